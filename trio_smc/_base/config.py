@@ -1,0 +1,165 @@
+"""`Config`: what a user may set, with the defaults that were decided once."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = ["Config", "RMBE_SIZE_UNIT", "rmbe_size_code", "rmbe_size_of"]
+
+RMBE_SIZE_UNIT = 16 * 1024
+"""Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
+
+_MAX_SIZE_CODE = 15
+_RFC_MAX_SIZE_CODE = 5
+_SOFTWARE_RECEIVE_BUFFER = 1024 * 1024
+_ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
+
+# What belongs to the stack: a call's own config may not change these.
+_STACK_FIELDS = frozenset(
+    {
+        "rnics", "directory", "spin", "checkpoints", "llc_timeout", "first_contact_timeout",
+        "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
+        "rmbe_eye_catcher",
+    }
+)  # fmt: skip
+
+
+def rmbe_size_of(code: int) -> int:
+    """Bytes of an RMB element whose size code is ``code`` (RFC 7609, A.2.2: 16 KiB << n)."""
+    return RMBE_SIZE_UNIT << code
+
+
+def rmbe_size_code(size: int) -> int:
+    """The smallest size code whose element holds ``size`` bytes."""
+    return max(0, (max(size, 1) - 1) // RMBE_SIZE_UNIT).bit_length()
+
+
+def _default_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "trio-smc"
+    return Path(f"/tmp/trio-smc-{os.getuid()}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
+
+    Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``checkpoints`` and the
+    link timers) raise ValueError when a call's own config sets them otherwise than its stack's.
+
+    Attributes:
+      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
+      directory: the user's private directory (mode 0700, owner checked): software RNICs,
+        same-host discovery.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.
+      discovery: how this side learns that a peer speaks SMC-R: "auto", "tcp-option", "assume".
+      assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
+      require_smc: fail instead of falling back to TCP.
+      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 1 MiB
+        on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.
+      rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
+      spin: how long to poll before the scheduler sleeps; 0 = off.
+      checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
+        always checked, rescheduling only now and then.
+      handshake_timeout: for each CLC message (RFC 7609, C.5).
+      first_contact_timeout: for each LLC message of a first contact (C.7).
+      llc_timeout: for each later LLC reply (C.7).
+      test_link_interval: idle time after which a link is tested (4.5.3).
+      test_link_timeout: how long a TEST LINK reply may take.
+      close_timeout: how long the peer may take to close its side (4.8.1).
+      link_group_idle: how long a link group without connections is kept (3.5.4).
+      shutdown_timeout: how long a closing stack finishes what closed streams still owe.
+      max_handshakes: handshakes under way at once, per listener.
+      urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
+    """
+
+    rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
+    directory: Path | str | None = None
+    discovery: Literal["auto", "tcp-option", "assume"] = "auto"
+    assume: tuple[str | tuple[str, int], ...] = ()
+    require_smc: bool = False
+    receive_buffer: int | None = None
+    rmbe_eye_catcher: bool = False
+    spin: float = 50e-6
+    checkpoints: Literal["strict", "amortised"] = "strict"
+    handshake_timeout: float = 6
+    first_contact_timeout: float = 5
+    llc_timeout: float = 2
+    test_link_interval: float = 30
+    test_link_timeout: float = 2
+    close_timeout: float = 60
+    link_group_idle: float = 600
+    shutdown_timeout: float = 5
+    max_handshakes: int = 128
+    urgent_inline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.discovery not in ("auto", "tcp-option", "assume"):
+            raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
+        if self.checkpoints not in ("strict", "amortised"):
+            raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
+        for name in _TIMES:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
+        if self.max_handshakes < 1:
+            raise ValueError("max_handshakes: at least 1")
+        if self.receive_buffer is not None and not (
+            1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
+        ):
+            raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
+        if self.rnics != "auto" and not isinstance(self.rnics, tuple):
+            raise ValueError("rnics: a tuple of RNICs or 'auto'")
+        _check_assume(self.assume)
+
+    def private_directory(self) -> Path:
+        """The directory that software RNICs and discovery use."""
+        return _default_directory() if self.directory is None else Path(self.directory)
+
+    def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
+        """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
+        if kind == "software":
+            return rmbe_size_of(rmbe_size_code(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER))
+        wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
+        return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
+
+    def assumes(self, host: str, port: int) -> bool:
+        """Whether the peer or local address is known to speak SMC-R without being asked."""
+        if self.discovery == "assume":
+            return True
+        for entry in self.assume:
+            if isinstance(entry, tuple):
+                if entry == (host, port):
+                    return True
+            elif ipaddress.ip_address(host.partition("%")[0]) in ipaddress.ip_network(entry):
+                return True
+        return False
+
+    def check_call(self, stack: Config) -> None:
+        """Raise ValueError when this config of one call changes what belongs to its stack."""
+        default = Config()
+        for field in fields(self):
+            if field.name not in _STACK_FIELDS:
+                continue
+            value: Any = getattr(self, field.name)
+            if value not in (getattr(default, field.name), getattr(stack, field.name)):
+                raise ValueError(f"{field.name} belongs to the stack, not to one call")
+
+
+_TIMES = (
+    "spin", "handshake_timeout", "first_contact_timeout", "llc_timeout", "test_link_interval",
+    "test_link_timeout", "close_timeout", "link_group_idle", "shutdown_timeout",
+)  # fmt: skip
+
+
+def _check_assume(entries: Iterable[str | tuple[str, int]]) -> None:
+    for entry in entries:
+        if not isinstance(entry, tuple):
+            ipaddress.ip_network(entry)  # ValueError says what is wrong with it

@@ -1,0 +1,233 @@
+"""Why a connection is plain TCP: typed reasons, the diagnosis words of the wire, remedies.
+
+RFC 7609 leaves the 4-byte diagnosis of an SMC Decline to the implementation (A.2.4); the words
+used here are those of the one deployed implementation, so that its tools can explain ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+__all__ = ["Diagnosis", "Fallback", "FallbackReason", "Mode", "Origin"]
+
+
+class Mode(StrEnum):
+    """How a stream's bytes travel."""
+
+    SMC_R = "smc-r"
+    TCP = "tcp"
+
+
+class Origin(StrEnum):
+    """Which side decided that a connection stays on TCP."""
+
+    LOCAL = "local"
+    PEER = "peer"
+
+
+class Diagnosis(IntEnum):
+    """Diagnosis words of an SMC Decline (RFC 7609, A.2.4)."""
+
+    OUT_OF_MEMORY = 0x01010000
+    CONFIRM_LINK_TIMEOUT = 0x02010000
+    ADD_LINK_TIMEOUT = 0x02020000
+    CONFIGURATION = 0x03000000
+    PEER_NOT_CAPABLE = 0x03010000
+    NO_DEVICE = 0x03030000
+    MODE_MISMATCH = 0x03040000
+    EYE_CATCHER = 0x03050000
+    PREFIX_MISMATCH = 0x03070000
+    NO_ACTIVE_LINK = 0x030A0000
+    LINK_NOT_FOUND = 0x030B0000
+    VERSION_MISMATCH = 0x030C0000
+    OUT_OF_SYNC = 0x04000000
+    PEER_DECLINED = 0x05000000
+    INTERNAL = 0x09990000
+
+
+class FallbackReason(StrEnum):
+    """Why a connection stays on TCP."""
+
+    PEER_NOT_CAPABLE = "peer-not-capable"
+    """Nothing told this side that the peer speaks SMC-R."""
+    NO_RNIC = "no-rnic"
+    """No RNIC of this stack serves the route of the connection."""
+    RNIC_DOWN = "rnic-down"
+    """The RNIC that serves the route has its port down."""
+    PREFIX_MISMATCH = "prefix-mismatch"
+    """The two sides are not on one IP subnet (RFC 7609, 3.5.1.2)."""
+    OUT_OF_RESOURCES = "out-of-resources"
+    """No memory, queue pair or RMB element could be had."""
+    OUT_OF_SYNC = "out-of-sync"
+    """The server named a link group that this side does not know (RFC 7609, 3.5.2.2)."""
+    RESERVED_VALUE = "reserved-value"
+    """A message held an enumerated value that RFC 7609 reserves (C.1)."""
+    VERSION_MISMATCH = "version-mismatch"
+    """No protocol version is common to both sides."""
+    LINK_FAILED = "link-failed"
+    """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
+    HANDSHAKE_LIMIT = "handshake-limit"
+    """The listener has `Config.max_handshakes` under way already."""
+    POLICY = "policy"
+    """This side's configuration keeps the connection on TCP."""
+    OTHER_USER = "other-user"
+    """The process at the other end belongs to another user and shares no directory with us."""
+    LOCAL_VERSION_MISMATCH = "local-version-mismatch"
+    """The two processes' same-host discovery speak no common version."""
+    UNSUPPORTED_PLATFORM = "unsupported-platform"
+    """This operating system has nothing that trio_smc could use."""
+    DECLINED = "declined"
+    """The peer declined for a reason that it did not name in words we know."""
+    INTERNAL = "internal"
+    """A defect on this side; the log has the details."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Explanation:
+    message: str
+    remedy: str
+    code: Diagnosis
+
+
+_EXPLANATIONS: dict[FallbackReason, _Explanation] = {
+    FallbackReason.PEER_NOT_CAPABLE: _Explanation(
+        "the peer did not announce SMC-R",
+        "run trio_smc at both ends; across hosts set up the TCP option or use discovery='assume'",
+        Diagnosis.PEER_NOT_CAPABLE,
+    ),
+    FallbackReason.NO_RNIC: _Explanation(
+        "no RNIC of this stack serves the route of the connection",
+        "name an RNIC on the route's network interface in Config(rnics=...)",
+        Diagnosis.NO_DEVICE,
+    ),
+    FallbackReason.RNIC_DOWN: _Explanation(
+        "the RNIC that serves the route has its port down",
+        "bring the RNIC's port up again",
+        Diagnosis.NO_DEVICE,
+    ),
+    FallbackReason.PREFIX_MISMATCH: _Explanation(
+        "client and server are not on one IP subnet",
+        "SMC-R version 1 needs both ends in one subnet or IPv6 prefix",
+        Diagnosis.PREFIX_MISMATCH,
+    ),
+    FallbackReason.OUT_OF_RESOURCES: _Explanation(
+        "memory, queue pairs or RMB elements are exhausted",
+        "lower receive_buffer, close idle connections or raise the memory limit",
+        Diagnosis.OUT_OF_MEMORY,
+    ),
+    FallbackReason.OUT_OF_SYNC: _Explanation(
+        "the server named a link group that the client does not know",
+        "nothing to do: the next connection makes a new link group",
+        Diagnosis.OUT_OF_SYNC,
+    ),
+    FallbackReason.RESERVED_VALUE: _Explanation(
+        "the peer used a value that RFC 7609 reserves",
+        "check the peer's implementation and version",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.VERSION_MISMATCH: _Explanation(
+        "no SMC-R version is common to both sides",
+        "upgrade the older side",
+        Diagnosis.VERSION_MISMATCH,
+    ),
+    FallbackReason.LINK_FAILED: _Explanation(
+        "the RDMA path could not be confirmed",
+        "check that the two RNICs reach each other",
+        Diagnosis.CONFIRM_LINK_TIMEOUT,
+    ),
+    FallbackReason.HANDSHAKE_LIMIT: _Explanation(
+        "the listener has too many handshakes under way",
+        "raise Config(max_handshakes=...) or connect more slowly",
+        Diagnosis.OUT_OF_MEMORY,
+    ),
+    FallbackReason.POLICY: _Explanation(
+        "this side's configuration keeps the connection on TCP",
+        "change the configuration's discovery or policy",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.OTHER_USER: _Explanation(
+        "the process at the other end belongs to another user",
+        "give both users one shared Config(directory=...) with a common group",
+        Diagnosis.PEER_NOT_CAPABLE,
+    ),
+    FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(
+        "the two processes speak no common version of same-host discovery",
+        "use the same trio_smc release in both processes",
+        Diagnosis.VERSION_MISMATCH,
+    ),
+    FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
+        "this operating system offers nothing that SMC-R could use",
+        "run on Linux",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.DECLINED: _Explanation(
+        "the peer declined SMC-R",
+        "look at the peer's own diagnosis for the code given",
+        Diagnosis.PEER_DECLINED,
+    ),
+    FallbackReason.INTERNAL: _Explanation(
+        "an internal error kept the connection on TCP",
+        "report the error in this side's log",
+        Diagnosis.INTERNAL,
+    ),
+}
+
+# What a word received in a Decline means; words not listed are kept as a number only.
+_MEANING: dict[int, FallbackReason] = {
+    Diagnosis.OUT_OF_MEMORY: FallbackReason.OUT_OF_RESOURCES,
+    Diagnosis.CONFIRM_LINK_TIMEOUT: FallbackReason.LINK_FAILED,
+    Diagnosis.ADD_LINK_TIMEOUT: FallbackReason.LINK_FAILED,
+    Diagnosis.PEER_NOT_CAPABLE: FallbackReason.PEER_NOT_CAPABLE,
+    Diagnosis.NO_DEVICE: FallbackReason.NO_RNIC,
+    Diagnosis.PREFIX_MISMATCH: FallbackReason.PREFIX_MISMATCH,
+    Diagnosis.VERSION_MISMATCH: FallbackReason.VERSION_MISMATCH,
+    Diagnosis.OUT_OF_SYNC: FallbackReason.OUT_OF_SYNC,
+    Diagnosis.INTERNAL: FallbackReason.INTERNAL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """Why one connection is plain TCP.
+
+    Attributes:
+      reason: the typed reason.
+      origin: which side decided it.
+      code: the diagnosis word that this side decided or sent, or None.
+      peer_code: the diagnosis word received in the peer's SMC Decline, or None.
+    """
+
+    reason: FallbackReason
+    origin: Origin
+    code: int | None = None
+    peer_code: int | None = None
+
+    @classmethod
+    def local(cls, reason: FallbackReason) -> Fallback:
+        """A fallback that this side decided."""
+        return cls(reason=reason, origin=Origin.LOCAL, code=int(_EXPLANATIONS[reason].code))
+
+    @classmethod
+    def from_peer(cls, diagnosis: int) -> Fallback:
+        """A fallback that the peer asked for by a Decline with this diagnosis word."""
+        reason = _MEANING.get(diagnosis, FallbackReason.DECLINED)
+        return cls(
+            reason=reason,
+            origin=Origin.PEER,
+            code=int(Diagnosis.PEER_DECLINED),
+            peer_code=diagnosis,
+        )
+
+    @property
+    def message(self) -> str:
+        """One sentence, without a full stop."""
+        text = _EXPLANATIONS[self.reason].message
+        if self.peer_code is not None:
+            return f"{text} (said by the peer, diagnosis 0x{self.peer_code:08x})"
+        return text
+
+    @property
+    def remedy(self) -> str:
+        """What an operator can do about it, without a full stop."""
+        return _EXPLANATIONS[self.reason].remedy

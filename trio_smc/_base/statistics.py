@@ -1,0 +1,60 @@
+"""Frozen counters, as `Stack.statistics()` and `SmcStream.statistics()` return them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .reasons import FallbackReason, Origin
+
+__all__ = ["StackStatistics", "StreamStatistics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStatistics:
+    """Counters of one connection since it was opened.  Sizes are bytes."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    writes: int = 0
+    """RDMA writes posted."""
+    cdcs_sent: int = 0
+    cdcs_received: int = 0
+    coalesced: int = 0
+    """CDC messages spared because a later one carried the same news."""
+    window_stalls: int = 0
+    """How often a sender found the peer's window closed."""
+    stale_cdcs: int = 0
+    """CDC messages discarded for their sequence number (RFC 7609, A.4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackStatistics:
+    """Counters of a stack since it was opened.  Sizes are bytes."""
+
+    connections: int = 0
+    """SMC-R connections opened, open ones included."""
+    open_connections: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    writes: int = 0
+    cdcs_sent: int = 0
+    cdcs_received: int = 0
+    coalesced: int = 0
+    window_stalls: int = 0
+    stale_cdcs: int = 0
+    unknown_tokens: int = 0
+    """CDC messages dropped because their alert token names no connection."""
+    buffers_allocated: int = 0
+    """RMB elements given out."""
+    buffers_reused: int = 0
+    """RMB elements given out that had served a connection before."""
+    link_groups: int = 0
+    """Link groups opened."""
+    failovers: int = 0
+    handshakes: int = 0
+    handshakes_failed: int = 0
+    """Handshakes that ended the TCP connection."""
+    refused: int = 0
+    """Connections closed by a listener because `require_smc` is set."""
+    fallbacks: Mapping[tuple[Origin, FallbackReason], int]

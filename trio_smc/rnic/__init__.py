@@ -1,0 +1,1 @@
+"""RNICs: the interface in `verbs`, the software RNIC, the poller thread and the shared drain."""

@@ -1,0 +1,72 @@
+"""Memory that peers write into: a sealed memfd, so that another process can map the same pages."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+__all__ = ["Memory"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Memory:
+    """A zeroed, page-aligned piece of shared memory of fixed size.
+
+    Attributes:
+      fd: the memfd; sealed against shrinking and growing.
+      size: bytes.
+      view: the whole memory as a writable memoryview of bytes.
+    """
+
+    def __init__(self, size: int, *, name: str = "trio_smc") -> None:
+        if size <= 0:
+            raise ValueError("size must be positive")
+        self.size = size
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self._map)
+        self._slices: list[memoryview] = []
+
+    def slice(self, start: int, length: int) -> memoryview:
+        """A view of ``length`` bytes from ``start`` that `close` releases."""
+        piece = self.view[start : start + length]
+        self._slices.append(piece)
+        return piece
+
+    @property
+    def address(self) -> int:
+        """Where this process sees the memory; for RNICs that take virtual addresses."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def zero(self, start: int, length: int) -> None:
+        """Zero a range; whole pages are given back to the system."""
+        page = mmap.PAGESIZE
+        end = start + length
+        first, last = -(-start // page) * page, end // page * page
+        if last > first:
+            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            self.view[start:first] = bytes(first - start)
+            self.view[last:end] = bytes(end - last)
+        else:
+            self.view[start:end] = bytes(length)
+
+    def close(self) -> None:
+        """Unmap and close; views of it become invalid.  Idempotent."""
+        if self.fd < 0:
+            return
+        for piece in self._slices:
+            piece.release()
+        self._slices.clear()
+        self.view.release()
+        self._map.close()
+        os.close(self.fd)
+        self.fd = -1

@@ -1,0 +1,273 @@
+"""What an RNIC is: the verbs that SMC-R needs, as one interface for every kind of RNIC.
+
+The shape is that of the InfiniBand verbs, so that a RoCE adapter fits without change:
+
+======================================  ==========================================================
+here                                    ibverbs
+======================================  ==========================================================
+``Rnic.open`` / ``close``               ``ibv_open_device`` / ``ibv_close_device``, ``ibv_query_port``,
+                                        ``ibv_create_comp_channel``, ``ibv_create_cq``
+``Rnic.alloc_pd``                       ``ibv_alloc_pd``
+``ProtectionDomain.register``           ``ibv_reg_mr`` (local and remote write)
+``MemoryRegion.close``                  ``ibv_dereg_mr``
+``Rnic.create_qp``                      ``ibv_create_qp`` (RC), state RESET
+``QueuePair.to_init/to_rtr/to_rts/...`` ``ibv_modify_qp``
+``QueuePair.post_receive``              ``ibv_post_recv``, one per buffer
+``QueuePair.post_send``                 ``ibv_post_send`` (SEND, solicited)
+``QueuePair.post_write``                ``ibv_post_send`` (RDMA WRITE, at most two gather entries)
+``Rnic.poll``                           ``ibv_poll_cq``
+``Rnic.arm``                            ``ibv_req_notify_cq`` followed by one more look
+``Rnic.wait_fd``                        the completion channel's and async event file descriptors
+``RnicEvent``                           ``ibv_get_async_event``
+======================================  ==========================================================
+
+Two liberties: receive buffers belong to the RNIC (a completion carries the bytes), and a write's
+data is given as memoryviews of any memory; an RNIC that can only send registered memory copies
+it into a send ring of its own first (`Rnic.copies_on_post`).
+
+All methods are called on the Trio thread; the RNIC's own thread only sleeps on `Rnic.wait_fd`.
+Completions of one queue pair come in the order in which the work was posted.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from .memory import Memory
+
+__all__ = [
+    "RECEIVE_SIZE",
+    "Completion",
+    "MemoryRegion",
+    "ProtectionDomain",
+    "QpState",
+    "QueueFull",
+    "QueuePair",
+    "Rnic",
+    "RnicError",
+    "RnicEvent",
+    "WcOpcode",
+    "WcStatus",
+]
+
+RECEIVE_SIZE: Final = 48
+"""Bytes of a posted receive buffer: an LLC or CDC message has 44 (RFC 7609, A.3, A.4)."""
+
+
+class RnicError(OSError):
+    """A verb was refused: wrong state, no memory, device gone."""
+
+
+class QueueFull(RnicError):
+    """More work was posted than the queue was created for."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOMEM, "the work queue is full")
+
+
+class QpState(StrEnum):
+    """States of a queue pair, in the order in which it passes them."""
+
+    RESET = "RESET"
+    INIT = "INIT"
+    RTR = "RTR"
+    RTS = "RTS"
+    ERR = "ERR"
+
+
+class WcOpcode(IntEnum):
+    """What completed."""
+
+    SEND = 0
+    RDMA_WRITE = 1
+    RECV = 128
+
+
+class WcStatus(IntEnum):
+    """How it completed; the numbers are those of ``enum ibv_wc_status``."""
+
+    SUCCESS = 0
+    LOC_LEN_ERR = 1
+    LOC_QP_OP_ERR = 2
+    LOC_PROT_ERR = 4
+    WR_FLUSH_ERR = 5
+    REM_INV_REQ_ERR = 9
+    REM_ACCESS_ERR = 10
+    REM_OP_ERR = 11
+    RETRY_EXC_ERR = 12
+    RNR_RETRY_EXC_ERR = 13
+    FATAL_ERR = 18
+    GENERAL_ERR = 21
+
+
+class RnicEvent(StrEnum):
+    """Asynchronous events of a device."""
+
+    PORT_DOWN = "port-down"
+    PORT_UP = "port-up"
+    FATAL = "fatal"
+
+
+class Completion(NamedTuple):
+    """One completed work request.  ``opcode`` and ``data`` hold only when ``status`` is 0."""
+
+    qp_num: int
+    opcode: int
+    status: int
+    wr_id: int
+    data: bytes | None
+    """The bytes received, for WcOpcode.RECV."""
+
+
+class MemoryRegion(ABC):
+    """Memory that peers of one protection domain may write into by RDMA."""
+
+    rkey: int
+    address: int
+    """What a peer adds its offset to (64 bits)."""
+    length: int
+
+    @abstractmethod
+    def close(self) -> None:
+        """Revoke the RKey: later writes of peers fail with REM_ACCESS_ERR.  Idempotent."""
+
+
+class ProtectionDomain(ABC):
+    """Keeps what one link's peer may touch apart from all others (RFC 7609, 5)."""
+
+    @abstractmethod
+    def register(self, memory: Memory) -> MemoryRegion:
+        """Let the queue pairs of this domain be the target of writes into ``memory``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent; its regions and queue pairs must be closed before."""
+
+
+class QueuePair(ABC):
+    """A reliably connected queue pair."""
+
+    qp_num: int
+    """24 bits, never 0."""
+    state: QpState
+
+    @abstractmethod
+    def to_init(self) -> None:
+        """RESET to INIT: receives may be posted.  Raises RnicError in another state."""
+
+    @abstractmethod
+    def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
+        """INIT to RTR: connect to the peer's queue pair.
+
+        Args:
+          gid: the peer RNIC's GID, 16 bytes.
+          qp_num: the peer's queue pair number.
+          psn: the peer's initial packet sequence number, 24 bits.
+          mtu: path MTU as the verbs' enumeration (1 = 256 bytes ... 5 = 4096 bytes).
+        """
+
+    @abstractmethod
+    def to_rts(self, *, psn: int) -> None:
+        """RTR to RTS: sends may be posted; ``psn`` is our own initial sequence number."""
+
+    @abstractmethod
+    def to_err(self) -> None:
+        """Any state to ERR: everything posted is flushed with WR_FLUSH_ERR."""
+
+    @abstractmethod
+    def post_receive(self, count: int) -> None:
+        """Post ``count`` buffers of `RECEIVE_SIZE` bytes.  Without one a peer's send waits."""
+
+    @abstractmethod
+    def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+        """Send at most `RECEIVE_SIZE` bytes, copied before this returns.  Raises QueueFull."""
+
+    @abstractmethod
+    def post_write(
+        self,
+        wr_id: int,
+        data: memoryview,
+        more: memoryview | None,
+        *,
+        address: int,
+        rkey: int,
+        signaled: bool = False,
+    ) -> None:
+        """Write ``data`` and then ``more`` to the peer's memory at ``address``.
+
+        Unless `Rnic.copies_on_post`, both must stay unchanged until a completion of this or a
+        later request of the same queue pair.  Raises QueueFull.  What goes wrong later (RKey,
+        bounds, peer gone) comes as an error completion, and the queue pair is then in ERR.
+        """
+
+    @abstractmethod
+    def write_capacity(self) -> int:
+        """Bytes that `post_write` can take now; bounded only where `Rnic.copies_on_post`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroy it.  Idempotent; completions not yet polled are dropped."""
+
+
+class Rnic(ABC):
+    """An RNIC port: made by the user, opened and closed by one stack."""
+
+    name: str
+    kind: Literal["software", "roce"]
+    copies_on_post: bool
+    gid: bytes
+    """16 bytes; valid while open, as are the next three."""
+    mac: bytes
+    mtu: int
+    """Active MTU as the verbs' enumeration (1 = 256 bytes ... 5 = 4096 bytes)."""
+    port_active: bool
+    on_event: Callable[[RnicEvent], None] | None = None
+    """Called on the Trio thread, from within `service`."""
+    send_depth: int
+    """Work requests a queue pair's send queue holds."""
+    receive_depth: int
+
+    @abstractmethod
+    def open(self, directory: Path) -> None:
+        """Open the device.  ``directory``: the user's private directory.  Raises RnicError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the device and all that was made from it.  Idempotent."""
+
+    @abstractmethod
+    def alloc_memory(self, size: int) -> Memory:
+        """Zeroed memory of ``size`` bytes that can be registered with this RNIC."""
+
+    @abstractmethod
+    def alloc_pd(self) -> ProtectionDomain:
+        """A new protection domain."""
+
+    @abstractmethod
+    def create_qp(self, pd: ProtectionDomain) -> QueuePair:
+        """A new queue pair in state RESET."""
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """Take what has completed, oldest first; an empty list when there is nothing."""
+
+    @abstractmethod
+    def arm(self) -> bool:
+        """Ask for a wakeup at the next completion.
+
+        Returns False when something has completed already: poll again instead of sleeping.
+        """
+
+    @abstractmethod
+    def wait_fd(self) -> int:
+        """A file descriptor for the thread to sleep on: readable when `service` has work."""
+
+    @abstractmethod
+    def service(self) -> None:
+        """Quieten what `wait_fd` reported and do the slow work: device events, peers that
+        came or died.  Completions it produces are found by the next `poll`."""
