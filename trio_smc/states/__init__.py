@@ -1,0 +1,15 @@
+"""Every state machine, declared once with python-statemachine and run by one small engine.
+
+Pure: no trio, no I/O, no clock. ``MACHINES`` names every declared chart; the generated diagrams
+and tables (``python -m trio_smc.states``) and the differential test run over all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from statemachine import StateChart
+
+MACHINES: dict[str, type[StateChart[Any]]] = {}
+"""File-name-like name of each machine ("connection", "link_group") and its chart."""

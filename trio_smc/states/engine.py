@@ -1,0 +1,416 @@
+"""Declared state machines, flattened to tables and run by a small engine.
+
+Theory of operation
+-------------------
+Every state machine is declared once as a python-statemachine chart. The library checks the
+structure when the class is created, and is the reference in a differential test. It is not
+what runs: one of its transitions costs as much as two TCP round trips, one of its instances
+100 KB in reference cycles. So ``flatten`` turns a chart at import into a ``Table``, and a
+``Machine`` (three slots and a string) walks that table.
+
+A chart holds states and edges, nothing else. Guards are attributes of the model, actions are
+methods of the model without arguments; the chart names them::
+
+    class DoorChart(Chart):
+        OPEN = State(initial=True)
+        SHUT = State(final=True)
+        edge(OPEN, "push", SHUT, when="!blocked", do="ring latch", rfc="4.8.1 (2)")
+        ignore(OPEN, "push", rfc="4.8.1 (2)")
+
+    DOOR = flatten(DoorChart)
+
+What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
+
+- the first edge in declaration order whose guards all hold is taken; without one the event
+  is refused (``IllegalEvent``);
+- actions run in order before the state changes; when one raises, the state stays the
+  source's, events queued meanwhile are dropped and the exception propagates;
+- an event sent by an action is queued and runs after the current one, first in, first out
+  (run to completion); a queued event that is refused raises from the outer ``send``;
+- events queued when a state declared final is entered are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statemachine import State, StateChart
+from statemachine.transition import Transition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "Chart",
+    "Edge",
+    "Guard",
+    "IllegalEvent",
+    "Machine",
+    "Model",
+    "Table",
+    "edge",
+    "flatten",
+    "ignore",
+]
+
+
+class IllegalEvent(Exception):  # noqa: N818  (an event may be refused without an error)
+    """An event that the table does not allow in the machine's state.
+
+    ``table``, ``state`` and ``event`` are the names of the table, the state and the event.
+    """
+
+    def __init__(self, table: str, state: str, event: str) -> None:
+        super().__init__(f"{table}: event {event!r} is not allowed in state {state}")
+        self.table = table
+        self.state = state
+        self.event = event
+
+
+# --- declaration -----------------------------------------------------------------------------
+
+
+class Chart(StateChart[Any]):
+    """Base class of every declaration: the library's flags that the engine implements."""
+
+    allow_event_without_transition = False
+    catch_errors_as_events = False
+    atomic_configuration_update = True
+
+
+class _CitedTransition(Transition):
+    """A library transition that knows the RFC paragraph it comes from."""
+
+    rfc: str
+
+
+def edge(
+    source: State,
+    events: str,
+    target: State | None = None,
+    *,
+    when: str = "",
+    do: str = "",
+    rfc: str,
+) -> None:
+    """Declare one edge (one per event) inside a chart's class body.
+
+    ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
+    (``!name`` wants the attribute false; all must hold) and the actions in their order.
+    Without ``target``, or with ``source`` again, the edge is internal: actions run, the state
+    stays and ``state_changed`` is not called. ``rfc`` is the paragraph that asks for it.
+    """
+    guards = when.split()
+    for event in events.split():
+        transition = _CitedTransition(
+            source,
+            target or source,
+            event=event,
+            internal=target is None or target is source,
+            cond=[name for name in guards if not name.startswith("!")] or None,
+            unless=[name[1:] for name in guards if name.startswith("!")] or None,
+            on=do.split() or None,
+        )
+        transition.rfc = rfc
+        source.transitions.add_transitions(transition)
+
+
+def ignore(source: State, events: str, *, rfc: str) -> None:
+    """Declare that ``events`` (names separated by blanks) change nothing in ``source``."""
+    edge(source, events, rfc=rfc)
+
+
+# --- the flat table --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A boolean attribute of the model; ``negated`` wants it false."""
+
+    name: str
+    negated: bool
+
+    def __str__(self) -> str:
+        return f"!{self.name}" if self.negated else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One edge. ``source`` is the RFC paragraph; an internal edge has its own state as target."""
+
+    guards: tuple[Guard, ...]
+    target: str
+    actions: tuple[str, ...]
+    internal: bool
+    source: str
+
+    @property
+    def ignored(self) -> bool:
+        """Whether the edge does nothing at all."""
+        return self.internal and not self.actions
+
+
+# What the engine reads: (attribute, wanted) pairs, actions, the new state or None.
+_Row = tuple[tuple[tuple[str, bool], ...], tuple[str, ...], str | None]
+
+
+class Table:
+    """A flattened chart.
+
+    ``states`` and ``events`` keep the order of declaration. ``final`` are the states that are
+    never left: declared final, or with ignored edges only. ``values`` maps states to the
+    numbers declared for them (a state without one is missing). ``edges`` maps
+    ``(state, event)`` to the edges in the order they are tried.
+    """
+
+    __slots__ = (
+        "_rows",
+        "_stopped",
+        "edges",
+        "events",
+        "final",
+        "initial",
+        "name",
+        "states",
+        "values",
+    )
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        initial: str,
+        states: tuple[str, ...],
+        stopped: Iterable[str],
+        events: tuple[str, ...],
+        edges: Mapping[tuple[str, str], tuple[Edge, ...]],
+        values: Mapping[str, int],
+    ) -> None:
+        self.name = name
+        self.initial = initial
+        self.states = states
+        self.events = events
+        self.edges = edges
+        self.values = values
+        left = {state for (state, _), row in edges.items() if any(not e.ignored for e in row)}
+        self._stopped = frozenset(stopped)
+        self.final = frozenset(states) - left
+        self._rows: dict[tuple[str, str], tuple[_Row, ...]] = {
+            pair: tuple(
+                (
+                    tuple((guard.name, not guard.negated) for guard in e.guards),
+                    e.actions,
+                    None if e.internal else e.target,
+                )
+                for e in row
+            )
+            for pair, row in edges.items()
+        }
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The model attributes that guards read, in order of first use."""
+        return tuple(
+            dict.fromkeys(g.name for row in self.edges.values() for e in row for g in e.guards)
+        )
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """The model methods that edges call, in order of first use."""
+        return tuple(
+            dict.fromkeys(a for row in self.edges.values() for e in row for a in e.actions)
+        )
+
+    @property
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        """The (state, event) pairs without any edge: refused whatever the guards say."""
+        return tuple(
+            (state, event)
+            for state in self.states
+            for event in self.events
+            if (state, event) not in self.edges
+        )
+
+
+# --- flattening ------------------------------------------------------------------------------
+
+
+def flatten(chart: type[StateChart[Any]]) -> Table:
+    """Turn a chart into a table; called once, when the module of the chart is imported.
+
+    Raises ``ValueError`` for what the engine does not run (nested or parallel states, eventless
+    and multi-target transitions, entry and exit actions, external self-transitions, flags
+    other than ``Chart``'s), and for declarations that cannot be meant: an edge without its RFC
+    paragraph, an edge behind an unguarded one, a guard or action named like something the
+    chart itself has (the library would call that), a state from which no final one is reached.
+    """
+    _check_chart(chart)
+    edges: dict[tuple[str, str], list[Edge]] = {}
+    events: dict[str, None] = {}
+    for state in chart.states:
+        for transition in state.transitions:
+            flat = _flatten_transition(chart, transition)
+            for event in map(str, transition.events):
+                events[event] = None
+                row = edges.setdefault((state.id, event), [])
+                if row and not row[-1].guards:
+                    raise ValueError(
+                        f"{chart.__name__}: {state.id}/{event} has an edge behind an unguarded one"
+                    )
+                row.append(flat)
+    initial = chart.initial_state
+    if initial is None:  # the library refuses such a chart first
+        raise ValueError(f"{chart.__name__}: no initial state")
+    table = Table(
+        name=chart.__name__.removesuffix("Chart"),
+        initial=initial.id,
+        states=tuple(state.id for state in chart.states),
+        stopped=(state.id for state in chart.final_states),
+        events=tuple(events),
+        edges={pair: tuple(row) for pair, row in edges.items()},
+        values={s.id: s.value for s in chart.states if isinstance(s.value, int)},
+    )
+    _check_table(table, chart)
+    return table
+
+
+def _check_chart(chart: type[StateChart[Any]]) -> None:
+    where = chart.__name__
+    for flag in (
+        "allow_event_without_transition",
+        "catch_errors_as_events",
+        "atomic_configuration_update",
+    ):
+        if getattr(chart, flag) is not getattr(Chart, flag):
+            raise ValueError(f"{where}: {flag} differs from Chart's")
+    for base in chart.__mro__[: chart.__mro__.index(StateChart)]:
+        for name, value in vars(base).items():
+            if isinstance(value, (FunctionType, property, classmethod, staticmethod)):
+                raise ValueError(f"{where}: {name} is code; actions belong to the model")
+    for state in chart.states:
+        if state.states or state.history or state.parallel:
+            raise ValueError(f"{where}: {state.id} is nested or parallel")
+        if any(not spec.is_convention for spec in state._specs):
+            raise ValueError(f"{where}: {state.id} has entry, exit or invoke actions")
+
+
+def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) -> Edge:
+    where = f"{chart.__name__}: {transition}"
+    if not isinstance(transition, _CitedTransition) or not transition.rfc.strip():
+        raise ValueError(f"{where}: declare it with edge() and its RFC paragraph")
+    target = transition.target
+    if target is None or len(transition.targets) != 1 or transition.is_eventless:
+        raise ValueError(f"{where}: exactly one target and an event are wanted")
+    if target is transition.source and not transition.internal:
+        raise ValueError(f"{where}: an external self-transition")
+    if any(not event.isidentifier() for event in map(str, transition.events)):
+        raise ValueError(f"{where}: event names are plain identifiers")
+    for group in (transition.before, transition.after, transition.validators):
+        if any(not spec.is_convention for spec in group):
+            raise ValueError(f"{where}: only guards and actions are supported")
+    guards = tuple(Guard(str(spec.func), not spec.expected_value) for spec in transition.cond)
+    actions = tuple(str(spec.func) for spec in transition.on if not spec.is_convention)
+    for name in (*(guard.name for guard in guards), *actions):
+        # The library looks names up in the chart as well as in the model and calls both.
+        if not name.isidentifier() or hasattr(chart, name):
+            raise ValueError(f"{where}: {name!r} is not a name that only the model can have")
+    return Edge(guards, target.id, actions, transition.internal, transition.rfc)
+
+
+def _check_table(table: Table, chart: type[StateChart[Any]]) -> None:
+    both = set(table.guards) & set(table.actions)
+    if both:
+        raise ValueError(f"{chart.__name__}: guard and action at once: {sorted(both)}")
+    # The library does this for declared final states only, and never for absorbing ones.
+    alive = set(table.final)
+    grown = True
+    while grown:
+        reached = {s for (s, _), row in table.edges.items() if any(e.target in alive for e in row)}
+        grown = not reached <= alive
+        alive |= reached
+    if table.final and alive != set(table.states):
+        raise ValueError(f"{chart.__name__}: no way out of {sorted(set(table.states) - alive)}")
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+class Model(Protocol):
+    """What a machine's model must have beside the guards and actions its table names."""
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Called once after the state went from ``old`` to another state ``new``."""
+
+
+class Machine:
+    """One running machine: a table, its model and the state.
+
+    ``model`` carries the guards (attributes or properties, read for their truth), the actions
+    (methods without arguments) and ``state_changed``. ``state`` starts elsewhere than in the
+    table's initial state; ``ValueError`` when the table has no such state.
+    """
+
+    __slots__ = ("_model", "_queue", "_table", "state")
+
+    state: str
+    _queue: list[str] | None
+
+    def __init__(self, table: Table, model: Model, *, state: str | None = None) -> None:
+        if state is None:
+            state = table.initial
+        elif state not in table.states:
+            raise ValueError(f"{table.name} has no state {state!r}")
+        self._table = table
+        self._model: Any = model
+        self._queue = None  # a list while an event is being processed
+        self.state = state
+
+    def send(self, event: str) -> bool:
+        """Process ``event`` and then the events its actions sent.
+
+        Returns True when an edge was taken (an internal one too) and False when the event was
+        only queued, because this call comes from an action or from ``state_changed``. Raises
+        ``IllegalEvent`` when the table has no edge for the state and the event, or no edge
+        whose guards hold.
+        """
+        if self._queue is not None:
+            if self.state in self._table._stopped:
+                raise IllegalEvent(self._table.name, self.state, event)
+            self._queue.append(event)
+            return False
+        queue = self._queue = []
+        try:
+            self._step(event)
+            for queued in queue:  # grows while it is walked
+                if self.state in self._table._stopped:
+                    break
+                self._step(queued)
+        finally:
+            self._queue = None
+        return True
+
+    def can(self, event: str) -> bool:
+        """Whether ``send(event)`` would find an edge now."""
+        model = self._model
+        return any(
+            all(bool(getattr(model, name)) is wanted for name, wanted in guards)
+            for guards, _, _ in self._table._rows.get((self.state, event), ())
+        )
+
+    def _step(self, event: str) -> None:
+        model = self._model
+        old = self.state
+        for guards, actions, target in self._table._rows.get((old, event), ()):
+            for name, wanted in guards:
+                if (not getattr(model, name)) is wanted:
+                    break
+            else:
+                for action in actions:
+                    getattr(model, action)()
+                if target is not None:
+                    self.state = target
+                    model.state_changed(old, target, event)
+                return
+        raise IllegalEvent(self._table.name, old, event)
