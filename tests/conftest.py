@@ -1,0 +1,154 @@
+"""Options, seeds, a private runtime directory, and the check that tests leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests import leaks
+
+_SEED = pytest.StashKey[int]()
+_REPORTED = pytest.StashKey[set[str]]()
+_LONG = ("full", "lab")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("trio_smc")
+    group.addoption(
+        "--seed", type=int, default=None, help="replay a run: the seed that its header printed"
+    )
+    group.addoption(
+        "--full", action="store_true", help="also run the long versions (markers full and lab)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Under xdist the controller chose the seed, so that all workers share it.
+    given: int | None = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
+    seed = random.SystemRandom().getrandbits(32) if given is None else given
+    config.stash[_SEED] = seed
+    config.stash[_REPORTED] = set()
+    # One number replays Hypothesis too, unless it was given a seed of its own.
+    if config.getoption("--hypothesis-seed", None) is None:
+        config.option.hypothesis_seed = seed
+    # Shared machines pause for longer than any per-example deadline.
+    hypothesis.settings.register_profile("short", deadline=None)
+    hypothesis.settings.register_profile("full", deadline=None, max_examples=5000)
+    full = config.getoption("--full")
+    hypothesis.settings.load_profile("full" if full else "short")
+    if full:
+        os.environ["TRIO_SMC_FULL"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to an xdist worker."""
+    node.workerinput["seed"] = node.config.stash[_SEED]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.stash[_SEED]} (replay with --seed {config.stash[_SEED]})"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full, deselect (and so count in the summary) what only --full runs."""
+    if config.getoption("--full"):
+        return
+    long = [item for item in items if any(item.get_closest_marker(name) for name in _LONG)]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether --full was given: a test may then run more cases."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A 64-bit seed for this test alone: depends on the run's seed and the test's name, not on
+    which tests ran before."""
+    text = f"{request.config.stash[_SEED]}:{request.node.nodeid}"
+    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    request.node.add_report_section("setup", "seed", f"this test's seed: {value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """A random generator started from this test's seed."""
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def _runtime_base() -> Iterator[Path]:
+    # Not under pytest's own directory: paths of Unix sockets end at 107 bytes.
+    base = Path(tempfile.mkdtemp(prefix="smc-"))
+    yield base
+    shutil.rmtree(base)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What fixtures of wider scope opened must be gone at the end of the run."""
+    before = leaks.take()
+    yield
+    _fail_if_leaked(request, before, ())
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(
+    request: pytest.FixtureRequest, _runtime_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """Give the test its own XDG_RUNTIME_DIR; afterwards fail if it left anything.
+
+    Checked: child processes (also zombies), threads, descriptors, mapped memfds, and files,
+    sockets or pipes in the runtime directory. In tmp_path only sockets and pipes count: its
+    plain files are for pytest to remove.
+    """
+    directory = Path(tempfile.mkdtemp(dir=_runtime_base))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    trees = [directory]
+    if "tmp_path" in request.fixturenames:
+        trees.append(request.getfixturevalue("tmp_path"))
+    before = leaks.take(*trees)
+    yield directory
+    try:
+        _fail_if_leaked(request, before, tuple(trees))
+    finally:
+        shutil.rmtree(directory)
+
+
+def _fail_if_leaked(
+    request: pytest.FixtureRequest, before: leaks.Snapshot, trees: tuple[Path, ...]
+) -> None:
+    left = _left(before, trees)
+    if left:
+        # Only then: a full collection after each of thousands of tests would take minutes. What
+        # the collector frees here still warns (ResourceWarning is an error).
+        gc.collect()
+        left = _left(before, trees)
+    reported = request.config.stash[_REPORTED]
+    new = [line for line in left if line not in reported]
+    if new:
+        reported.update(new)
+        pytest.fail("left behind:\n  " + "\n  ".join(new), pytrace=False)
+
+
+def _left(before: leaks.Snapshot, trees: tuple[Path, ...]) -> list[str]:
+    lines = leaks.leaked(before, leaks.take(*trees))
+    tmp = str(trees[1]) if len(trees) > 1 else None
+    return [line for line in lines if not (tmp and line.startswith(f"file {tmp}"))]
