@@ -1,0 +1,117 @@
+"""Make .venv ready for a make target; does nothing when it already is.
+
+    python3 scripts/bootstrap.py EXTRA [COMMAND ...]
+
+EXTRA is a set of pyproject.toml ("cli" or "dev"); each COMMAND (dot, tshark) comes from a Debian
+package, which is installed when we are root or `sudo -n` works. Otherwise the exact apt-get line
+is printed and the exit code is 2. Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+OLDEST = (3, 11)
+PACKAGE_OF = {"dot": "graphviz", "tshark": "tshark"}
+# What each set includes: a venv made for "dev" serves "cli" too.
+INCLUDED_IN = {"cli": ("cli", "dev"), "dev": ("dev",)}
+FAILED = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code: 0 when everything is there."""
+    if len(arguments) < 1 or arguments[0] not in INCLUDED_IN:
+        print(__doc__, file=sys.stderr)
+        return FAILED
+    if sys.version_info < OLDEST:
+        return _complain(f"Python {OLDEST[0]}.{OLDEST[1]} or newer is needed: make PYTHON=...")
+    extra, commands = arguments[0], arguments[1:]
+    packages = [PACKAGE_OF[command] for command in commands if not shutil.which(command)]
+    ready = any(_stamp(name).exists() for name in INCLUDED_IN[extra])
+    if not ready and not _has_ensurepip():
+        packages.append(f"python3.{sys.version_info.minor}-venv")
+    if packages and not _install_debian(packages):
+        return FAILED
+    return 0 if ready else _install_python(extra)
+
+
+def _stamp(extra: str) -> Path:
+    """The file that says: installed for this pyproject.toml and this interpreter."""
+    state = (ROOT / "pyproject.toml").read_bytes() + sys.version.encode() + bytes(VENV)
+    return VENV / f".ready-{extra}-{hashlib.sha256(state).hexdigest()[:16]}"
+
+
+def _has_ensurepip() -> bool:
+    # In a process of its own: after an installation this one would still remember its absence.
+    code = "import ensurepip, venv"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _install_debian(packages: list[str]) -> bool:
+    line = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
+    prefix = _as_root()
+    if prefix is None or not shutil.which("apt-get"):
+        _complain("missing: please run\n    sudo " + " ".join(line))
+        return False
+    print("installing " + " ".join(packages), flush=True)
+    prefix = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive"]
+    if _quiet([*prefix, *line]) or (
+        _quiet([*prefix, "apt-get", "update", "-q"]) and _quiet([*prefix, *line])
+    ):
+        return True
+    _complain("that failed; please run\n    sudo " + " ".join(line))
+    return False
+
+
+def _as_root() -> list[str] | None:
+    if os.geteuid() == 0:
+        return []
+    if shutil.which("sudo") and _quiet(["sudo", "-n", "true"]):
+        return ["sudo", "-n"]
+    return None
+
+
+def _install_python(extra: str) -> int:
+    print(f"setting up .venv ({extra}); this happens once", flush=True)
+    for stale in VENV.glob(".ready-*"):
+        stale.unlink()
+    create = [sys.executable, "-m", "venv", "--upgrade", str(VENV)]
+    if not VENV.exists():
+        create.remove("--upgrade")
+    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    for command in (create, [*pip, "-q", "-e", f"{ROOT}[{extra}]"]):
+        if not _quiet(command):
+            return _complain("failed: " + " ".join(command))
+    _stamp(extra).touch()
+    return 0
+
+
+def _quiet(command: list[str]) -> bool:
+    """Run; show the output only of what failed. Return whether it worked."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if done.returncode and command[:3] != ["sudo", "-n", "true"]:
+        sys.stderr.write(done.stdout.decode(errors="replace"))
+    return done.returncode == 0
+
+
+def _complain(text: str) -> int:
+    print(text, file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
