@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trio_smc.states.connection import ConnectionChart
+
 if TYPE_CHECKING:
     from statemachine import StateChart
 
-MACHINES: dict[str, type[StateChart[Any]]] = {}
+MACHINES: dict[str, type[StateChart[Any]]] = {
+    "connection": ConnectionChart,
+}
 """File-name-like name of each machine ("connection", "link_group") and its chart."""

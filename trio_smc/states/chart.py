@@ -1,0 +1,164 @@
+"""Declaring a state machine with python-statemachine, and flattening it.
+
+A chart holds states and edges, nothing else; guards are attributes of the model and actions its
+methods, both only named here. The structure is checked twice: by the library when the class is
+created, and by ``flatten`` for all that the library allows and the engine does not run.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from statemachine import State, StateChart
+from statemachine.transition import Transition
+
+from trio_smc.states.table import Edge, Guard, Table
+
+
+class Chart(StateChart[Any]):
+    """Base class of every declaration: the library's flags that the engine implements."""
+
+    allow_event_without_transition = False
+    catch_errors_as_events = False
+    atomic_configuration_update = True
+
+
+class _CitedTransition(Transition):
+    """A library transition that knows the RFC paragraph it comes from."""
+
+    rfc: str
+
+
+def edge(
+    source: State | tuple[State, ...],
+    events: str,
+    target: State | None = None,
+    *,
+    when: str = "",
+    do: str = "",
+    rfc: str,
+) -> None:
+    """Declare one edge (one per source and event) inside a chart's class body.
+
+    ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
+    (``!name`` wants the attribute false; all must hold) and the actions in their order.
+    Without ``target``, or with ``source`` again, the edge is internal: actions run, the state
+    stays and ``state_changed`` is not called. ``rfc`` is the paragraph that asks for it.
+    """
+    guards = when.split()
+    for state in source if isinstance(source, tuple) else (source,):
+        for event in events.split():
+            transition = _CitedTransition(
+                state,
+                target or state,
+                event=event,
+                internal=target is None or target is state,
+                cond=[name for name in guards if not name.startswith("!")] or None,
+                unless=[name[1:] for name in guards if name.startswith("!")] or None,
+                on=do.split() or None,
+            )
+            transition.rfc = rfc
+            state.transitions.add_transitions(transition)
+
+
+def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rfc: str) -> None:
+    """Declare that ``events`` (names separated by blanks) change nothing in ``source``."""
+    edge(source, events, when=when, rfc=rfc)
+
+
+def flatten(chart: type[StateChart[Any]]) -> Table:
+    """Turn a chart into a table; called once, when the module of the chart is imported.
+
+    Raises ``ValueError`` for what the engine does not run (nested or parallel states, eventless
+    and multi-target transitions, entry and exit actions, external self-transitions, flags
+    other than ``Chart``'s), and for declarations that cannot be meant: an edge without its RFC
+    paragraph, an edge behind an unguarded one, a guard or action named like something the
+    chart itself has (the library would call that), a state from which no final one is reached.
+    """
+    _check_chart(chart)
+    edges: dict[tuple[str, str], list[Edge]] = {}
+    events: dict[str, None] = {}
+    for state in chart.states:
+        for transition in state.transitions:
+            flat = _flatten_transition(chart, transition)
+            for event in map(str, transition.events):
+                events[event] = None
+                row = edges.setdefault((state.id, event), [])
+                if row and not row[-1].guards:
+                    raise ValueError(
+                        f"{chart.__name__}: {state.id}/{event} has an edge behind an unguarded one"
+                    )
+                row.append(flat)
+    initial = chart.initial_state
+    if initial is None:  # the library refuses such a chart first
+        raise ValueError(f"{chart.__name__}: no initial state")
+    table = Table(
+        name=chart.__name__.removesuffix("Chart"),
+        initial=initial.id,
+        states=tuple(state.id for state in chart.states),
+        stopped=(state.id for state in chart.final_states),
+        events=tuple(events),
+        edges={pair: tuple(row) for pair, row in edges.items()},
+        values={s.id: s.value for s in chart.states if isinstance(s.value, int)},
+    )
+    _check_table(table, chart)
+    return table
+
+
+def _check_chart(chart: type[StateChart[Any]]) -> None:
+    where = chart.__name__
+    for flag in (
+        "allow_event_without_transition",
+        "catch_errors_as_events",
+        "atomic_configuration_update",
+    ):
+        if getattr(chart, flag) is not getattr(Chart, flag):
+            raise ValueError(f"{where}: {flag} differs from Chart's")
+    for base in chart.__mro__[: chart.__mro__.index(StateChart)]:
+        for name, value in vars(base).items():
+            if isinstance(value, (FunctionType, property, classmethod, staticmethod)):
+                raise ValueError(f"{where}: {name} is code; actions belong to the model")
+    for state in chart.states:
+        if state.states or state.history or state.parallel:
+            raise ValueError(f"{where}: {state.id} is nested or parallel")
+        if any(not spec.is_convention for spec in state._specs):
+            raise ValueError(f"{where}: {state.id} has entry, exit or invoke actions")
+
+
+def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) -> Edge:
+    where = f"{chart.__name__}: {transition}"
+    if not isinstance(transition, _CitedTransition) or not transition.rfc.strip():
+        raise ValueError(f"{where}: declare it with edge() and its RFC paragraph")
+    target = transition.target
+    if target is None or len(transition.targets) != 1 or transition.is_eventless:
+        raise ValueError(f"{where}: exactly one target and an event are wanted")
+    if target is transition.source and not transition.internal:
+        raise ValueError(f"{where}: an external self-transition")
+    if any(not event.isidentifier() for event in map(str, transition.events)):
+        raise ValueError(f"{where}: event names are plain identifiers")
+    for group in (transition.before, transition.after, transition.validators):
+        if any(not spec.is_convention for spec in group):
+            raise ValueError(f"{where}: only guards and actions are supported")
+    guards = tuple(Guard(str(spec.func), not spec.expected_value) for spec in transition.cond)
+    actions = tuple(str(spec.func) for spec in transition.on if not spec.is_convention)
+    for name in (*(guard.name for guard in guards), *actions):
+        # The library looks names up in the chart as well as in the model and calls both.
+        if not name.isidentifier() or hasattr(chart, name):
+            raise ValueError(f"{where}: {name!r} is not a name that only the model can have")
+    return Edge(guards, target.id, actions, transition.internal, transition.rfc)
+
+
+def _check_table(table: Table, chart: type[StateChart[Any]]) -> None:
+    both = set(table.guards) & set(table.actions)
+    if both:
+        raise ValueError(f"{chart.__name__}: guard and action at once: {sorted(both)}")
+    # The library does this for declared final states only, and never for absorbing ones.
+    alive = set(table.final)
+    grown = True
+    while grown:
+        reached = {s for (s, _), row in table.edges.items() if any(e.target in alive for e in row)}
+        grown = not reached <= alive
+        alive |= reached
+    if table.final and alive != set(table.states):
+        raise ValueError(f"{chart.__name__}: no way out of {sorted(set(table.states) - alive)}")

@@ -1,0 +1,261 @@
+"""The life of one SMC-R connection (RFC 7609, 4.8, figures 22 and 23, and Linux's INIT).
+
+Theory of operation
+-------------------
+The states say who has ended what. On the wire three flags of the CDC message exist: D
+(PeerDoneWriting), C (PeerConnectionClosed) and A (PeerConnAbort). After C was sent nothing may
+follow, no RDMA write and no CDC (A.4); that is why C waits until everything is sent, why an
+abort after C is a TCP reset alone, and why an RMBE is free only when both sides have sent C, or
+A has been answered, or a timer gave the peer up.
+
+==================  ==============================================================  ======  ======
+state               meaning                                                         sent    got
+==================  ==============================================================  ======  ======
+INIT                RMBE assigned, rendezvous not finished                          -       -
+ACTIVE              both directions open                                            -       -
+PEERCLOSEWAIT1      we ended first, the peer has not answered                       D or C  -
+PEERCLOSEWAIT2      we ended first, the peer is done writing                        D or C  D
+APPFINCLOSEWAIT     the peer is completely done, we have only shut down writing     D       C
+APPCLOSEWAIT1       the peer ended first, our side is still open                    -       D or C
+APPCLOSEWAIT2       the peer ended first, we have shut down writing                 D       D or C
+PEERFINCLOSEWAIT    we are completely done, the peer has only shut down writing     C       D
+PEERABORTWAIT       we aborted, the peer has not confirmed                          A, RST  -
+PROCESSABORT        our A is on its way, nothing more is expected from the peer     A       A or C
+CLOSED              the RMBE may be used again                                      any     any
+==================  ==============================================================  ======  ======
+
+Guards are attributes of the model:
+
+- ``unread``: bytes in our RMBE that the application has not taken
+- ``unsent``: bytes accepted, RDMA writes or CDCs posted, that are not complete
+- ``sent_closed``, ``got_closed``: C was sent, received
+- ``eof_pending``, ``close_pending``: the application asked for it while ``unsent``
+- ``peer_rmbe_known``: an Accept or Confirm told us the peer's RMBE
+
+Actions are methods of the model. ``send_done``, ``send_closed`` and ``send_abort`` post a CDC
+with D, C, A (``send_abort`` sends ``abort_sent`` when it is complete or impossible);
+``send_closed`` makes ``sent_closed`` true. ``reset_tcp`` does nothing when TCP is gone. The
+``fail_*`` actions end pending and later calls of the application with an error; the first
+error stays: ECONNABORTED for an abort of our own, ECONNRESET for the peer's. ``purge`` drops
+unread and unsent data. ``set_close_pending`` replaces ``eof_pending``. Entering CLOSED frees the
+RMBE, cancels the timers and ends TCP by FIN unless it was reset; the model does that in
+``state_changed``, whatever edge leads there.
+
+Who raises the events: of the flags in one CDC first A, which makes the others irrelevant, then
+C, which implies D, then D; each only the first time it is seen, after the CDC's cursors and
+data were applied. ``abort`` also stands for a TCP RST received, a corrupt eye catcher, an invalid
+CDC, failed failover validation and data on the TCP connection.
+"""
+
+from __future__ import annotations
+
+from statemachine import State
+
+from trio_smc.states.engine import Chart, edge, flatten, ignore
+
+# Actions of an abort, in the three forms they occur in.
+_RESET = "send_abort reset_tcp purge arm_abort_timer"  # the application has closed: no error
+_ABORT = f"{_RESET} fail_aborted"
+_ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A: it resets TCP itself
+
+# Where the RFC is silent.
+_REPEAT = "repeated or late: ignored"
+_NEVER = "not possible"
+_EARLY = "choice: the peer may be further than INIT and would wait for its timer"
+_CLOSING = "choice: a peer that never opens its window would strand us (4.8.1, 3A)"
+_NO_READER = "choice: data after close has no reader, as TCP answers it with RST"
+_DONE = "choice: the peer sends nothing more, so no answer is waited for"
+_AFTER_C = "A.4 (C-bit); choice: keep the RMBE until the peer answers or the timer ends"
+_CROSSED = "choice: C crossed our A; ignoring it (4.8.2, 1A) costs the whole timer"
+_UNKNOWN = "3.5.2.4, C.7.1; choice: a CDC outran the Confirm, no RMBE to write to yet"
+_NOTE = "4.8.1 (note on stranded states)"
+_STALLED = "4.8.2 (second bullet)"
+
+
+class ConnectionChart(Chart):
+    """One SMC-R connection. Numbers are those the kernel's tools print for its sockets."""
+
+    INIT = State(initial=True, value=2)
+    ACTIVE = State(value=1)
+    PEERCLOSEWAIT1 = State(value=20)
+    PEERCLOSEWAIT2 = State(value=21)
+    APPFINCLOSEWAIT = State(value=24)
+    APPCLOSEWAIT1 = State(value=22)
+    APPCLOSEWAIT2 = State(value=23)
+    PEERFINCLOSEWAIT = State(value=25)
+    PEERABORTWAIT = State(value=26)
+    PROCESSABORT = State(value=27)
+    CLOSED = State(value=7)
+
+    # fmt: off
+    edge(INIT, "established", ACTIVE, do="open_to_application", rfc="4.8.1 (2)")
+    ignore(INIT, "shutdown_wr", rfc=_NEVER)
+    edge(INIT, "close", PROCESSABORT, when="peer_rmbe_known", do=_RESET, rfc=_EARLY)
+    edge(INIT, "close", CLOSED, do="close_tcp", rfc="Linux INIT/CLOSED; C.3, C.7.1")
+    edge(INIT, "abort", PROCESSABORT, when="peer_rmbe_known", do=f"{_RESET} fail_handshake",
+         rfc=_EARLY)
+    edge(INIT, "abort", CLOSED, do="reset_tcp fail_handshake", rfc="Linux INIT/CLOSED; C.3, C.7.1")
+    ignore(INIT, "all_sent", rfc=_NEVER)
+    edge(INIT, "peer_done", APPCLOSEWAIT1, rfc="3.5.2.4; Linux INIT to APPCLOSEWAIT1")
+    edge(INIT, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
+         rfc="3.5.2.4; Linux INIT to APPCLOSEWAIT1")
+    edge(INIT, "peer_abort", PROCESSABORT, do="send_abort purge fail_handshake arm_abort_timer",
+         rfc="4.8.2 (2, any state)")
+    ignore(INIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
+    edge(INIT, "links_lost", CLOSED, do="reset_tcp fail_handshake", rfc="C.7.1")
+    edge(INIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_handshake", rfc="4.4.2")
+
+    ignore(ACTIVE, "established", rfc=_REPEAT)
+    edge(ACTIVE, "shutdown_wr", PEERCLOSEWAIT1, when="!unsent", do="send_done", rfc="4.8.1 (3A)")
+    edge(ACTIVE, "shutdown_wr", do="set_eof_pending", rfc="4.8.1 (3A, pending close)")
+    edge(ACTIVE, "close", PEERABORTWAIT, when="unread", do=_RESET, rfc="4.8.1 (3A), 4.8.2 (1A)")
+    edge(ACTIVE, "close", when="unsent", do="set_close_pending arm_close_timer", rfc=_CLOSING)
+    edge(ACTIVE, "close", PEERCLOSEWAIT1, do="send_closed arm_close_timer", rfc="4.8.1 (3A)")
+    edge(ACTIVE, "all_sent", PEERABORTWAIT, when="close_pending unread", do=_RESET, rfc=_NO_READER)
+    edge(ACTIVE, "all_sent", PEERCLOSEWAIT1, when="close_pending", do="send_closed",
+         rfc="4.8.1 (3A, last sentence)")
+    edge(ACTIVE, "all_sent", PEERCLOSEWAIT1, when="eof_pending", do="send_done",
+         rfc="4.8.1 (3A, last sentence)")
+    ignore(ACTIVE, "all_sent", rfc="nothing is pending")
+    edge(ACTIVE, "peer_done", APPCLOSEWAIT1, do="wake_receivers", rfc="4.8.1 (4A)")
+    edge(ACTIVE, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
+         rfc=f"4.8.1 (4A); {_DONE}")
+    edge(ACTIVE, "peer_closed", APPCLOSEWAIT1, do="set_got_closed wake_receivers",
+         rfc="4.8.1 (4A)")
+    edge(ACTIVE, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2, 2A, 2B)")
+    edge(ACTIVE, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
+    ignore(ACTIVE, "abort_sent abort_timeout", rfc=_NEVER)
+    edge(ACTIVE, "close_timeout", PEERABORTWAIT, when="close_pending", do=_RESET, rfc=_STALLED)
+    ignore(ACTIVE, "close_timeout", rfc=_NEVER)
+    edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp purge fail_links_lost",
+         rfc="4.8.3; Linux V3: no A without a link")
+    edge(ACTIVE, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    _ended_first = (PEERCLOSEWAIT1, PEERCLOSEWAIT2)
+    ignore(_ended_first, "established shutdown_wr all_sent", rfc=_REPEAT)
+    ignore(_ended_first, "close", when="sent_closed", rfc="Linux V3")
+    edge(_ended_first, "close", PEERABORTWAIT, when="unread", do=_RESET,
+         rfc="4.8.1 (3A, check at close)")
+    edge(_ended_first, "close", do="send_closed arm_close_timer",
+         rfc="RFC silent (3D tells only the case after C came); Linux")
+    edge(PEERCLOSEWAIT1, "peer_done", PEERCLOSEWAIT2, do="wake_receivers", rfc="4.8.1 (3B)")
+    ignore(PEERCLOSEWAIT2, "peer_done", rfc=_REPEAT)
+    edge(_ended_first, "peer_closed", CLOSED, when="sent_closed", rfc="4.8.1 (3C)")
+    edge(_ended_first, "peer_closed", APPFINCLOSEWAIT, do="set_got_closed wake_receivers",
+         rfc="4.8.1 (3C, 3D)")
+    edge(_ended_first, "peer_abort", CLOSED, when="sent_closed",
+         rfc="figure 23: A is answered before C only")
+    edge(_ended_first, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
+    edge(_ended_first, "abort", PEERABORTWAIT, when="sent_closed", do="reset_tcp arm_abort_timer",
+         rfc=_AFTER_C)
+    edge(_ended_first, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
+    ignore(_ended_first, "abort_sent abort_timeout", rfc=_NEVER)
+    edge(_ended_first, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)
+    edge(_ended_first, "links_lost", CLOSED, when="sent_closed", do="reset_tcp", rfc="4.8.3")
+    edge(_ended_first, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
+    edge(_ended_first, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    ignore(APPFINCLOSEWAIT, "established shutdown_wr all_sent peer_done peer_closed", rfc=_REPEAT)
+    edge(APPFINCLOSEWAIT, "close", PROCESSABORT, when="unread", do=_RESET,
+         rfc=f"4.8.1 (3A, check at close); {_DONE}")
+    edge(APPFINCLOSEWAIT, "close", CLOSED, do="send_closed", rfc="4.8.1 (3D)")
+    edge(APPFINCLOSEWAIT, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
+    edge(APPFINCLOSEWAIT, "abort", PROCESSABORT, do=_ABORT, rfc=f"4.8.2 (1A); {_DONE}")
+    ignore(APPFINCLOSEWAIT, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
+    edge(APPFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
+    edge(APPFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    # Entered from INIT when a CDC outran the end of the rendezvous: established comes later.
+    edge(APPCLOSEWAIT1, "established", do="open_to_application", rfc="4.8.1 (2), 3.5.2.4")
+    edge(APPCLOSEWAIT1, "shutdown_wr", APPCLOSEWAIT2, when="!unsent", do="send_done",
+         rfc="4.8.1 (4B)")
+    edge(APPCLOSEWAIT1, "shutdown_wr", do="set_eof_pending", rfc="4.8.1 (3A, pending close)")
+    edge(APPCLOSEWAIT1, "close", CLOSED, when="!peer_rmbe_known", do="reset_tcp purge",
+         rfc=_UNKNOWN)
+    edge(APPCLOSEWAIT1, "close", PROCESSABORT, when="unread got_closed", do=_RESET,
+         rfc=f"4.8.1 (3A, check at close); {_DONE}")
+    edge(APPCLOSEWAIT1, "close", PEERABORTWAIT, when="unread", do=_RESET,
+         rfc="4.8.1 (3A, check at close), 4.8.2 (1A)")
+    edge(APPCLOSEWAIT1, "close", when="unsent", do="set_close_pending arm_close_timer",
+         rfc=_CLOSING)
+    edge(APPCLOSEWAIT1, "close", CLOSED, when="got_closed", do="send_closed", rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT1, "close", PEERFINCLOSEWAIT, do="send_closed arm_close_timer",
+         rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT1, "all_sent", CLOSED, when="close_pending got_closed", do="send_closed",
+         rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT1, "all_sent", PEERFINCLOSEWAIT, when="close_pending", do="send_closed",
+         rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT1, "all_sent", APPCLOSEWAIT2, when="eof_pending", do="send_done",
+         rfc="4.8.1 (4B)")
+    ignore(APPCLOSEWAIT1, "all_sent", rfc="nothing is pending")
+    ignore(APPCLOSEWAIT1, "peer_done", rfc=_REPEAT)
+    edge(APPCLOSEWAIT1, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
+         rfc=f"4.8.1 (4A); {_DONE}")
+    edge(APPCLOSEWAIT1, "peer_closed", do="set_got_closed", rfc="RFC silent; Linux")
+    edge(APPCLOSEWAIT1, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
+    edge(APPCLOSEWAIT1, "abort", CLOSED, when="!peer_rmbe_known",
+         do="reset_tcp purge fail_handshake", rfc=_UNKNOWN)
+    edge(APPCLOSEWAIT1, "abort", PROCESSABORT, when="got_closed", do=_ABORT,
+         rfc=f"4.8.2 (1A); {_DONE}")
+    edge(APPCLOSEWAIT1, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
+    ignore(APPCLOSEWAIT1, "abort_sent abort_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT1, "close_timeout", PEERABORTWAIT, when="close_pending", do=_ABORT,
+         rfc=_STALLED)
+    ignore(APPCLOSEWAIT1, "close_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT1, "links_lost", CLOSED, do="reset_tcp purge_unsent fail_links_lost",
+         rfc="4.8.3")
+    edge(APPCLOSEWAIT1, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    ignore(APPCLOSEWAIT2, "established shutdown_wr all_sent peer_done", rfc=_REPEAT)
+    edge(APPCLOSEWAIT2, "close", PROCESSABORT, when="unread got_closed", do=_RESET,
+         rfc=f"4.8.1 (3A, check at close); {_DONE}")
+    edge(APPCLOSEWAIT2, "close", PEERABORTWAIT, when="unread", do=_RESET,
+         rfc="4.8.1 (3A, check at close)")
+    edge(APPCLOSEWAIT2, "close", CLOSED, when="got_closed", do="send_closed", rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT2, "close", PEERFINCLOSEWAIT, do="send_closed arm_close_timer",
+         rfc="4.8.1 (4C)")
+    edge(APPCLOSEWAIT2, "peer_closed", do="set_got_closed", rfc="4.8.1 (4C presupposes it)")
+    edge(APPCLOSEWAIT2, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2A, 2B)")
+    edge(APPCLOSEWAIT2, "abort", PROCESSABORT, when="got_closed", do=_ABORT,
+         rfc=f"4.8.2 (1A); {_DONE}")
+    edge(APPCLOSEWAIT2, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
+    ignore(APPCLOSEWAIT2, "abort_sent close_timeout abort_timeout", rfc=_NEVER)
+    edge(APPCLOSEWAIT2, "links_lost", CLOSED, do="reset_tcp fail_links_lost", rfc="4.8.3")
+    edge(APPCLOSEWAIT2, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    ignore(PEERFINCLOSEWAIT, "established shutdown_wr all_sent peer_done", rfc=_REPEAT)
+    ignore(PEERFINCLOSEWAIT, "close", rfc="Linux V3")
+    edge(PEERFINCLOSEWAIT, "peer_closed", CLOSED, rfc="4.8.1 (4D)")
+    edge(PEERFINCLOSEWAIT, "peer_abort", CLOSED, rfc="figure 23: A is answered before C only")
+    edge(PEERFINCLOSEWAIT, "abort", PEERABORTWAIT, do="reset_tcp arm_abort_timer", rfc=_AFTER_C)
+    ignore(PEERFINCLOSEWAIT, "abort_sent abort_timeout", rfc=_NEVER)
+    edge(PEERFINCLOSEWAIT, "close_timeout", CLOSED, do="reset_tcp", rfc=_NOTE)
+    edge(PEERFINCLOSEWAIT, "links_lost", CLOSED, do="reset_tcp", rfc="4.8.3")
+    edge(PEERFINCLOSEWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
+
+    ignore(PEERABORTWAIT, "established shutdown_wr close all_sent peer_done abort close_timeout",
+           rfc="4.8.2 (1A, any other activity is ignored)")
+    edge(PEERABORTWAIT, "peer_closed", CLOSED, rfc=_CROSSED)
+    edge(PEERABORTWAIT, "peer_abort", CLOSED, rfc="4.8.2 (1B)")
+    ignore(PEERABORTWAIT, "abort_sent", rfc="4.8.2 (1B waits for the peer)")
+    edge(PEERABORTWAIT, "abort_timeout", CLOSED, rfc="4.8.2 (1), then 4.4.2 protects the RMBE")
+    edge(PEERABORTWAIT, "links_lost", CLOSED, rfc="4.8.3")
+    edge(PEERABORTWAIT, "rmbe_conflict", CLOSED, do="reset_tcp purge", rfc="4.4.2")
+
+    ignore(PROCESSABORT, "established shutdown_wr close all_sent", rfc=_REPEAT)
+    ignore(PROCESSABORT, "peer_done peer_closed peer_abort abort close_timeout", rfc=_REPEAT)
+    edge(PROCESSABORT, "abort_sent", CLOSED, rfc="4.8.2 (2B)")
+    edge(PROCESSABORT, "abort_timeout", CLOSED, do="reset_tcp",
+         rfc="choice: a send that never completes")
+    edge(PROCESSABORT, "links_lost", CLOSED, rfc="4.8.3")
+    edge(PROCESSABORT, "rmbe_conflict", CLOSED, do="reset_tcp purge", rfc="4.4.2")
+
+    ignore(CLOSED, "established shutdown_wr close all_sent peer_done peer_closed peer_abort abort",
+           rfc="4.8.1 (1)")
+    ignore(CLOSED, "abort_sent close_timeout abort_timeout links_lost rmbe_conflict",
+           rfc="4.8.1 (1)")
+    # fmt: on
+
+
+CONNECTION = flatten(ConnectionChart)
+"""The connection's table: what ``Machine`` runs."""
