@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-class IllegalEvent(Exception):  # noqa: N818  (an event may be refused without an error)
+class IllegalEvent(Exception):
     """An event that the table does not allow in the machine's state.
 
     ``table``, ``state`` and ``event`` are the names of the table, the state and the event.
