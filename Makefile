@@ -50,6 +50,6 @@ campaigns: ready-dev
 	@$(BIN)/python -m scripts.campaigns --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 clean:
-	rm -rf .venv build dist benchmarks/results .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache \
 	    .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,202 @@
+"""The two processes of the demo: `demo_peer.py serve smc` and `demo_peer.py send smc PORT FILE`;
+with `tcp` for `smc` the same over plain Trio TCP. Each prints one JSON object per line.
+
+On a connection the client asks with nine bytes, a letter and a size, as often as it likes:
+M  memory: the server makes memory of `size` bytes ready and answers one byte
+U  upload: `size` bytes follow; the server answers one byte once all are in its memory
+H  hash: the server answers the SHA-256 of what it holds
+D  download: the server sends `size` bytes of what it holds
+
+Timed are U and D alone, from the request to the last byte (or its acknowledgement) in memory.
+Both transports do the same reads, writes and copies; hashing is never inside the timed section.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+import trio_smc
+
+REQUEST = struct.Struct("!cQ")
+CHUNK = 256 * 1024
+REPORT_EVERY = 8 * 1024 * 1024
+HOST = "127.0.0.1"
+# Seconds after which a transfer counts as hung.
+LIMIT = 300
+
+
+class Held:
+    """The memory that a process receives into, made before anything is timed."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def room_for(self, size: int) -> memoryview:
+        """Return writable memory of `size` bytes whose pages exist already."""
+        if len(self.data) != size:
+            self.data = bytearray(b"\xff") * size
+        return memoryview(self.data)
+
+    async def sha256(self) -> bytes:
+        """Return the digest of what is held."""
+        return await trio.to_thread.run_sync(lambda: hashlib.sha256(self.data).digest())
+
+
+async def send(
+    stream: trio.abc.SendStream, data: memoryview, progress: Callable[[int], None]
+) -> None:
+    """Send all of `data` in pieces of CHUNK bytes."""
+    for start in range(0, len(data), CHUNK):
+        await stream.send_all(data[start : start + CHUNK])
+        progress(min(start + CHUNK, len(data)))
+
+
+async def receive(
+    stream: trio.abc.ReceiveStream, into: memoryview, progress: Callable[[int], None]
+) -> None:
+    """Fill `into`; EOFError when the peer ends before that."""
+    have = 0
+    while have < len(into):
+        data = await stream.receive_some(min(CHUNK, len(into) - have))
+        if not data:
+            raise EOFError("the peer closed in the middle of a transfer")
+        into[have : have + len(data)] = data
+        have += len(data)
+        progress(have)
+
+
+def silent(_have: int) -> None:
+    """Report no progress."""
+
+
+async def answer(stream: trio.abc.Stream, held: Held) -> None:
+    """Serve one connection until its client closes it."""
+    while first := await stream.receive_some(1):
+        request = bytearray(REQUEST.size)
+        request[:1] = first
+        await receive(stream, memoryview(request)[1:], silent)
+        letter, size = REQUEST.unpack(request)
+        if letter == b"M":
+            held.room_for(size)
+            await stream.send_all(b"\0")
+        elif letter == b"U":
+            await receive(stream, held.room_for(size), silent)
+            await stream.send_all(b"\0")
+        elif letter == b"H":
+            await stream.send_all(await held.sha256())
+        elif letter == b"D":
+            await send(stream, memoryview(held.data)[:size], silent)
+        else:
+            raise ValueError(f"unknown request {letter!r}")
+
+
+async def serve(transport: str) -> None:
+    """Serve over "smc" or "tcp" until standard input ends; says the port first."""
+    held = Held()
+    listen = trio_smc.serve if transport == "smc" else trio.serve_tcp
+
+    async def handler(stream: trio.abc.Stream) -> None:
+        await answer(stream, held)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(lambda **kw: listen(handler, 0, host=HOST, **kw))
+        say(event="port", port=listeners[0].socket.getsockname()[1])
+        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+            while await stdin.receive_some():
+                pass
+        nursery.cancel_scope.cancel()
+
+
+def say(**event: object) -> None:
+    """Tell the demo's main process something: one JSON object per line."""
+    print(json.dumps(event), flush=True)
+
+
+class Reporter:
+    """Says every few MiB how far a transfer has come."""
+
+    def __init__(self, way: str, total: int) -> None:
+        self.way = way
+        self.total = total
+        self.next = REPORT_EVERY
+
+    def __call__(self, have: int) -> None:
+        if have >= self.next or have == self.total:
+            self.next = have + REPORT_EVERY
+            say(event="progress", way=self.way, bytes=have)
+
+
+async def timed(reporter: Reporter, move: Callable[[Reporter], Awaitable[None]]) -> float:
+    """Return how many seconds one transfer took."""
+    start = time.perf_counter()
+    await move(reporter)
+    return time.perf_counter() - start
+
+
+async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
+    """Upload, download, and say times and the SHA-256 of each copy, taken after the timing."""
+    held = Held()
+    room = held.room_for(len(data))
+
+    async def upload(progress: Reporter) -> None:
+        await stream.send_all(REQUEST.pack(b"U", len(data)))
+        await send(stream, data, progress)
+        await receive(stream, memoryview(bytearray(1)), silent)
+
+    async def download(progress: Reporter) -> None:
+        await stream.send_all(REQUEST.pack(b"D", len(data)))
+        await receive(stream, room, progress)
+
+    # The server makes its memory ready before anything is timed.
+    await stream.send_all(REQUEST.pack(b"M", len(data)))
+    await receive(stream, memoryview(bytearray(1)), silent)
+    seconds = await timed(Reporter("up", len(data)), upload)
+    await stream.send_all(REQUEST.pack(b"H", 0))
+    there = bytearray(hashlib.sha256().digest_size)
+    await receive(stream, memoryview(there), silent)
+    say(event="result", way="up", seconds=seconds, sha256=there.hex())
+    seconds = await timed(Reporter("down", len(data)), download)
+    say(event="result", way="down", seconds=seconds, sha256=(await held.sha256()).hex())
+
+
+async def client(transport: str, port: int, path: Path) -> None:
+    """Move the file to the server and back over one connection; TooSlowError when it hangs."""
+    data = memoryview(await trio.Path(path).read_bytes())
+    with trio.fail_after(LIMIT):
+        await connect_and_exchange(transport, port, data)
+
+
+async def connect_and_exchange(transport: str, port: int, data: memoryview) -> None:
+    """Open the connection, say its mode, and use it."""
+    if transport == "tcp":
+        async with await trio.open_tcp_stream(HOST, port) as tcp:
+            await exchange(tcp, data)
+        return
+    async with await trio_smc.open_stream(HOST, port) as smc:
+        why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
+        say(event="mode", mode=smc.mode, fallback=why)
+        await exchange(smc, data)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the role that the command line names."""
+    match arguments:
+        case ["serve", ("smc" | "tcp") as transport]:
+            trio.run(serve, transport)
+        case ["send", ("smc" | "tcp") as transport, port, path]:
+            trio.run(client, transport, int(port), Path(path))
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,22 @@
+"""Send a line to the echo server: `python examples/echo_client.py [PORT] [HOST]`."""
+
+from __future__ import annotations
+
+import sys
+
+import trio
+
+import trio_smc
+
+
+async def main(port: int = 7000, host: str = "localhost") -> None:
+    """Connect, say hello, print what comes back and how it travelled."""
+    async with await trio_smc.open_stream(host, port) as stream:
+        await stream.send_all(b"hello over " + stream.mode.encode())
+        await stream.send_eof()
+        answer = b"".join([data async for data in stream])
+        print(answer.decode(), "-", stream.fallback.message if stream.fallback else "no fallback")
+
+
+if __name__ == "__main__":
+    trio.run(main, *map(int, sys.argv[1:2]), *sys.argv[2:3])
