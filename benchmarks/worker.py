@@ -1,0 +1,83 @@
+"""A process of the benchmark: `python -m benchmarks.worker ROLE TRANSPORT [--core N]`.
+
+Both roles say one JSON object per line and end when their standard input does. A server says its
+port. A client reads {"workload", "port", "seconds"} and answers {"values"} or {"error"}; workload
+"mode" is answered by the mode of a new connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+import trio
+
+from benchmarks.transports import TRANSPORTS, Transport
+from benchmarks.workloads import WORKLOADS, answer
+
+# Seconds beyond its timed part after which a workload counts as hung.
+PATIENCE = 30.0
+
+
+def say(**event: Any) -> None:
+    """Print one JSON object."""
+    print(json.dumps(event), flush=True)
+
+
+async def serve(transport: Transport) -> None:
+    """Serve the workloads until standard input ends."""
+    async with transport.scope(), trio.open_nursery() as nursery:
+        listeners = await nursery.start(transport.serve, answer)
+        say(port=listeners[0].socket.getsockname()[1])
+        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+            while await stdin.receive_some():
+                pass
+        nursery.cancel_scope.cancel()
+
+
+async def client(transport: Transport) -> None:
+    """Do what standard input asks for, one thing at a time."""
+    async with transport.scope(), trio.lowlevel.FdStream(os.dup(0)) as stdin:
+        buffered = b""
+        async for data in stdin:
+            *lines, buffered = (buffered + data).split(b"\n")
+            for line in lines:
+                await obey(transport, **json.loads(line))
+
+
+async def obey(transport: Transport, workload: str, port: int, seconds: float = 0.0) -> None:
+    """Run one workload once and say its numbers, or why there are none."""
+    try:
+        with trio.fail_after(seconds + PATIENCE):
+            if workload == "mode":
+                await say_mode(transport, port)
+            else:
+                say(values=await WORKLOADS[workload].run(transport, port, seconds))
+    except (OSError, EOFError, RuntimeError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        say(error=f"{workload}: {type(error).__name__}: {error}")
+
+
+async def say_mode(transport: Transport, port: int) -> None:
+    """Say how a connection's bytes travel; null for a transport that knows one way only."""
+    async with await transport.connect(port) as stream:
+        fallback = getattr(stream, "fallback", None)
+        say(mode=getattr(stream, "mode", None), fallback=fallback and fallback.message)
+
+
+def main() -> None:
+    """Run the role that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("serve", "client"))
+    parser.add_argument("transport", choices=TRANSPORTS)
+    parser.add_argument("--core", type=int, default=None)
+    arguments = parser.parse_args()
+    if arguments.core is not None:
+        os.sched_setaffinity(0, {arguments.core})
+    role = serve if arguments.role == "serve" else client
+    trio.run(role, TRANSPORTS[arguments.transport])
+
+
+if __name__ == "__main__":
+    main()
