@@ -27,7 +27,9 @@ CLOSED              the RMBE may be used again                                  
 Guards are attributes of the model:
 
 - ``unread``: bytes in our RMBE that the application has not taken
-- ``unsent``: bytes accepted, RDMA writes or CDCs posted, that are not complete
+- ``unsent``: bytes accepted, RDMA writes and the CDCs that announce them, not complete. A CDC
+  that only moves the consumer cursor does not count: 4A would reset the connection, and lose
+  data, for a window update that crosses the peer's C
 - ``sent_closed``, ``got_closed``: C was sent, received
 - ``eof_pending``, ``close_pending``: the application asked for it while ``unsent``
 - ``peer_rmbe_known``: an Accept or Confirm told us the peer's RMBE
