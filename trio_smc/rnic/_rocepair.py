@@ -1,0 +1,259 @@
+"""A queue pair of a RoCE adapter, and the memory that adapters read and write.
+
+Each queue pair owns one registered piece of memory:
+
+==================================  ==============================================================
+receive slots, 64 bytes each        one per posted receive; reused when its completion was polled
+send slots, 64 bytes each           one per request of the send queue, by its number
+send ring, 1 MiB                    what `post_write` was given, in order
+==================================  ==============================================================
+
+A receive's wr_id is its slot plus `_RECEIVE`, a send's is its number: error completions name
+neither opcode nor length, so this is what tells the two apart.  Work requests are made once,
+changed and posted again (`_pyverbs`).
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Final
+
+from . import _pyverbs
+from ._sendring import PostedSends
+from .memory import Memory
+from .verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    QpState,
+    QueueFull,
+    QueuePair,
+    RnicError,
+    WcOpcode,
+)
+
+if TYPE_CHECKING:
+    from .roce import Domain, VerbsRnic
+
+__all__ = ["PinnedMemory", "RoceQueuePair"]
+
+_SLOT: Final = 64
+_RING_SIZE: Final = 1 << 20
+_RECEIVE: Final = 1 << 62
+
+
+class PinnedMemory(Memory):
+    """Memory whose pages an adapter may have pinned."""
+
+    def zero(self, start: int, length: int) -> None:
+        """Zero a range in place.
+
+        Pages given back to the system would be replaced by new ones at the next access, while
+        the adapter went on writing into the old ones.
+        """
+        end = start + length
+        while start < end:
+            piece = min(end - start, 1 << 16)
+            self.view[start : start + piece] = bytes(piece)
+            start += piece
+
+
+class RoceQueuePair(QueuePair):
+    def __init__(self, rnic: VerbsRnic, pd: Domain, cq: _pyverbs.Cq) -> None:
+        self._rnic, self._pd, self._lib = rnic, pd, pd.lib
+        sends, receives = rnic.send_depth, rnic.receive_depth
+        self._send_slots = receives * _SLOT
+        self._ring = self._send_slots + sends * _SLOT
+        self._posted = PostedSends(depth=sends, size=_RING_SIZE)
+        self._free_slots = list(range(receives - 1, -1, -1))
+        self._memory = PinnedMemory(self._ring + _RING_SIZE, name="trio_smc-qp")
+        self._view, self._base = self._memory.view, self._memory.address
+        try:
+            self._make(cq)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.qp_num = self._qp.qp_num
+        self.state = QpState.RESET
+        self._closed = False
+        pd.pairs.add(self)
+
+    def _make(self, cq: _pyverbs.Cq) -> None:
+        lib, rnic = self._lib, self._rnic
+        with lib.refusals("ibv_reg_mr"):
+            self._mr = lib.mr(self._pd.pd, self._base, self._memory.size, remote_write=False)
+        try:
+            with lib.refusals("ibv_create_qp"):
+                self._qp = lib.qp(
+                    self._pd.pd, cq, send_depth=rnic.send_depth, receive_depth=rnic.receive_depth
+                )
+        except BaseException:
+            self._mr.close()
+            raise
+        lkey = self._mr.lkey
+        slot = lib.sge(self._base, RECEIVE_SIZE, lkey)
+        self._receives = []
+        for number in range(rnic.receive_depth):
+            slot.addr = self._base + number * _SLOT
+            self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
+        slot.close()
+        self._sge = lib.sge(self._base, 0, lkey)
+        self._send_wr = lib.send_wr(self._sge, write=False)
+        self._write_wr = lib.send_wr(self._sge, write=True)
+        self._signaled, self._solicited = lib.signaled, lib.solicited
+
+    def _expect(self, *states: QpState) -> None:
+        if self._closed:
+            raise RnicError(errno.EBADF, "the queue pair is closed")
+        if self.state not in states:
+            raise RnicError(errno.EINVAL, f"the queue pair is in state {self.state}")
+
+    def to_init(self) -> None:
+        self._expect(QpState.RESET)
+        with self._lib.refusals("ibv_modify_qp to INIT"):
+            self._lib.modify_to_init(self._qp, self._rnic.port)
+        self.state = QpState.INIT
+
+    def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
+        self._expect(QpState.INIT)
+        # Soft-RoCE accepts all of these.
+        if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
+            raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
+        if not 1 <= mtu <= self._rnic.mtu:
+            raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
+        index = self._rnic.current_gid_index()
+        with self._lib.refusals("ibv_modify_qp to RTR"):
+            self._lib.modify_to_rtr(
+                self._qp, port=self._rnic.port, gid_index=index,
+                gid=gid, qp_num=qp_num, psn=psn, mtu=mtu,
+            )  # fmt: skip
+        self.state = QpState.RTR
+
+    def to_rts(self, *, psn: int) -> None:
+        self._expect(QpState.RTR)
+        if not 0 <= psn < 1 << 24:
+            raise RnicError(errno.EINVAL, f"{psn} is not a PSN")
+        with self._lib.refusals("ibv_modify_qp to RTS"):
+            self._lib.modify_to_rts(self._qp, psn=psn)
+        self.state = QpState.RTS
+
+    def to_err(self) -> None:
+        self._expect(*QpState)
+        if self.state is not QpState.RESET:  # nothing is posted there, and verbs refuse it
+            with self._lib.refusals("ibv_modify_qp to ERR"):
+                self._lib.modify_to_err(self._qp)
+        self.state = QpState.ERR
+
+    def post_receive(self, count: int) -> None:
+        self._expect(QpState.INIT, QpState.RTR, QpState.RTS, QpState.ERR)
+        if count > len(self._free_slots):
+            raise QueueFull
+        try:
+            for _ in range(count):
+                self._qp.post_recv(self._receives[self._free_slots[-1]])
+                self._free_slots.pop()
+        except self._lib.error as refused:
+            raise self._lib.refusal("ibv_post_recv", refused) from refused
+
+    def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+        if len(data) > RECEIVE_SIZE:
+            raise ValueError(f"a message has at most {RECEIVE_SIZE} bytes")
+        if self.state is not QpState.RTS:
+            self._expect(QpState.ERR)
+        posted = self._posted
+        posted.check(0)
+        start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+        self._view[start : start + len(data)] = data
+        sge = self._sge
+        sge.addr, sge.length = self._base + start, len(data)
+        self._post(self._send_wr, wr_id, WcOpcode.SEND, 0, signaled)
+
+    def post_write(
+        self,
+        wr_id: int,
+        data: memoryview,
+        more: memoryview | None,
+        *,
+        address: int,
+        rkey: int,
+        signaled: bool = False,
+    ) -> None:
+        if self.state is not QpState.RTS:
+            self._expect(QpState.ERR)
+        posted = self._posted
+        length = len(data) + (len(more) if more is not None else 0)
+        posted.check(length)
+        start = posted.position
+        self._copy(start, data)
+        if more is not None:
+            self._copy((start + len(data)) % _RING_SIZE, more)
+        first = min(length, _RING_SIZE - start)
+        sge = self._sge
+        sge.addr, sge.length = self._base + self._ring + start, first
+        if first == length:
+            self._write_wr.set_wr_rdma(rkey, address)
+            self._post(self._write_wr, wr_id, WcOpcode.RDMA_WRITE, length, signaled)
+        else:
+            # Once per turn of the ring; a reusable request can point at one entry only.
+            rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
+            request = self._lib.gather_wr([sge, rest], write=True)
+            try:
+                request.set_wr_rdma(rkey, address)
+                self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, signaled)
+            finally:
+                request.close()
+                rest.close()
+
+    def _copy(self, start: int, data: memoryview) -> None:
+        ring, view = self._ring, self._view
+        first = min(len(data), _RING_SIZE - start)
+        view[ring + start : ring + start + first] = data[:first]
+        if first < len(data):
+            view[ring : ring + len(data) - first] = data[first:]
+
+    def _post(
+        self, request: _pyverbs.SendWr, wr_id: int, opcode: int, length: int, wanted: bool
+    ) -> None:
+        posted = self._posted
+        signaled = wanted or posted.due(length)
+        request.wr_id = posted.next_id
+        flags = self._solicited if opcode == WcOpcode.SEND else 0
+        request.send_flags = flags | self._signaled if signaled else flags
+        try:
+            self._qp.post_send(request)
+        except self._lib.error as refused:
+            raise self._lib.refusal("ibv_post_send", refused) from refused
+        posted.post(wr_id, opcode, length, wanted=wanted, signaled=signaled)
+
+    def write_capacity(self) -> int:
+        return self._posted.free
+
+    def complete(self, wc: _pyverbs.Wc, found: list[Completion]) -> None:
+        """Turn a work completion of this queue pair into what the interface gives, if anything."""
+        number, status = wc.wr_id, wc.status
+        if status:
+            self.state = QpState.ERR
+        if number >= _RECEIVE:
+            slot = number - _RECEIVE
+            self._free_slots.append(slot)
+            start = slot * _SLOT
+            data = None if status else bytes(self._view[start : start + wc.byte_len])
+            found.append(Completion(self.qp_num, WcOpcode.RECV, status, 0, data))
+            return
+        wr_id, opcode, wanted = self._posted.done(number)
+        if wanted or status:
+            found.append(Completion(self.qp_num, opcode, status, wr_id, None))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.state = QpState.ERR
+        self._rnic.detach(self)
+        self._pd.pairs.discard(self)
+        with self._lib.refusals("ibv_destroy_qp"):
+            self._qp.close()
+        for request in self._receives:
+            request.close()
+        self._sge.close()  # the two reusable requests use it and have nothing of their own
+        self._mr.close()
+        self._memory.close()
