@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import leaks
+from tests import hangs, leaks
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
@@ -69,6 +69,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in set(long)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Give an async test an end that leaves the Trio run intact; others get the plug-in's."""
+    if item.get_closest_marker("trio") is None or settings.method != "signal":
+        return None
+    hangs.arm(item, settings)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test whose time ran out, also when its cancellation went well."""
+    try:
+        return (yield)
+    finally:
+        hangs.fail_if_hung(item)
 
 
 @pytest.fixture

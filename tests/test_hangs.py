@@ -1,0 +1,52 @@
+"""A hung test fails with its tasks' stacks, and the tests after it still run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+def test_a_hung_async_test_says_where_and_the_rest_goes_on(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import trio
+        async def wait_for_nothing():
+            await trio.Event().wait()
+        async def test_hangs():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait_for_nothing)
+        async def test_is_fine():
+            await trio.lowlevel.checkpoint()
+        """
+    )
+    result = pytester.runpytest_subprocess(
+        "-p", "tests.conftest", "-p", "no:cacheprovider", "-o", "trio_mode=true",
+        "--timeout", "0.5",
+    )  # fmt: skip
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["hung; *", "task *wait_for_nothing", "*await trio.Event().wait()"])
+
+
+def test_a_blocked_test_is_ended_by_force(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import time
+        def test_blocks():
+            time.sleep(30)
+        def test_is_fine():
+            pass
+        """
+    )
+    result = pytester.runpytest_subprocess(
+        "-p", "tests.conftest", "-p", "no:cacheprovider", "--timeout", "0.5"
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*Timeout*"])
