@@ -1,0 +1,233 @@
+"""Two connection cores back to back: channels that are queues, a host that writes things down."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from trio_smc.datapath import cdc
+from trio_smc.datapath.connection import Connection
+from trio_smc.datapath.rmb import Rmb
+from trio_smc.rnic.memory import Memory
+
+__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write"]
+
+CLOSE_TIMEOUT = 60.0
+PAGE = 4096
+
+
+class Write(NamedTuple):
+    """An RDMA write: the bytes first..last of the target RMBE, as the figures give them."""
+
+    first: int
+    last: int
+
+
+class Cdc(NamedTuple):
+    """What a CDC message says: the fields the figures show."""
+
+    sequence: int
+    producer: tuple[int, int]  # (cursor, wrap), in the order of the figures
+    consumer: tuple[int, int]
+    flags: int = 0
+    endings: int = 0
+
+
+class FakeHost:
+    """Records what a connection asks for; time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.states: list[tuple[str, str, str]] = []
+        self.timer: float | None = None
+
+    def connection_closed(self, connection: Connection) -> None:
+        self.calls.append("closed")
+
+    def set_timer(self, connection: Connection, seconds: float | None) -> None:
+        self.timer = seconds
+
+    def reset_tcp(self, connection: Connection) -> None:
+        self.calls.append("reset_tcp")
+
+    def close_tcp(self, connection: Connection) -> None:
+        self.calls.append("close_tcp")
+
+    def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
+        self.states.append((old, new, event))
+
+
+class FakeChannel:
+    """A link to one peer: posted work waits until the test delivers it.
+
+    Writes are done at delivery, out of the memory that was posted: a buffer changed too early
+    shows as wrong bytes.
+    """
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        self.queue: deque[tuple[str, object, int]] = deque()
+        self.uncompleted: deque[tuple[Connection, int]] = deque()
+        self.log: list[Write | Cdc] = []
+        self.raw: list[bytes] = []
+        self.slots: int | None = None
+        """CDC messages that may be uncompleted at a time; None: any number."""
+        self.room = 1 << 40
+        """Bytes `capacity` offers at most."""
+        self.waiting: list[Connection] = []
+        self.peer: Connection | None = None
+        self.peer_base = 0
+        self.rkey = 0
+
+    def capacity(self) -> int:
+        if self.slots is not None and len(self.uncompleted) + len(self.queue) >= self.slots:
+            return 0
+        return self.room
+
+    def wait_for_room(self, connection: Connection) -> None:
+        assert connection not in self.waiting
+        self.waiting.append(connection)
+
+    def post_write(self, connection: Connection, data: memoryview, address: int, rkey: int) -> None:
+        assert rkey == self.rkey
+        assert len(data) > 0
+        assert self.capacity() >= len(data)
+        start = address - self.peer_base
+        self.log.append(Write(start, start + len(data) - 1))
+        self.queue.append(("write", data, start))
+
+    def post_cdc(self, connection: Connection, message: bytes) -> None:
+        items = cdc.unpack_untrusted(message)
+        self.log.append(
+            Cdc(items[1], (items[4], items[3]), (items[6], items[5]), items[7], items[8])
+        )
+        self.raw.append(message)
+        self.queue.append(("cdc", message, items[1]))
+        self.uncompleted.append((connection, items[1]))
+
+    def deliver(self, count: int | None = None) -> int:
+        """Do up to ``count`` posted things (all by default) at the peer; how many were done."""
+        done = 0
+        peer = self.peer
+        assert peer is not None
+        while self.queue and (count is None or done < count):
+            kind, item, number = self.queue.popleft()
+            if kind == "write":
+                assert isinstance(item, memoryview)
+                rmbe = peer.rmbe
+                assert number >= rmbe.first
+                assert number + len(item) <= rmbe.size
+                memory = rmbe.rmb.memory.view
+                memory[rmbe.offset + number : rmbe.offset + number + len(item)] = item
+            else:
+                assert isinstance(item, bytes)
+                peer.on_cdc_untrusted(item)
+            done += 1
+        return done
+
+    def complete(self, count: int | None = None) -> int:
+        """Report up to ``count`` CDC messages that were delivered as complete."""
+        done = 0
+        delivered = len(self.uncompleted) - sum(kind == "cdc" for kind, _, _ in self.queue)
+        while done < delivered and (count is None or done < count):
+            connection, sequence = self.uncompleted.popleft()
+            connection.on_cdc_complete(sequence)
+            done += 1
+        if self.waiting and self.capacity():
+            waiting, self.waiting = self.waiting, []
+            for connection in waiting:
+                connection.on_room()
+        return done
+
+
+class Pair:
+    """Connections ``a`` and ``b`` with their channels ``ab`` and ``ba`` and hosts.
+
+    ``size``: bytes of the elements of a and b. ``eye_catcher``: the layouts of a and b.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int] = (16384, 16384),
+        eye_catcher: tuple[bool, bool] = (False, False),
+        *,
+        chunks: bool = True,
+        copy_limit: int = 64 * 1024,
+        connect: bool = True,
+        merge: bool = False,
+    ) -> None:
+        self.size = size
+        self.eye_catcher = eye_catcher
+        self.memories = [Memory(-(-n // PAGE) * PAGE) for n in size]
+        rmbs = [
+            Rmb(memory, n, 1, eye_catcher=eye)
+            for memory, n, eye in zip(self.memories, size, eye_catcher, strict=True)
+        ]
+        self.hosts = [FakeHost(), FakeHost()]
+        self.flushes: list[object] = []
+        self.a, self.b = (
+            Connection(
+                alert_token=0xA0 + i,
+                rmbe=rmbs[i].elements[0],
+                host=self.hosts[i],
+                close_timeout=CLOSE_TIMEOUT,
+                chunks=chunks,
+                copy_limit=copy_limit,
+                flush_later=self.flushes.append if merge else None,
+            )
+            for i in (0, 1)
+        )
+        self.ab, self.ba = FakeChannel(1), FakeChannel(1)
+        for channel, peer in ((self.ab, self.b), (self.ba, self.a)):
+            channel.peer = peer
+            channel.peer_base = 0x7000_0000 * channel.number
+            channel.rkey = 0x1234
+        if connect:
+            self.know(0)
+            self.know(1)
+            self.a.established()
+            self.b.established()
+
+    @property
+    def connections(self) -> tuple[Connection, Connection]:
+        return self.a, self.b
+
+    @property
+    def channels(self) -> tuple[FakeChannel, FakeChannel]:
+        return self.ab, self.ba
+
+    def know(self, side: int) -> None:
+        """Tell one side what Accept or Confirm say of the other."""
+        other = 1 - side
+        channel = self.channels[side]
+        self.connections[side].peer_known(
+            alert_token=self.connections[other].alert_token,
+            element_size=self.size[other],
+            eye_catcher=self.eye_catcher[other],
+            channel=channel,
+            address=channel.peer_base,
+            rkey=channel.rkey,
+        )
+
+    def flush(self) -> None:
+        """What the scheduler does before it sleeps."""
+        flushes, self.flushes[:] = list(self.flushes), []
+        for flush in flushes:
+            assert callable(flush)
+            flush()
+
+    def settle(self) -> None:
+        """Deliver and complete until nothing moves."""
+        while True:
+            self.flush()
+            moved = sum(channel.deliver() + channel.complete() for channel in self.channels)
+            if not moved and not self.flushes:
+                return
+
+    def states(self) -> tuple[str, str]:
+        return self.a.state, self.b.state
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        for memory in self.memories:
+            memory.close()

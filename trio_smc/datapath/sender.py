@@ -1,0 +1,422 @@
+"""The sending half of a connection: window, RDMA writes, CDC messages, replay.
+
+Theory of operation
+-------------------
+Three counts of bytes since the connection began::
+
+    taken <= produced <= taken + usable          delivered <= produced
+
+``produced`` is what was written into the peer's RMBE, ``taken`` the peer's consumer cursor, and
+the window is what may still be written: usable - (produced - taken), with the size of the
+*peer's* ring. A send is cut into chunks of at most a quarter of the ring, so that the peer reads
+one while the next is written. Each chunk is one RDMA write, two where the ring wraps, and a CDC
+message with the new producer cursor; the consumer cursor of our own RMBE rides along.
+
+Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in
+one of its own when a send finds the window closed. It asks the peer for a cursor update whenever
+anything is consumed, and is cleared in the next message after the window has opened again.
+A blocked writer goes on at a tenth of the ring and not at each byte the peer takes (the silly
+window of 4.5.1, seen from the other side); the peer reports any consumption until then, so this
+cannot stall.
+
+Whatever is posted is kept, in order, until the CDC message that announces it is complete
+(4.6.2): `replay` gives it back after a link failed. What the application passed as bytes is kept
+as it is; other buffers are copied when they are small. Large ones are only borrowed, since a
+copy would cost more than waiting: `borrowed` is then not 0, and the caller waits until it is, or
+calls `keep_copies` before it lets the buffer go.
+
+A CDC message that finds no room is owed: one flag, since every message tells everything.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from typing import TYPE_CHECKING
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath import cdc
+from trio_smc.datapath.cursor import advance_untrusted
+from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.rmb import EYE_CATCHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trio_smc.datapath.channel import Channel
+    from trio_smc.datapath.rmb import Rmbe
+
+__all__ = ["Sender"]
+
+_LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
+_pack = cdc.LAYOUT.pack
+
+
+class Sender(Receiver):
+    """Base of `Connection`: what it sends, and every CDC message."""
+
+    __slots__ = (
+        "_address",
+        "_alone",
+        "_blocked",
+        "_channel",
+        "_chunk",
+        "_completed",
+        "_copy_limit",
+        "_delivered",
+        "_flags",
+        "_flush_later",
+        "_flush_pending",
+        "_owed",
+        "_peer_first",
+        "_peer_token",
+        "_peer_usable",
+        "_produced",
+        "_replay",
+        "_resume",
+        "_rkey",
+        "_sendable",
+        "_sequence",
+        "_silent",
+        "_taken",
+        "_taken_offset",
+        "_taken_wrap",
+        "_waiting",
+        "_wanted",
+        "borrowed",
+        "cdcs_sent",
+        "coalesced",
+        "on_writable",
+        "window_stalls",
+        "writes",
+    )
+
+    _channel: Channel | None
+    _replay: deque[tuple[int, int, memoryview]]
+    borrowed: int
+    """Bytes of the caller's own, changeable memory that a replay would read."""
+    on_writable: Callable[[], None] | None
+    """Called once, and cleared, when a blocked writer might go on: window, room on the link,
+    everything delivered, nothing borrowed any more, an ending."""
+
+    def __init__(
+        self,
+        rmbe: Rmbe,
+        *,
+        chunks: bool,
+        copy_limit: int,
+        flush_later: Callable[[Callable[[], None]], None] | None,
+    ) -> None:
+        super().__init__(rmbe)
+        self._channel = None
+        self._address = self._rkey = 0  # where the peer's ring starts
+        self._peer_token = 0
+        self._peer_usable = 1
+        self._peer_first = 0
+        self._alone = not chunks
+        self._chunk = 0
+        self._resume = 1
+        self._copy_limit = copy_limit
+        self._flush_later = flush_later
+        self._flush_pending = False
+        self._produced = 0
+        self._delivered = 0
+        self._taken = 0
+        self._taken_wrap = self._taken_offset = 0
+        self._replay = deque()
+        self._sequence = 0  # of the last CDC message posted
+        self._completed = 0  # of the last one completed: SS of 4.6.1
+        self._flags = 0  # D, C, A
+        self._sendable = False
+        self._blocked = False  # B is, or is to be, told
+        self._wanted = 0  # bytes the blocked writer has left
+        self._owed = False
+        self._waiting = False  # for room on the channel
+        self._silent = False  # C or A was posted: nothing may follow
+        self.borrowed = 0
+        self.on_writable = None
+        self.writes = 0
+        self.cdcs_sent = 0
+        self.coalesced = 0
+        self.window_stalls = 0
+
+    def _set_peer(self, alert_token: int, element_size: int, first: int) -> None:
+        self._peer_token = alert_token
+        self._peer_first = self._taken_offset = first
+        usable = self._peer_usable = element_size - first
+        self._chunk = usable if self._alone else max(1, usable // 4)
+        self._resume = max(1, usable // 10)
+
+    # --- what the application sees -----------------------------------------------------------
+
+    @property
+    def can_send(self) -> bool:
+        """Whether `send` would post at least one byte now."""
+        return self._sendable and self.window > 0 and not self._waiting
+
+    @property
+    def window(self) -> int:
+        """Bytes the peer's ring has room for, as far as we know."""
+        return self._peer_usable - self._produced + self._taken
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes posted so far."""
+        return self._produced
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes posted and not yet known to have reached the peer's RMBE."""
+        return self._produced - self._delivered
+
+    @property
+    def unsent(self) -> bool:
+        """Whether data is under way (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
+
+        Data only: a cursor update under way is no reason to wait with an ending, as what is
+        posted arrives in order, nor to call the peer's close a loss of data.
+        """
+        return self._produced != self._delivered
+
+    def send(self, data: memoryview) -> int:
+        """Post as much of ``data`` as window and link take; never waits.
+
+        Args:
+          data: a contiguous view of bytes (format "B"): all that waits to be sent, since
+            whether more waits is part of the protocol. Unless it is a view of a bytes object
+            it must not change while `borrowed` is not 0.
+
+        Returns:
+          The number of bytes posted. With fewer than given, set `on_writable` and send the rest
+          when it was called.
+
+        Raises:
+          OSError: the connection has failed, or (EPIPE) its writing side was shut down.
+        """
+        if not self._sendable:
+            self._refuse_send()
+        total = left = len(data)
+        window = self._peer_usable - self._produced + self._taken
+        if window < left and (not window or (self._blocked and window < self._resume)):
+            self._stall(left)
+            return 0
+        channel = self._channel
+        assert channel is not None
+        stable = type(data.obj) is bytes
+        chunk = self._chunk
+        while left:
+            take = channel.capacity()
+            if take <= 0:
+                self._wait_for_room(channel)
+                break
+            if take > chunk:
+                take = chunk
+            if take > window:
+                take = window
+            if take >= left:
+                take = left
+                piece = data if left == total else data[total - left :]
+            else:
+                piece = data[total - left : total - left + take]
+            if not stable:
+                if take <= self._copy_limit:
+                    piece = memoryview(bytes(piece))
+                else:
+                    self.borrowed += take
+            self._write(channel, piece, take)
+            left -= take
+            window -= take
+            self._blocked = not window and left > 0
+            if self._flush_later is None or take == chunk or self._blocked:
+                self._post_cdc(channel)
+            else:
+                self._defer_cdc()
+            if not window:
+                break
+        self._wanted = left
+        return total - left
+
+    def keep_copies(self) -> None:
+        """Copy what is `borrowed`: the caller takes its buffer back (a cancelled send)."""
+        if self.borrowed:
+            self._replay = deque(
+                (sequence, end, data if type(data.obj) is bytes else memoryview(bytes(data)))
+                for sequence, end, data in self._replay
+            )
+            self.borrowed = 0
+
+    def replay(self) -> Iterator[tuple[int, memoryview]]:
+        """What is posted and not delivered, in order: (count of its first byte, bytes)."""
+        for _, end, data in self._replay:
+            yield end - len(data), data
+
+    def flush(self) -> None:
+        """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
+        self._flush_pending = False
+        if self._owed:
+            self._owe_cdc()
+
+    # --- posting -----------------------------------------------------------------------------
+
+    def _write(self, channel: Channel, data: memoryview, length: int) -> None:
+        """One RDMA write at the producer cursor, two where the ring wraps (4.7.4)."""
+        start = self._produced % self._peer_usable
+        head = self._peer_usable - start
+        # Channels name the whole connection, whose base this class is.
+        if length <= head:
+            channel.post_write(self, data, self._address + start, self._rkey)  # type: ignore[arg-type]
+            self.writes += 1
+        else:
+            channel.post_write(self, data[:head], self._address + start, self._rkey)  # type: ignore[arg-type]
+            channel.post_write(self, data[head:], self._address, self._rkey)  # type: ignore[arg-type]
+            self.writes += 2
+        self._produced += length
+        self._replay.append(((self._sequence + 1) & 0xFFFF, self._produced, data))
+
+    def _post_cdc(self, channel: Channel) -> None:
+        """Tell the peer everything; the channel has room."""
+        sequence = self._sequence = (self._sequence + 1) & 0xFFFF
+        consumed = self._told = self._consumed
+        wrap, offset = divmod(self._produced, self._peer_usable)
+        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
+        self._owed = False
+        if self._flags & _LAST_WORD:
+            self._silent = True
+        self.cdcs_sent += 1
+        channel.post_cdc(
+            self,  # type: ignore[arg-type]
+            _pack(
+                cdc.HEADER,
+                sequence,
+                self._peer_token,
+                wrap & 0xFFFF,
+                self._peer_first + offset,
+                consumer_wrap & 0xFFFF,
+                self._rmbe.first + consumer_offset,
+                cdc.WRITER_BLOCKED if self._blocked else 0,
+                self._flags,
+            ),
+        )
+
+    def _owe_cdc(self) -> None:
+        """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
+        channel = self._channel
+        if self._silent or channel is None:
+            return
+        if not self._waiting and channel.capacity() > 0:
+            self._post_cdc(channel)
+        else:
+            self._owed = True
+            self._wait_for_room(channel)
+
+    def _defer_cdc(self) -> None:
+        """Send one CDC message for all that happens until the scheduler sleeps."""
+        if self._owed:
+            self.coalesced += 1
+            return
+        self._owed = True
+        if not self._flush_pending and self._flush_later is not None:
+            self._flush_pending = True
+            self._flush_later(self.flush)
+
+    def _wait_for_room(self, channel: Channel) -> None:
+        if not self._waiting:
+            self._waiting = True
+            channel.wait_for_room(self)  # type: ignore[arg-type]
+
+    def on_room(self) -> None:
+        """The channel has room again, as `Channel.wait_for_room` promised."""
+        self._waiting = False
+        if self._owed:
+            self._owe_cdc()
+        self._wake_writer()
+
+    def _stall(self, wanted: int) -> None:
+        """The window is closed, or too small for a writer that was told blocked."""
+        self.window_stalls += 1
+        self._wanted = wanted
+        if not self._blocked:
+            self._blocked = True
+            self._owe_cdc()
+
+    # --- what comes back ---------------------------------------------------------------------
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message, and every write before it, has reached the peer."""
+        self._completed = sequence
+        replay = self._replay
+        while replay and not (sequence - replay[0][0]) & 0x8000:
+            self._release(replay)
+        self._after_delivery()
+
+    def _release(self, replay: deque[tuple[int, int, memoryview]]) -> None:
+        _, self._delivered, data = replay.popleft()
+        if self.borrowed and type(data.obj) is not bytes:
+            self.borrowed -= len(data)
+            if not self.borrowed:
+                self._wake_writer()
+
+    def _after_delivery(self) -> None:
+        if self._produced == self._delivered:
+            self._all_delivered()
+            self._wake_writer()
+
+    def _consumer_untrusted(self, wrap: int, offset: int) -> None:
+        """Follow the peer's consumer cursor; the caller knows that it has moved.
+
+        Raises:
+          ProtocolError: it goes back, or beyond what was produced.
+        """
+        if self._channel is None:
+            # A message that outran the Confirm: nothing was produced, either layout is fine.
+            if wrap or offset not in (0, len(EYE_CATCHER)):
+                raise ProtocolError("a consumer cursor before anything was sent")
+            return
+        self._taken = advance_untrusted(
+            self._taken,
+            wrap,
+            offset,
+            usable=self._peer_usable,
+            first=self._peer_first,
+            limit=self._produced,
+        )
+        self._taken_wrap = wrap
+        self._taken_offset = offset
+        if self._taken > self._delivered:
+            # What the peer has taken has arrived, whether or not its completion was seen.
+            replay = self._replay
+            while replay and replay[0][1] <= self._taken:
+                self._release(replay)
+            self._after_delivery()
+        if self._blocked:
+            window = self._peer_usable - self._produced + self._taken
+            if window >= self._resume or window >= self._wanted:
+                self._blocked = False
+                self._wake_writer()
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _drop_unsent(self) -> None:
+        """Nothing posted will be replayed, nothing more is sent."""
+        self._replay.clear()
+        self._delivered = self._produced
+        self.borrowed = 0
+
+    def _wake_writer(self) -> None:
+        wake = self.on_writable
+        if wake is not None:
+            self.on_writable = None
+            wake()
+
+    def _refuse_send(self) -> None:
+        """Raise what `send` owes its caller in a connection that takes no data."""
+        if self.error is not None:
+            raise OSError(*self.error.args) from self.error.__cause__
+        raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    # --- supplied by the class built on this one ---------------------------------------------
+
+    def _all_delivered(self) -> None:
+        """`unsent` became false."""
+        raise NotImplementedError
