@@ -16,5 +16,12 @@ async def echo(stream: trio_smc.SmcStream) -> None:
         await stream.send_all(data)
 
 
+async def main(port: int) -> None:
+    """Serve until interrupted; port 0 takes a free one."""
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio_smc.serve, echo, port)
+        print("listening on port", listeners[0].socket.getsockname()[1])
+
+
 if __name__ == "__main__":
-    trio.run(trio_smc.serve, echo, int(sys.argv[1]) if len(sys.argv) > 1 else 7000)
+    trio.run(main, int(sys.argv[1]) if len(sys.argv) > 1 else 7000)
