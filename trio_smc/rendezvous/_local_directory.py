@@ -1,0 +1,279 @@
+"""Where same-host discovery keeps its sockets: names, checks, and removing what is stale.
+
+::
+
+    <private directory>/tcp/<network namespace>/<family>-<address>-<port>/<pid>-<random>
+
+One directory per TCP address that is listened on, in it one Unix socket per listening process
+(or stack): several of them when workers share the port.  An address means something only within
+its network namespace, whose inode number is therefore part of the path.  <family> is "4" or "6",
+or "d" for an IPv6 wildcard that takes IPv4 connections as well.
+
+Theory of operation: the private directory is opened once, without following a symbolic link, and
+what was opened is checked (ours, mode 0700); everything below is reached through that descriptor
+and cannot be anybody else's.  Sockets are bound and connected as /proc/self/fd/N/name, since a
+Unix address ends at 107 bytes and directories may be deeper.
+
+Connecting to the socket of a dead process is refused, and so is connecting to one that is bound
+and does not listen yet.  So a socket gets its name only when it listens, and a refused name may be
+removed by whoever met it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from trio_smc._base.reasons import FallbackReason
+
+__all__ = [
+    "DirectoryUnusable",
+    "Listeners",
+    "NewSocket",
+    "listener_name",
+    "open_private",
+    "wildcard_names",
+]
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_HIDDEN = "."  # names of sockets that do not listen yet start so
+# Publishers that come and go may remove a directory while another wants to use it.
+_ATTEMPTS = 20
+_RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+
+
+class DirectoryUnusable(Exception):
+    """The private directory cannot be used; connections stay on TCP.
+
+    Attributes:
+      reason: what to tell the user.
+    """
+
+    def __init__(self, reason: FallbackReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def open_private(path: Path, *, create: bool) -> int:
+    """Open the private directory; the caller closes the descriptor.
+
+    create: make it when it is missing.
+
+    Raises:
+      FileNotFoundError: it is missing, without `create`.
+      DirectoryUnusable: it is a symbolic link, not a directory, somebody else's, accessible to
+        others, or cannot be made.
+    """
+    try:
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError:
+        if create:
+            raise DirectoryUnusable(FallbackReason.POLICY, f"{path} cannot be made") from None
+        raise
+    except OSError as error:
+        raise _unusable(error, path) from error
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise DirectoryUnusable(FallbackReason.OTHER_USER, f"{path} belongs to user {found.st_uid}")
+    if found.st_mode & 0o077:
+        os.close(descriptor)
+        mode = stat.S_IMODE(found.st_mode)
+        raise DirectoryUnusable(
+            FallbackReason.POLICY, f"{path} has mode {mode:o} where only 700 is private"
+        )
+    return descriptor
+
+
+def listener_name(address: str, port: int, *, dual_stack: bool) -> str:
+    """The directory name of a listener.
+
+    address: its own, as `trio_smc.rendezvous.prefixes.plain_address` writes it.
+    dual_stack: an IPv6 wildcard that accepts IPv4 too.
+    """
+    family = "d" if dual_stack and address == "::" else "6" if ":" in address else "4"
+    return f"{family}-{address}-{port}"
+
+
+def wildcard_names(address: str, port: int) -> tuple[str, ...]:
+    """The directory names of the wildcard listeners that serve this address, if it is local."""
+    wildcard = "::" if ":" in address else "0.0.0.0"
+    return (
+        listener_name(wildcard, port, dual_stack=False),
+        listener_name("::", port, dual_stack=True),
+    )
+
+
+class NewSocket:
+    """A listening Unix socket in the directory `name`, reachable until `remove`."""
+
+    def __init__(self, private: Path, name: str, backlog: int) -> None:
+        """Make it.
+
+        Raises:
+          DirectoryUnusable: why it cannot be made.
+        """
+        self._private = private
+        self._path = f"{_base()}/{name}"
+        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        for attempt in range(_ATTEMPTS):
+            root = open_private(private, create=True)
+            try:
+                self._directory = _make(root, self._path)
+                try:
+                    self.listener = self._listen(backlog)
+                except BaseException:
+                    os.close(self._directory)
+                    raise
+            except FileNotFoundError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise _unusable(error, private) from error
+            except OSError as error:
+                raise _unusable(error, private) from error
+            else:
+                break
+            finally:
+                os.close(root)
+        self._remove_stale()
+
+    def remove(self) -> None:
+        """Take the name away, and directories that nobody uses; the listener stays open."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._directory)
+        with contextlib.suppress(OSError, DirectoryUnusable):
+            root = open_private(self._private, create=False)
+            try:
+                os.rmdir(self._path, dir_fd=root)
+                os.rmdir(os.path.dirname(self._path), dir_fd=root)
+            finally:
+                os.close(root)
+
+    def _listen(self, backlog: int) -> socket.socket:
+        hidden = _HIDDEN + self._name
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.setblocking(False)
+            listener.bind(_reach(self._directory, hidden))
+            try:
+                listener.listen(backlog)
+                os.rename(
+                    hidden, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory
+                )
+            except BaseException:
+                os.unlink(hidden, dir_fd=self._directory)
+                raise
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _remove_stale(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in _sockets(self._directory):
+                if name != self._name:
+                    with contextlib.suppress(OSError):
+                        _connect(self._directory, name).close()
+
+
+class Listeners:
+    """The sockets in the directory `name`, to be connected to one by one.
+
+    Attributes:
+      waiting: names still to be tried; none when the directory does not exist.
+    """
+
+    def __init__(self, root: int, name: str) -> None:
+        """`root`: the open private directory."""
+        self._root = root
+        self._path = f"{_base()}/{name}"
+        self.waiting: list[str] = []
+        with contextlib.suppress(FileNotFoundError), self._opened() as descriptor:
+            self.waiting = _sockets(descriptor)
+
+    def connect(self, limit: int) -> list[socket.socket]:
+        """Non-blocking connections to those that take one; the sockets of the dead are removed.
+
+        limit: connections to make, at most.
+
+        Listeners that have too many connections to accept stay in `waiting`: try again later.
+        """
+        connected: list[socket.socket] = []
+        names, self.waiting = self.waiting[:limit], []
+        with contextlib.suppress(FileNotFoundError), self._opened() as descriptor:
+            for name in names:
+                try:
+                    connected.append(_connect(descriptor, name))
+                except BlockingIOError:
+                    self.waiting.append(name)
+                except OSError:
+                    continue
+        return connected
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = os.open(self._path, _FLAGS, dir_fd=self._root)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _connect(directory: int, name: str) -> socket.socket:
+    """A connection to the socket `name`; BlockingIOError when its backlog is full."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.setblocking(False)
+        connection.connect(_reach(directory, name))
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, ConnectionRefusedError):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+        raise
+    return connection
+
+
+def _unusable(error: OSError, path: Path) -> DirectoryUnusable:
+    """The `DirectoryUnusable` for an error met in the directory `path`."""
+    resources = error.errno in _RESOURCE_ERRORS
+    reason = FallbackReason.OUT_OF_RESOURCES if resources else FallbackReason.POLICY
+    return DirectoryUnusable(reason, f"{path}: {error}")
+
+
+def _base() -> str:
+    # Of the calling thread: namespaces are a property of threads.
+    return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
+
+
+def _reach(directory: int, name: str) -> str:
+    return f"/proc/self/fd/{directory}/{name}"
+
+
+def _make(root: int, path: str) -> int:
+    """Make and open the directory `path` below `root`."""
+    made = ""
+    for part in path.split("/"):
+        made = f"{made}/{part}" if made else part
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(made, mode=0o700, dir_fd=root)
+    return os.open(path, _FLAGS, dir_fd=root)
+
+
+def _sockets(directory: int) -> list[str]:
+    found = []
+    for name in os.listdir(directory):
+        with contextlib.suppress(OSError):
+            mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+            # A symbolic link could lead out of the private directory.
+            if stat.S_ISSOCK(mode) and not name.startswith(_HIDDEN):
+                found.append(name)
+    return found

@@ -1,0 +1,237 @@
+"""This host's own addresses, and the networks its interfaces are in (RFC 7609, 3.5.1.2).
+
+A client proposes the subnet or prefixes of the interface its connection leaves by; a server
+accepts a first contact only from a network that it is attached to itself.  Addresses are text as
+`socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
+
+Theory of operation: every question is answered from a fresh dump of the kernel's addresses,
+because they may change at any moment and nothing cheaper than a dump would tell; that is one
+synchronous exchange with the kernel (about half a millisecond).  Loopback, where most same-host
+connections are, is answered without asking: its networks are the same everywhere.  Where there
+is no netlink the host has no networks: every answer is None, False or empty.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trio_smc.rendezvous.clc import Ipv6Prefix
+
+__all__ = [
+    "Prefix",
+    "all_prefixes",
+    "has_prefix",
+    "has_subnet",
+    "interface_prefixes",
+    "is_same_host",
+    "local_prefix",
+    "plain_address",
+    "source_address",
+]
+
+_log = logging.getLogger(__name__)
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# A dump that the kernel flags as interrupted by a change is simply asked for again.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """A network that an interface of this host is in.
+
+    Fields:
+      network: its number, 4 bytes for IPv4 and 16 for IPv6, the bits beyond `length` zero.
+      length: bits that count, 0..32 or 0..128.
+    """
+
+    network: bytes
+    length: int
+
+    @property
+    def is_ipv4(self) -> bool:
+        """Whether it is an IPv4 subnet and not an IPv6 prefix."""
+        return len(self.network) == 4
+
+    @property
+    def is_link_local(self) -> bool:
+        """Whether it is IPv6 link-local, which tells nothing about who is on the same LAN."""
+        return not self.is_ipv4 and ipaddress.IPv6Address(self.network).is_link_local
+
+
+_LOOPBACKS = (
+    (ipaddress.IPv4Network("127.0.0.0/8"), Prefix(network=bytes((127, 0, 0, 0)), length=8)),
+    (ipaddress.IPv6Network("::1/128"), Prefix(network=bytes(15) + b"\x01", length=128)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owned:
+    """One address of this host: which interface has it, and the network it is in there."""
+
+    interface: int
+    address: str
+    prefix: Prefix
+
+
+def plain_address(address: str) -> str:
+    """`address` in its one canonical form: no scope, IPv4-mapped IPv6 as IPv4.
+
+    Raises:
+      ValueError: it is no address.
+    """
+    return str(_parse(address))
+
+
+def local_prefix(address: str) -> Prefix | None:
+    """The network of the interface that owns the local `address`; None when none does.
+
+    All of 127.0.0.0/8 and ::1 are owned by the loopback interface.
+    """
+    found = interface_prefixes(address, link_local=True)
+    return found[0] if found else None
+
+
+def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefix, ...]:
+    """All networks, of its own family, of the interface that owns the local `address`.
+
+    The network of the address itself comes first: for IPv4 the subnet, for IPv6 the prefix list
+    of a Proposal (RFC 7609, A.2.2).  IPv6 link-local prefixes are left out unless `link_local`.
+    """
+    parsed = _parse(address)
+    for network, prefix in _LOOPBACKS:
+        if parsed in network:
+            return (prefix,)
+    owned = _addresses()
+    plain = str(parsed)
+    own = next((item for item in owned if item.address == plain), None)
+    if own is None:
+        return ()
+    others = (
+        item.prefix
+        for item in owned
+        if item.interface == own.interface and item.prefix.is_ipv4 == own.prefix.is_ipv4
+    )
+    unique = dict.fromkeys((own.prefix, *others))
+    return tuple(item for item in unique if link_local or not item.is_link_local)
+
+
+def all_prefixes() -> tuple[Prefix, ...]:
+    """All networks that this host's interfaces are in, loopback and link-local ones included."""
+    return tuple(dict.fromkeys(item.prefix for item in _addresses()))
+
+
+def has_subnet(ipv4_subnet: bytes, mask_length: int) -> bool:
+    """Whether an interface of this host is in this IPv4 subnet: a server's check (3.5.1.2).
+
+    ipv4_subnet: the subnet number, 4 bytes.
+    mask_length: bits of it; 0, which a Proposal over IPv6 has, is no subnet.
+    """
+    if mask_length == 0:
+        return False
+    return _attached({Prefix(network=ipv4_subnet, length=mask_length)})
+
+
+def has_prefix(prefixes: Iterable[Ipv6Prefix]) -> bool:
+    """Whether this host is attached to one of these IPv6 prefixes: a server's check (3.5.1.2).
+
+    Link-local prefixes do not count, whoever lists them.
+    """
+    wanted = (Prefix(network=item.prefix, length=item.length) for item in prefixes)
+    return _attached({item for item in wanted if not item.is_link_local})
+
+
+def is_same_host(local: str, remote: str) -> bool:
+    """Whether the peer of a connection from `local` to `remote` is on this host.
+
+    True when `remote` is the same address, any loopback address, or another of this host's own.
+    """
+    peer = _parse(remote)
+    if peer.is_loopback or peer == _parse(local):
+        return True
+    plain = str(peer)
+    # The kernel reaches most of its own addresses from themselves, and no other that way; only
+    # secondary addresses need the dump.
+    if source_address(plain, 1) == plain:
+        return True
+    return any(item.address == plain for item in _addresses())
+
+
+def source_address(address: str, port: int) -> str | None:
+    """The local address that the kernel would connect to `address` and `port` from.
+
+    No packet is sent.  A link-local result carries its scope, so that it can be bound to.  None
+    when there is no route.
+
+    Raises:
+      ValueError: `address` is no address.
+    """
+    ipaddress.ip_address(address)
+    try:
+        family, _, _, _, destination = socket.getaddrinfo(
+            address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(destination)
+            name = probe.getsockname()
+    except OSError:
+        return None
+    scope = name[3] if family == socket.AF_INET6 else 0
+    return f"{name[0]}%{scope}" if scope else str(name[0])
+
+
+def _attached(wanted: set[Prefix]) -> bool:
+    if any(prefix in wanted for _, prefix in _LOOPBACKS):
+        return True
+    return bool(wanted) and any(item.prefix in wanted for item in _addresses())
+
+
+def _parse(address: str) -> _Address:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        return parsed.ipv4_mapped
+    return parsed
+
+
+def _addresses() -> list[_Owned]:
+    """Every address of this host, as the kernel tells now."""
+    if sys.platform != "linux":
+        return []
+    # 100 ms to import: only who needs it pays, once.
+    try:
+        from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
+    except (ImportError, OSError) as error:
+        _log.warning("no netlink, so no subnet can be compared: %s", error)
+        return []
+    for _ in range(_ATTEMPTS):
+        try:
+            with IPRoute() as route:
+                return [_owned(message) for message in route.get_addr()]
+        except NetlinkDumpInterrupted:
+            continue
+        # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
+        # hosts Trio as a guest.
+        except (OSError, NetlinkError, RuntimeError) as error:
+            _log.warning("netlink does not list addresses: %s", error)
+            return []
+    return []
+
+
+def _owned(message: object) -> _Owned:
+    attribute = message.get_attr  # type: ignore[attr-defined]  # pyroute2 has no types
+    # On a point-to-point interface LOCAL is ours, and ADDRESS, the peer's, says the network;
+    # elsewhere they are the same, and IPv6 gives ADDRESS alone.
+    network = attribute("IFA_ADDRESS")
+    length = message["prefixlen"]  # type: ignore[index]
+    whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)
+    return _Owned(
+        interface=message["index"],  # type: ignore[index]
+        address=str(_parse(attribute("IFA_LOCAL") or network)),
+        prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),
+    )
