@@ -1,4 +1,7 @@
-"""Memory that peers write into: a sealed memfd, so that another process can map the same pages."""
+"""Memory that peers write into: a sealed memfd, so that another process can map the same pages.
+
+`Memory` is ours; `PeerMemory` is a peer's, mapped from a descriptor that came over a socket.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import fcntl
 import mmap
 import os
 
-__all__ = ["Memory"]
+from trio_smc._base.errors import ProtocolError
+
+__all__ = ["Memory", "PeerMemory"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -70,3 +75,54 @@ class Memory:
         self._map.close()
         os.close(self.fd)
         self.fd = -1
+
+
+class PeerMemory:
+    """Memory of a peer process, mapped for writing.
+
+    Attributes:
+      size: bytes.
+      view: the whole memory as a writable memoryview of bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._map = mmap.mmap(fd, size)
+        self.view = memoryview(self._map)
+        self._casts: list[memoryview] = []
+
+    @classmethod
+    def map_untrusted(cls, fd: int, size: int) -> PeerMemory:
+        """Map ``size`` bytes of a memfd that a peer sent; ``fd`` stays the caller's to close.
+
+        Memory that could shrink would kill this process with SIGBUS at the next access, so the
+        seal and the size are checked first; so would huge pages that the system has run out of.
+        Raises ProtocolError.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise ProtocolError("shared memory that is not sealed against shrinking")
+            if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+                raise ProtocolError("shared memory of huge pages")
+            if not 0 < size <= os.fstat(fd).st_size:
+                raise ProtocolError("shared memory that is smaller than announced")
+            return cls(fd, size)
+        except (OSError, ValueError, OverflowError) as problem:
+            raise ProtocolError(f"shared memory that cannot be mapped: {problem}") from problem
+
+    def cast(self, start: int, length: int, code: str) -> memoryview:
+        """A view of part of it as native integers (``code`` as in `struct`)."""
+        piece = self.view[start : start + length]
+        words = piece.cast(code)  # type: ignore[call-overload]
+        piece.release()
+        self._casts.append(words)
+        return words  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Unmap; views of it become invalid.  Idempotent."""
+        for words in self._casts:
+            words.release()
+        self._casts.clear()
+        self.view.release()
+        self._map.close()

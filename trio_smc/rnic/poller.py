@@ -1,0 +1,65 @@
+"""The dedicated thread of an RNIC: it sleeps until something completes, and wakes Trio.
+
+It never touches completions: a thread that drains them makes everything slower than TCP, because
+each message then passes two sleeping threads and the GIL.  Trio drains while it is awake; the
+RNIC is armed only when Trio goes to sleep, so the thread is woken about once for each sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from .verbs import Rnic
+
+__all__ = ["Poller"]
+
+
+class Poller:
+    """Sleeps on one RNIC's `Rnic.wait_fd` in a thread of its own.
+
+    Args:
+      rnic: an open RNIC.
+      wake: called in the thread, without arguments, when the RNIC reports something; must be
+        quick and may not block.
+
+    Attributes:
+      pending: set by the thread before `wake`; whoever calls `Rnic.service` clears it before.
+      wakeups: how often the thread woke up for the RNIC.
+    """
+
+    def __init__(self, rnic: Rnic, wake: Callable[[], None]) -> None:
+        self.pending = False
+        self.wakeups = 0
+        self._wake = wake
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._stop, select.EPOLLIN)
+        # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
+        self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
+        self._thread = threading.Thread(
+            target=self._run, name=f"trio_smc poller {rnic.name}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it.  Idempotent."""
+        if self._stop < 0:
+            return
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._epoll.close()
+        os.close(self._stop)
+        self._stop = -1
+
+    def _run(self) -> None:
+        stop = self._stop
+        while True:
+            for fd, _ in self._epoll.poll():
+                if fd == stop:
+                    return
+            self.wakeups += 1
+            self.pending = True
+            self._wake()

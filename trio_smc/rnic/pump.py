@@ -1,0 +1,299 @@
+"""The shared drain of a stack: who takes completions, and when.
+
+Theory of operation.  Completions are always taken on the Trio thread, by `Pump.drain`:
+
+* by senders and receivers themselves, when they look;
+* once in each pass of Trio's scheduler, from the instrument hook ``before_io_wait``;
+* when Trio is about to sleep: the hook polls for at most ``spin`` seconds, then arms the RNICs
+  and looks once more (poll, req_notify, poll);
+* after Trio slept: the RNIC's thread (`poller`) made the wake eventfd readable; the hook
+  ``after_io_wait`` drains before any task runs.
+
+Waking a sleeping thread costs more than everything else a small message costs, hence the spin.
+It is adaptive: after `_PATIENCE` fruitless tries in a row only every `_SELDOM`-th is made.
+
+When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
+task, the wake eventfd is made readable, so that the wait ends at once.
+
+Work that was put off with `flush_later` is done before the loop sleeps, always.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import trio
+
+from .poller import Poller
+from .verbs import Completion, QueuePair, Rnic
+
+__all__ = ["CompletionSink", "Pump"]
+
+_log = logging.getLogger("trio_smc.rnic")
+
+_PATIENCE: Final = 8
+_SELDOM: Final = 64
+
+
+class CompletionSink(Protocol):
+    """Who gets the completions of a queue pair."""
+
+    def on_completion(self, completion: Completion) -> None:
+        """Called on the Trio thread; must not block."""
+
+
+class _Lane:
+    """One RNIC of the pump."""
+
+    __slots__ = ("arm", "poll", "poller", "queue_pairs", "rnic", "sinks")
+
+    def __init__(self, rnic: Rnic) -> None:
+        self.rnic = rnic
+        self.poll = rnic.poll
+        self.arm = rnic.arm
+        self.sinks: dict[int, Callable[[Completion], None]] = {}
+        self.queue_pairs: dict[int, QueuePair] = {}
+        self.poller: Poller | None = None
+
+
+class Pump:
+    """Drains the RNICs of one stack and hands completions to their sinks.
+
+    Args:
+      spin: seconds to poll before Trio sleeps; 0 = off.
+
+    Attributes:
+      waiting: tasks that are parked until a completion comes; kept by those tasks (add 1 before
+        parking, take it off after).  `try_spin` polls only for a sole waiter.
+      broken: what went wrong in a place where nothing may be raised (an instrument hook, an
+        RNIC's `Rnic.service`); None while all is well.
+      wakeups: how often the scheduler was woken through the wake eventfd.
+    """
+
+    def __init__(self, *, spin: float) -> None:
+        self.waiting = 0
+        self.broken: BaseException | None = None
+        self.wakeups = 0
+        self._spin_ns = int(spin * 1e9)
+        self._misses = 0
+        self._tries = 0
+        self._lanes: list[_Lane] = []
+        self._flushes: list[Callable[[], None]] = []
+        self._draining = False
+        self._wake_fd = -1
+
+    # -- who takes part ------------------------------------------------------------------
+
+    def add(self, rnic: Rnic) -> None:
+        """Drain this open RNIC too; its thread starts now if the pump runs."""
+        lane = _Lane(rnic)
+        self._lanes = [*self._lanes, lane]
+        if self._wake_fd >= 0:
+            lane.poller = Poller(rnic, self._wake)
+
+    def remove(self, rnic: Rnic) -> None:
+        """Drain it no more and join its thread; to be called before the RNIC is closed."""
+        for lane in self._lanes:
+            if lane.rnic is rnic:
+                self._lanes = [other for other in self._lanes if other is not lane]
+                if lane.poller is not None:
+                    lane.poller.stop()
+                return
+
+    def register(self, rnic: Rnic, qp: QueuePair, sink: CompletionSink) -> None:
+        """Hand the completions of this queue pair to ``sink.on_completion``.
+
+        Completions of queue pairs that are not registered are dropped.  When a sink raises, that
+        is logged and its queue pair goes to ERR.
+        """
+        lane = self._lane(rnic)
+        lane.sinks[qp.qp_num] = sink.on_completion
+        lane.queue_pairs[qp.qp_num] = qp
+
+    def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
+        """Undo `register`; unknown ones are fine."""
+        for lane in self._lanes:
+            if lane.rnic is rnic:
+                lane.sinks.pop(qp.qp_num, None)
+                lane.queue_pairs.pop(qp.qp_num, None)
+
+    def _lane(self, rnic: Rnic) -> _Lane:
+        for lane in self._lanes:
+            if lane.rnic is rnic:
+                return lane
+        raise ValueError(f"{rnic.name} does not belong to this pump")
+
+    # -- draining ------------------------------------------------------------------------
+
+    def drain(self) -> bool:
+        """Take all completions there are now and dispatch them; True if there were any.
+
+        Quick when there are none.  Called from within a sink it does nothing: the outer call
+        is still at work.
+        """
+        if self._draining:
+            return False
+        self._draining = True
+        came = False
+        try:
+            for lane in self._lanes:
+                completions = lane.poll()
+                if completions:
+                    came = True
+                    sinks = lane.sinks
+                    for completion in completions:
+                        sink = sinks.get(completion[0])
+                        if sink is not None:
+                            try:
+                                sink(completion)
+                            except Exception:
+                                self._sink_failed(lane, completion)
+        finally:
+            self._draining = False
+        return came
+
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""
+        self._flushes.append(flush)
+
+    def try_spin(self) -> bool:
+        """Poll for a moment instead of parking a task; True if completions came.
+
+        Only for a sole waiter (`waiting` is 0) and with nothing else to run; otherwise, or with
+        ``spin`` 0, returns False at once.  Flushes what is to be flushed first.
+        """
+        if not self._spin_ns or self.waiting or self._misses >= _PATIENCE:
+            return False
+        if self._flushes:
+            self._flush()
+            if self.drain():
+                return True
+        if trio.lowlevel.current_statistics().tasks_runnable:
+            return False
+        return self._spin(self._spin_ns)
+
+    def _spin(self, budget: int) -> bool:
+        now = time.perf_counter_ns
+        end = now() + budget
+        drain = self.drain
+        while True:
+            if drain() or drain() or drain() or drain():
+                self._misses = 0
+                return True
+            if now() >= end:
+                self._misses += 1
+                return False
+            # With one processor for both ends the peer could not get on otherwise.
+            os.sched_yield()
+
+    def _flush(self) -> None:
+        while self._flushes:
+            flushes, self._flushes = self._flushes, []
+            for flush in flushes:
+                flush()
+
+    def _sink_failed(self, lane: _Lane, completion: Completion) -> None:
+        _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion.qp_num)
+        qp = lane.queue_pairs.get(completion.qp_num)
+        if qp is not None:
+            qp.to_err()
+
+    # -- inside Trio's loop --------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run until cancelled: the hooks are installed, each RNIC has its thread.
+
+        At the end the hooks are gone and the threads are joined.
+        """
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        hooks = _Hooks(self)
+        trio.lowlevel.add_instrument(hooks)
+        try:
+            for lane in self._lanes:
+                lane.poller = Poller(lane.rnic, self._wake)
+            task_status.started()
+            while True:
+                await trio.lowlevel.wait_readable(self._wake_fd)
+                os.eventfd_read(self._wake_fd)
+                self.wakeups += 1
+                self._service()
+        finally:
+            trio.lowlevel.remove_instrument(hooks)
+            for lane in self._lanes:
+                if lane.poller is not None:
+                    lane.poller.stop()
+                    lane.poller = None
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _wake(self) -> None:
+        """End Trio's wait, or prevent the next; from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _service(self) -> None:
+        for lane in self._lanes:
+            poller = lane.poller
+            if poller is not None and poller.pending:
+                poller.pending = False
+                try:
+                    lane.rnic.service()
+                except Exception as problem:
+                    self._break(problem)
+
+    def _break(self, problem: BaseException) -> None:
+        _log.error("the stack cannot go on", exc_info=problem)
+        self.broken = problem
+
+    def before_io_wait(self, timeout: float) -> None:
+        """Flush, drain, and before a sleep also spin and arm."""
+        if self._flushes:
+            self._flush()
+        came = self.drain()
+        if timeout > 0:
+            if not came:
+                came = self._idle(timeout)
+            if came:
+                self._wake()
+        if self._flushes:
+            self._flush()
+
+    def _idle(self, timeout: float) -> bool:
+        """Spin if that is worth it, then arm; True if completions came after all."""
+        if self._spin_ns:
+            self._tries += 1
+            worthwhile = self._misses < _PATIENCE or self._tries % _SELDOM == 0
+            if worthwhile and self._spin(min(self._spin_ns, int(min(timeout, 1.0) * 1e9))):
+                return True
+        ready = True
+        for lane in self._lanes:
+            if not lane.arm():
+                ready = False
+        return not ready and self.drain()
+
+    def after_io_wait(self, timeout: float) -> None:
+        """Drain what ended the sleep, before any task runs."""
+        if timeout > 0:
+            self.drain()
+
+
+class _Hooks(trio.abc.Instrument):
+    """Trio's hooks; they may not raise, Trio would drop them and nobody would drain."""
+
+    def __init__(self, pump: Pump) -> None:
+        self._pump = pump
+
+    def before_io_wait(self, timeout: float) -> None:
+        try:
+            self._pump.before_io_wait(timeout)
+        except Exception as problem:
+            self._pump._break(problem)
+
+    def after_io_wait(self, timeout: float) -> None:
+        try:
+            self._pump.after_io_wait(timeout)
+        except Exception as problem:
+            self._pump._break(problem)

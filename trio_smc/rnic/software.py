@@ -1,0 +1,341 @@
+"""The software RNIC: RDMA between processes of one host, without privileges or hardware.
+
+Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
+for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
+pair; a doorbell (an eventfd for each queue pair) is rung only when the receiver is asleep.  So
+data needs no system call at all while both sides are busy.  `_ring`, `_softmr`, `_softqp` and
+`_fabric` have the parts; here is the device that holds them together.
+
+Several can be open in one process, also under one name, and a process may connect to itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import secrets
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+from trio_smc._base.errors import ProtocolError
+
+from ._fabric import Directory, Hello, close_all, decode_untrusted, receive, same_user
+from ._ring import SLOTS, ReceiveRing, fence
+from ._softmr import SoftProtectionDomain
+from ._softqp import SoftQueuePair
+from .memory import Memory
+from .verbs import Completion, ProtectionDomain, QpState, Rnic, RnicError, RnicEvent
+
+__all__ = ["SoftRnic"]
+
+_GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
+_MACHINES: Final = ("x86_64", "AMD64")
+_SEND_DEPTH: Final = 1024
+_MOST_STRANGERS: Final = 64
+_EVENTS_AT_ONCE: Final = 64
+
+
+class SoftRnic(Rnic):
+    """A software RNIC port.
+
+    Args:
+      name: what it is called in statistics and logs.
+    """
+
+    kind: Literal["software", "roce"] = "software"
+    copies_on_post = False
+
+    def __init__(self, name: str = "soft0") -> None:
+        self.name = name
+        self.gid = bytes(16)
+        self.mac = bytes(6)
+        self.mtu = 5
+        self.port_active = False
+        self.send_depth = _SEND_DEPTH
+        self.receive_depth = SLOTS
+        self.on_event = None
+        self.done: list[Completion] = []
+        self.stalled: set[SoftQueuePair] = set()
+        self.gone: list[SoftQueuePair] = []
+        self._rings: tuple[ReceiveRing, ...] = ()
+        self._qps: dict[int, SoftQueuePair] = {}
+        self._pds: set[SoftProtectionDomain] = set()
+        self._rkeys: set[int] = set()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._strangers: dict[int, socket.socket] = {}
+        # Sockets of queue pairs that ended while the port was down: nobody may notice yet.
+        self._limbo: list[socket.socket] = []
+        self._events: list[RnicEvent] = []
+        self._open = False
+
+    # -- the device ----------------------------------------------------------------------
+
+    def open(self, directory: Path) -> None:
+        if self._open:
+            raise RnicError(errno.EBUSY, f"{self.name} is open")
+        if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
+            raise RnicError(
+                errno.ENOTSUP,
+                "the software RNIC needs Linux on x86-64: it relies on that memory model",
+            )
+        self.gid = _GID_PREFIX + secrets.token_bytes(8)
+        # Locally administered, unicast.
+        self.mac = b"\x02" + secrets.token_bytes(5)
+        self._directory = Directory(directory)
+        try:
+            self._directory.remove_stale()
+            self._listener = self._directory.listen(_socket_name(self.gid))
+        except BaseException:
+            self._directory.close()
+            raise
+        self._epoll = select.epoll()
+        self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self._self_wake, select.EPOLLIN | select.EPOLLET, None)
+        self.watch(self._listener.fileno(), select.EPOLLIN | select.EPOLLET, self._accept)
+        self.port_active = True
+        self._open = True
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        for qp in tuple(self._qps.values()):
+            qp.close()
+        for pd in tuple(self._pds):
+            for region in pd.regions:
+                region.close()
+            pd.close()
+        for sock in (*self._strangers.values(), *self._limbo, self._listener):
+            sock.close()
+        self._strangers.clear()
+        self._limbo.clear()
+        self._handlers.clear()
+        self._events.clear()
+        self.done.clear()
+        self._directory.remove(_socket_name(self.gid))
+        self._directory.close()
+        self._epoll.close()
+        os.close(self._self_wake)
+        self.port_active = False
+        self._open = False
+
+    def alloc_memory(self, size: int) -> Memory:
+        return Memory(size)
+
+    def alloc_pd(self) -> SoftProtectionDomain:
+        self._check_open()
+        pd = SoftProtectionDomain(self)
+        self._pds.add(pd)
+        return pd
+
+    def create_qp(self, pd: ProtectionDomain) -> SoftQueuePair:
+        self._check_open()
+        if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
+            raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+        qp_num = 0
+        while qp_num < 2 or qp_num in self._qps:
+            qp_num = secrets.randbits(24)
+        qp = SoftQueuePair(self, pd, qp_num)
+        self._qps[qp_num] = qp
+        pd.queue_pairs.add(qp)
+        self._rings = (*self._rings, qp.ring)
+        return qp
+
+    # -- faults --------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """The port goes down without warning.
+
+        Our own posts are flushed from now on, peers' posts to us end with RETRY_EXC_ERR, queue
+        pairs that nobody uses stay in RTS, and `service` reports PORT_DOWN.  Idempotent.
+        """
+        self._check_open()
+        self._set_port(False)
+
+    def restore(self) -> None:
+        """The port comes up again; queue pairs that are still in RTS go on.  Idempotent."""
+        self._check_open()
+        self._set_port(True)
+
+    def _set_port(self, active: bool) -> None:
+        if self.port_active == active:
+            return
+        self.port_active = active
+        self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
+        for qp in tuple(self._qps.values()):
+            qp.port_changed()
+        if active:
+            for sock in self._limbo:
+                sock.close()
+            self._limbo.clear()
+        os.eventfd_write(self._self_wake, 1)
+
+    # -- completions ---------------------------------------------------------------------
+
+    def poll(self) -> list[Completion]:
+        done = self.done
+        for ring in self._rings:
+            if ring.head[0] != ring.tail and not ring.take_untrusted(done.append):
+                self._qps[ring.qp_num].broken()
+        if self.stalled or self.gone:
+            self._catch_up()
+        if not done:
+            return []
+        taken = done[:]
+        done.clear()
+        return taken
+
+    def arm(self) -> bool:
+        if self.done or self.gone:
+            return False
+        rings = self._rings
+        for ring in rings:
+            ring.arm()
+        fence()
+        for ring in rings:
+            if ring.head[0] != ring.tail:
+                break
+        else:
+            return True
+        for ring in rings:
+            ring.disarm()
+        return False
+
+    def wait_fd(self) -> int:
+        self._check_open()
+        return self._epoll.fileno()
+
+    def service(self) -> None:
+        self.look()
+        while self._events:
+            event = self._events.pop(0)
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def _catch_up(self) -> None:
+        for qp in tuple(self.stalled):
+            qp.push()
+        while self.gone:
+            self.gone.pop().peer_gone()
+
+    # -- what queue pairs and protection domains call -------------------------------------
+
+    def look(self) -> None:
+        """Handle what the sockets have, without waiting."""
+        while True:
+            events = self._epoll.poll(0, _EVENTS_AT_ONCE)
+            for fd, mask in events:
+                handler = self._handlers.get(fd)
+                if handler is not None:
+                    handler(mask)
+            if len(events) < _EVENTS_AT_ONCE:
+                return
+
+    def dial(self, gid: bytes) -> socket.socket:
+        """A socket to the RNIC of that GID.  Raises RnicError."""
+        return self._directory.dial(_socket_name(gid))
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
+        """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""
+        self._epoll.register(fd, events)
+        if handler is not None:
+            self._handlers[fd] = handler
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`."""
+        self._epoll.unregister(fd)
+        self._handlers.pop(fd, None)
+
+    def disconnect(self, qp: SoftQueuePair, sockets: Iterable[socket.socket | None]) -> None:
+        """A queue pair went to ERR: nothing comes from or goes to its peer any more."""
+        self._rings = tuple(ring for ring in self._rings if ring is not qp.ring)
+        self.stalled.discard(qp)
+        for sock in sockets:
+            if sock is None:
+                continue
+            self.unwatch(sock.fileno())
+            if self.port_active:
+                sock.close()
+            else:
+                self._limbo.append(sock)
+
+    def new_rkey(self) -> int:
+        """An RKey that no region of this RNIC has."""
+        rkey = 0
+        while rkey == 0 or rkey in self._rkeys:
+            rkey = secrets.randbits(32)
+        self._rkeys.add(rkey)
+        return rkey
+
+    def free_rkey(self, rkey: int) -> None:
+        """Undo `new_rkey`."""
+        self._rkeys.discard(rkey)
+
+    def forget_qp(self, qp: SoftQueuePair) -> None:
+        """A queue pair was destroyed."""
+        del self._qps[qp.qp_num]
+        self.gone = [other for other in self.gone if other is not qp]
+
+    def forget_pd(self, pd: SoftProtectionDomain) -> None:
+        """A protection domain was destroyed."""
+        self._pds.discard(pd)
+
+    # -- who dials us --------------------------------------------------------------------
+
+    def _accept(self, _events: int) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # out of descriptors; the dialler gives up or comes again
+            if not self.port_active or not same_user(sock):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._drop_stranger(next(iter(self._strangers)))
+            fd = sock.fileno()
+            self._strangers[fd] = sock
+            self.watch(fd, select.EPOLLIN | select.EPOLLET, partial(self._greet, fd))
+            self._greet(fd, 0)
+
+    def _drop_stranger(self, fd: int) -> None:
+        self.unwatch(fd)
+        self._strangers.pop(fd).close()
+
+    def _greet(self, fd: int, _events: int) -> None:
+        """Read the Hello of somebody who dialled us and hand it to its queue pair."""
+        sock = self._strangers.get(fd)
+        packet = None if sock is None else receive(sock)
+        if sock is None or packet is None:
+            return
+        data, fds = packet
+        try:
+            hello = decode_untrusted(data, len(fds))
+            if not isinstance(hello, Hello):
+                raise ProtocolError("a software RNIC that does not say Hello")
+            qp = self._qps.get(hello.peer_qp_num)
+            if qp is None or qp.state is QpState.ERR:
+                raise ProtocolError("no such queue pair")
+        except ProtocolError:
+            close_all(fds)
+            self._drop_stranger(fd)
+            return
+        self.unwatch(fd)
+        del self._strangers[fd]
+        qp.offer(hello, sock, fds)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RnicError(errno.EBADF, f"{self.name} is not open")
+
+
+def _socket_name(gid: bytes) -> str:
+    return f"rnic-{gid.hex()}"
