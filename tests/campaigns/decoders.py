@@ -1,0 +1,206 @@
+"""Hostile bytes against every decoder.
+
+    python -m tests.campaigns.decoders --cases 50000 [--seed N] [--case K]
+
+Each case makes one piece of bytes (random, or a valid message truncated, lengthened, with bits
+flipped, bytes set or another message spliced in) and hands it to every decoder.  A decoder may
+raise ProtocolError and nothing else; a value it returns must encode to the same bytes.  A case
+depends on the seed and its number only: ``--seed N --case K`` replays case K alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests import wire_vectors as vectors
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath import cdc
+from trio_smc.rendezvous import clc, llc
+
+__all__ = ["Result", "piece", "run"]
+
+_VALID: dict[str, list[bytes]] = {
+    codec: [data for _, data in group.values()] + [item.data for item in vectors.captured(codec)]
+    for codec, group in vectors.ALL.items()
+}
+_CODECS = list(_VALID)
+
+
+@dataclass
+class Result:
+    """What a campaign saw.
+
+    Fields:
+      cases, seed, seconds: how many, replayed how, in what time.
+      decoded, refused: values and ProtocolErrors by decoder.
+      failures: one line for each case that broke the rule, with what replays it.
+    """
+
+    cases: int
+    seed: int
+    seconds: float = 0.0
+    decoded: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no case broke the rule."""
+        return not self.failures
+
+
+def _random(rng: random.Random, _: bytes) -> bytes:
+    data = rng.randbytes(rng.choice((0, 1, 7, 8, 28, 43, 44, 45, 52, 68, 92, rng.randrange(200))))
+    # Plain noise never gets past the first check: give half of it a plausible start.
+    starts = (b"", clc.EYE_CATCHER, b"\xfe\x2c", bytes((rng.randrange(1, 10), 44)))
+    start = rng.choice(starts)
+    return start + data[len(start) :]
+
+
+def _truncate(rng: random.Random, data: bytes) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def _lengthen(rng: random.Random, data: bytes) -> bytes:
+    return data + rng.randbytes(rng.randrange(1, 60))
+
+
+def _flip(rng: random.Random, data: bytes) -> bytes:
+    raw = bytearray(data)
+    for _ in range(rng.randrange(1, 5)):
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    return bytes(raw)
+
+
+def _set(rng: random.Random, data: bytes) -> bytes:
+    raw = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        raw[rng.randrange(len(raw))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return bytes(raw)
+
+
+def _splice(rng: random.Random, data: bytes) -> bytes:
+    other = rng.choice(_VALID[rng.choice(_CODECS)])
+    if rng.random() < 0.5:  # the rest is another message's
+        at = rng.randrange(len(data))
+        return data[:at] + other[at : len(data)]
+    return data[: rng.randrange(len(data))] + other[rng.randrange(len(other)) :]
+
+
+def _relabel(rng: random.Random, data: bytes) -> bytes:
+    """Make the lengths that a CLC message states fit, or nearly fit, other parts than it has."""
+    raw = bytearray(data)
+    if raw.startswith(clc.EYE_CATCHER) and len(raw) >= 12:
+        raw[4] = rng.choice((raw[4], rng.randrange(6)))
+        if rng.random() < 0.5:
+            at = rng.randrange(8, len(raw) - 3)
+            raw[at:at] = rng.randbytes(rng.choice((1, 4, 16, 17, 34, 40)))
+        raw[5:7] = (len(raw) + rng.choice((0, 0, 0, -1, 1, 17))).to_bytes(2, "big")
+    else:
+        raw[0] = rng.choice((*llc.MessageType, 5, 0xFE, rng.randrange(256)))
+    return bytes(raw)
+
+
+def _as_it_is(_: random.Random, data: bytes) -> bytes:
+    return data
+
+
+_DAMAGES = (_random, _truncate, _lengthen, _flip, _flip, _set, _set, _splice, _relabel, _as_it_is)
+
+
+def piece(seed: int, case: int) -> bytes:
+    """The bytes of one case."""
+    rng = random.Random(f"{seed}:{case}")
+    data = rng.choice(_VALID[rng.choice(_CODECS)])
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        if data:
+            data = rng.choice(_DAMAGES)(rng, data)
+    return data
+
+
+def _length(data: bytes) -> bytes:
+    # What the header says holds for the message, if there is one.
+    length = clc.message_length_untrusted(data)
+    if not clc.HEADER_SIZE <= length <= clc.MAX_MESSAGE_SIZE:
+        raise AssertionError(f"a length of {length}")
+    return data
+
+
+def _fast_path(data: bytes) -> bytes:
+    items = cdc.unpack_untrusted(data)
+    return cdc.CdcMessage(*items[1:], reserved=cdc.decode_untrusted(data).reserved).encode()
+
+
+_DECODERS: dict[str, Callable[[bytes], bytes]] = {
+    "clc": lambda data: clc.decode_untrusted(data).encode(),
+    "clc length": _length,
+    "llc": lambda data: llc.decode_untrusted(data).encode(),
+    "cdc": lambda data: cdc.decode_untrusted(data).encode(),
+    "cdc fast path": _fast_path,
+}
+
+
+def _try(result: Result, case: int) -> None:
+    data = piece(result.seed, case)
+    for name, decode in _DECODERS.items():
+        try:
+            again = decode(data)
+        except ProtocolError:
+            result.refused[name] += 1
+            continue
+        except Exception as error:  # anything else is what we are looking for
+            failure = repr(error)
+        else:
+            result.decoded[name] += 1
+            if again == data:
+                continue
+            failure = f"encodes to {again.hex()}"
+        result.failures.append(
+            f"{name}: {failure}; input {data.hex()}; --seed {result.seed} --case {case}"
+        )
+
+
+def run(cases: int, seed: int, first: int = 0) -> Result:
+    """Run ``cases`` cases from number ``first`` on."""
+    result = Result(cases=cases, seed=seed)
+    start = time.perf_counter()
+    for case in range(first, first + cases):
+        _try(result, case)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def main() -> int:
+    """Return the exit code: 0 when every case kept the rule."""
+    parser = argparse.ArgumentParser(description="hostile bytes against every decoder")
+    parser.add_argument("--cases", type=int, default=50_000, help="default 50000")
+    parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
+    parser.add_argument("--case", type=int, default=None, help="replay this case alone")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    if arguments.case is not None:
+        print(f"input: {piece(seed, arguments.case).hex()}")
+        result = run(1, seed, first=arguments.case)
+    else:
+        result = run(arguments.cases, seed)
+    for line in result.failures[:20]:
+        print(line)
+    for name in _DECODERS:
+        print(f"{name}: {result.decoded[name]} decoded, {result.refused[name]} refused")
+    print(
+        f"decoders: {result.cases} cases, seed {result.seed}, {result.seconds:.1f} s,"
+        f" {len(result.failures)} failures"
+    )
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
