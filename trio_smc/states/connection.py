@@ -63,7 +63,7 @@ _ANSWER = "send_abort purge fail_reset arm_abort_timer"  # to the peer's A: it r
 # Where the RFC is silent.
 _REPEAT = "repeated or late: ignored"
 _NEVER = "not possible"
-_EARLY = "choice: the peer may be further than INIT and would wait for its timer"
+_EARLY = "4.8.2 (1A); choice: the peer may be ACTIVE and writing, so its answer is waited for"
 _CLOSING = "choice: a peer that never opens its window would strand us (4.8.1, 3A)"
 _NO_READER = "choice: data after close has no reader, as TCP answers it with RST"
 _DONE = "choice: the peer sends nothing more, so no answer is waited for"
@@ -92,9 +92,9 @@ class ConnectionChart(Chart):
     # fmt: off
     edge(INIT, "established", ACTIVE, do="open_to_application", rfc="4.8.1 (2)")
     ignore(INIT, "shutdown_wr", rfc=_NEVER)
-    edge(INIT, "close", PROCESSABORT, when="peer_rmbe_known", do=_RESET, rfc=_EARLY)
+    edge(INIT, "close", PEERABORTWAIT, when="peer_rmbe_known", do=_RESET, rfc=_EARLY)
     edge(INIT, "close", CLOSED, do="close_tcp", rfc="Linux INIT/CLOSED; C.3, C.7.1")
-    edge(INIT, "abort", PROCESSABORT, when="peer_rmbe_known", do=f"{_RESET} fail_handshake",
+    edge(INIT, "abort", PEERABORTWAIT, when="peer_rmbe_known", do=f"{_RESET} fail_handshake",
          rfc=_EARLY)
     edge(INIT, "abort", CLOSED, do="reset_tcp fail_handshake", rfc="Linux INIT/CLOSED; C.3, C.7.1")
     ignore(INIT, "all_sent", rfc=_NEVER)
