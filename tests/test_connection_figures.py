@@ -1,0 +1,143 @@
+"""Figures 16-19 of RFC 7609, 4.7, to the byte.
+
+A 10,000-byte element with an eye catcher, so 9,996 bytes of ring; sends are not cut into chunks,
+which the figures do not do. The figures' arithmetic is what counts; their printed slips are
+noted where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.datapath_pair import Cdc, Pair, Write
+from trio_smc.datapath.cdc import WRITER_BLOCKED
+
+RECEIVE = 10_000  # "application has issued a recv for 10,000 bytes"
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair((10_000, 10_000), (True, True), chunks=False)
+    yield made
+    made.close()
+
+
+def text(length: int) -> memoryview:
+    """Bytes whose order shows: a lost or moved piece is noticed."""
+    return memoryview(bytes(i * 7 % 251 for i in range(length)))
+
+
+def test_figure_16_send_with_an_open_window(pair: Pair) -> None:
+    assert pair.a.send(text(1000)) == 1000
+    assert pair.ab.log == [
+        Write(4, 1003),
+        Cdc(1, producer=(1004, 0), consumer=(4, 0)),
+    ]
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == text(1000)
+    assert pair.ba.log == [], "8,996 of 9,996 bytes of window are no reason for an update"
+
+
+def test_figure_17_the_answer_carries_the_consumer_cursor(pair: Pair) -> None:
+    assert pair.a.send(text(1000)) == 1000
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == text(1000)
+    assert pair.b.send(text(500)) == 500
+    # Row 3 prints A's consumer cursor as 0 and the text the producer cursor as 503: a cursor
+    # starts at 4 and names the next byte.
+    assert pair.ba.log == [
+        Write(4, 503),
+        Cdc(1, producer=(504, 0), consumer=(1004, 0)),
+    ]
+    assert pair.a.window == 8996
+    pair.ba.deliver()
+    assert pair.a.window == 9996
+    assert pair.a.receive(RECEIVE) == text(500)
+    assert len(pair.ab.log) == 2
+
+
+def test_figure_18_an_update_when_half_the_window_is_gone(pair: Pair) -> None:
+    assert pair.a.send(text(3000)) == 3000
+    # The text says 3003 and 3003-7004 where the arithmetic gives 3004 and 3004-7003.
+    assert pair.ab.log == [Write(4, 3003), Cdc(1, producer=(3004, 0), consumer=(4, 0))]
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == text(3000)
+    assert pair.ba.log == []
+    assert pair.a.send(text(4000)) == 4000
+    assert pair.ab.log[2:] == [Write(3004, 7003), Cdc(2, producer=(7004, 0), consumer=(4, 0))]
+    assert pair.a.window == 2996
+    pair.ab.deliver()
+    assert pair.ba.log == [], "data that was not consumed opens no window"
+    assert pair.b.receive(RECEIVE) == text(4000)
+    assert pair.ba.log == [Cdc(1, producer=(4, 0), consumer=(7004, 0))]
+    pair.ba.deliver()
+    assert pair.a.window == 9996
+    assert len(pair.ab.log) == 4, "a cursor update needs no answer"
+
+
+def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
+    # "Existing SMC-R connection": both cursors at 1004 with wrap 1, the window fully open.
+    for length in (5500, 5496):
+        assert pair.a.send(text(length)) == length
+        pair.settle()
+        assert pair.b.receive(RECEIVE) == text(length)
+        pair.settle()
+    assert pair.a.window == 9996
+    pair.ab.log.clear()
+    pair.ba.log.clear()
+    data = text(20_000)
+
+    sent = pair.a.send(data)  # rows 1-3; row 1's range 1004-9999 is right, the text's 1003 not
+    assert sent == 9996
+    assert pair.ab.log == [
+        Write(1004, 9999),
+        Write(4, 1003),
+        Cdc(3, producer=(1004, 2), consumer=(4, 0), flags=WRITER_BLOCKED),
+    ]
+    assert pair.a.send(data[sent:]) == 0, "the window is closed, and B was told"
+    assert len(pair.ab.log) == 3
+    pair.ab.deliver()
+    assert pair.b.readable == 9996, "the same cursor, but one more wrap: a full ring"
+    assert pair.b.receive(RECEIVE) == data[:9996]
+    assert pair.ba.log == [Cdc(3, producer=(4, 0), consumer=(1004, 2))]  # row 4
+
+    pair.ba.deliver()
+    assert pair.a.send(data[sent:]) == 9996  # rows 5-7
+    sent += 9996
+    assert pair.ab.log[3:] == [
+        Write(1004, 9999),
+        Write(4, 1003),
+        Cdc(4, producer=(1004, 3), consumer=(4, 0), flags=WRITER_BLOCKED),
+    ]
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == data[9996:19_992]
+    assert pair.ba.log[1:] == [Cdc(4, producer=(4, 0), consumer=(1004, 3))]  # row 8
+
+    pair.ba.deliver()
+    assert pair.a.send(data[sent:]) == 8  # "the final 8 bytes ... 1004-1011 (not shown)"
+    assert pair.ab.log[6:] == [Write(1004, 1011), Cdc(5, producer=(1012, 3), consumer=(4, 0))]
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == data[19_992:]
+    assert len(pair.ba.log) == 2, "B is clear again and the window wide"
+
+
+def test_the_messages_are_the_right_bytes(pair: Pair) -> None:
+    """Row 2 of figure 16 and row 4 of figure 17 as they go over the link (A.4)."""
+    pair.a.send(text(1000))
+    pair.ab.deliver()
+    pair.b.receive(RECEIVE)
+    pair.b.send(text(500))
+    assert pair.ab.raw == [
+        bytes.fromhex(
+            "fe 2c 0001 000000a1"  # type, length, sequence number, B's alert token
+            "0000 0000 000003ec"  # reserved, producer wrap and cursor
+            "0000 0000 00000004"  # reserved, consumer wrap and cursor
+            "00 00"  # flags
+        )
+        + bytes(18)
+    ]
+    assert pair.ba.raw == [
+        bytes.fromhex("fe2c0001000000a0 00000000000001f8 00000000000003ec 0000") + bytes(18)
+    ]

@@ -1,0 +1,217 @@
+"""RMBs: where elements lie, what a pool hands out, and that nothing old is ever in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from trio_smc.datapath.rmb import (
+    EYE_CATCHER,
+    MAX_RMBS,
+    Rmb,
+    Rmbe,
+    RmbPool,
+    rmb_elements,
+)
+from trio_smc.rnic.memory import Memory
+
+KIB = 1024
+SIZE = 16 * KIB
+
+
+@pytest.fixture
+def memories() -> Iterator[list[Memory]]:
+    """Memory that the test made, unmapped when it ends."""
+    made: list[Memory] = []
+    yield made
+    for memory in made:
+        memory.close()
+
+
+def make(
+    memories: list[Memory], size: int = SIZE, count: int = 4, eye_catcher: bool = False
+) -> Rmb:
+    memories.append(Memory(-(-size * count // 4096) * 4096))
+    return Rmb(memories[-1], size, count, eye_catcher=eye_catcher)
+
+
+@pytest.mark.parametrize("eye_catcher", [False, True])
+def test_elements_lie_side_by_side_and_share_no_byte(
+    memories: list[Memory], eye_catcher: bool
+) -> None:
+    rmb = make(memories, 10_000, 5, eye_catcher)
+    for rmbe in rmb.elements:
+        rmbe.data[:] = bytes([rmbe.index]) * rmbe.usable
+    for number, rmbe in enumerate(rmb.elements):
+        assert rmbe.index == number + 1
+        assert rmbe.offset == number * 10_000
+        assert rmbe.first == (4 if eye_catcher else 0)
+        assert rmbe.usable == 10_000 - rmbe.first == len(rmbe.data)
+        element = bytes(rmb.memory.view[rmbe.offset : rmbe.offset + 10_000])
+        assert element == EYE_CATCHER[: rmbe.first] + bytes([rmbe.index]) * rmbe.usable
+
+
+def test_an_overwritten_eye_catcher_is_noticed(memories: list[Memory]) -> None:
+    first, second = make(memories, count=2, eye_catcher=True).elements
+    assert first.check_eye_catcher()
+    assert second.check_eye_catcher()
+    second.rmb.memory.view[second.offset + 3] ^= 1
+    assert first.check_eye_catcher()
+    assert not second.check_eye_catcher()
+    second.clear(0)
+    assert second.check_eye_catcher()
+
+
+def test_without_an_eye_catcher_there_is_nothing_to_overwrite(memories: list[Memory]) -> None:
+    rmbe = make(memories).elements[0]
+    rmbe.data[:4] = b"abcd"
+    assert rmbe.check_eye_catcher()
+
+
+def test_bad_divisions_are_refused(memories: list[Memory]) -> None:
+    memories.append(Memory(SIZE))
+    for size, count in ((SIZE, 2), (SIZE, 0), (16, 256), (4, 1)):
+        with pytest.raises(ValueError, match="element"):
+            Rmb(memories[0], size, count, eye_catcher=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "count"),
+    [
+        (SIZE, "software", 255),
+        (1024 * KIB, "software", 255),
+        (SIZE, "roce", 255),
+        (64 * KIB, "roce", 64),
+        (512 * KIB, "roce", 8),
+        (8192 * KIB, "roce", 1),
+    ],
+)
+def test_elements_of_a_new_rmb(size: int, kind: str, count: int) -> None:
+    assert rmb_elements(size, "software" if kind == "software" else "roce") == count
+
+
+def test_all_255_elements_are_handed_out_once(memories: list[Memory]) -> None:
+    pool = RmbPool()
+    assert pool.take(SIZE) is None
+    pool.add(make(memories, count=255))
+    taken = [pool.take(SIZE) for _ in range(255)]
+    assert sorted(rmbe.index for rmbe in taken if rmbe) == list(range(1, 256))
+    assert pool.take(SIZE) is None
+    assert (pool.allocated, pool.reused) == (255, 0)
+    assert taken[7]
+    pool.release(taken[7])
+    assert pool.take(SIZE) is taken[7]
+    assert pool.take(SIZE) is None
+    assert (pool.allocated, pool.reused) == (256, 1)
+
+
+def test_sizes_are_rounded_up_to_their_class_and_not_mixed(memories: list[Memory]) -> None:
+    pool = RmbPool()
+    small, large = make(memories, SIZE, 1), make(memories, 4 * SIZE, 2)
+    pool.add(small)
+    pool.add(large)
+    got = pool.take(3 * SIZE)
+    assert got
+    assert got.rmb is large
+    got = pool.take(1)
+    assert got
+    assert got.rmb is small
+    assert pool.take(SIZE) is None, "a free element of another class is not taken"
+    assert pool.take(2 * SIZE) is None
+    with pytest.raises(ValueError, match="size"):
+        pool.add(make(memories, 10_000, 1))
+
+
+def take(pool: RmbPool, size: int = SIZE) -> Rmbe:
+    rmbe = pool.take(size)
+    assert rmbe
+    return rmbe
+
+
+@pytest.mark.parametrize("eye_catcher", [False, True])
+@pytest.mark.parametrize("used", [0, 1, 100, 4092, 4096, 9000, SIZE - 4, None])
+def test_what_was_used_is_zero_before_reuse(
+    memories: list[Memory], eye_catcher: bool, used: int | None
+) -> None:
+    pool = RmbPool()
+    pool.add(make(memories, count=3, eye_catcher=eye_catcher))
+    left, middle, right = (take(pool) for _ in range(3))
+    for rmbe in (left, middle, right):
+        rmbe.data[: rmbe.usable if used is None else used] = b"\xee" * (
+            rmbe.usable if used is None else used
+        )
+    before = bytes(left.data), bytes(right.data)
+    pool.release(middle, used)
+    assert take(pool) is middle
+    assert bytes(middle.data) == bytes(middle.usable)
+    assert middle.check_eye_catcher()
+    assert (bytes(left.data), bytes(right.data)) == before
+    assert left.check_eye_catcher()
+    assert right.check_eye_catcher()
+
+
+def test_an_element_in_use_is_never_handed_out_again(
+    memories: list[Memory], rng: random.Random
+) -> None:
+    pool = RmbPool()
+    for _ in range(3):
+        pool.add(make(memories, count=5))
+    held: list[Rmbe] = []
+    for _ in range(3000):
+        if held and rng.random() < 0.5:
+            rmbe = held.pop(rng.randrange(len(held)))
+            used = rng.choice([0, 10, 5000, SIZE])
+            rmbe.data[:used] = b"x" * used
+            pool.release(rmbe, rng.choice([used, None]))
+        elif (got := pool.take(SIZE)) is not None:
+            assert got not in held
+            assert not any(got.data)
+            held.append(got)
+        else:
+            assert len(held) == 15
+        in_use = {rmbe.rmb for rmbe in held}
+        assert set(pool.empty_rmbs()) == set(pool.rmbs) - in_use
+
+
+def test_wrong_releases_are_refused(memories: list[Memory]) -> None:
+    pool, other = RmbPool(), RmbPool()
+    pool.add(make(memories))
+    other.add(make(memories))
+    rmbe = take(pool)
+    with pytest.raises(ValueError, match="not in use"):
+        other.release(rmbe)
+    pool.release(rmbe)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.release(rmbe)
+    assert take(pool) is rmbe
+
+
+def test_an_empty_rmb_can_be_removed_and_a_used_one_not(memories: list[Memory]) -> None:
+    pool = RmbPool()
+    first, second = make(memories, count=1), make(memories, count=1)
+    pool.add(first)
+    pool.add(second)
+    with pytest.raises(ValueError, match="already"):
+        pool.add(first)
+    one = take(pool)
+    assert one.rmb is first, "the oldest RMB is filled first, so that others become empty"
+    assert pool.empty_rmbs() == [second]
+    with pytest.raises(ValueError, match="in use"):
+        pool.remove(first)
+    pool.remove(second)
+    with pytest.raises(ValueError, match="not in this pool"):
+        pool.remove(second)
+    assert pool.take(SIZE) is None
+    pool.release(one)
+    assert pool.empty_rmbs() == [first]
+
+
+def test_a_pool_holds_at_most_255_rmbs(memories: list[Memory]) -> None:
+    pool = RmbPool()
+    for _ in range(MAX_RMBS):
+        pool.add(make(memories, count=1))
+    assert len(pool.rmbs) == 255
+    with pytest.raises(OverflowError):
+        pool.add(make(memories, count=1))
