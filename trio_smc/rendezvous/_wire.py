@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from trio_smc._base.errors import ProtocolError
+
 __all__ = ["Bits", "Layout", "Slots", "Span", "laid_out"]
 
 _T = TypeVar("_T", bound="type[Any]")
@@ -83,7 +85,7 @@ class _Field:
             self.shift = 8 * (message_size - place.offset - 1) + low
             self.mask = place.mask >> low
 
-    def read(self, whole: int) -> int | bool | bytes:
+    def read_untrusted(self, whole: int) -> int | bool | bytes:
         value = whole >> self.shift & self.mask
         if self.kind is bool:
             return value != 0
@@ -126,14 +128,14 @@ class _List:
         """All bits of the first ``count`` slots."""
         return sum(self.item_mask << shift for shift in self.shifts[:count])
 
-    def read(self, whole: int) -> tuple[Any, ...]:
+    def read_untrusted(self, whole: int) -> tuple[Any, ...]:
         count = whole >> self.count_shift & 0xFF
         if count > self.place.slots and not self.counted:
-            raise ValueError(f"{count} {self.name}, there is room for {self.place.slots}")
+            raise ProtocolError(f"{count} {self.name} in a message that holds {self.place.slots}")
         raw = [whole >> shift & self.item_mask for shift in self.shifts[:count]]
         if self.item is None:
             return tuple(raw)
-        return tuple(self.item(**self.item.LAYOUT.read(number)) for number in raw)
+        return tuple(self.item(**self.item.LAYOUT.read_untrusted(number)) for number in raw)
 
     def write(self, items: tuple[Any, ...]) -> int:
         whole = 0 if self.counted else len(items) << self.count_shift
@@ -195,12 +197,12 @@ class Layout:
         else:
             self._owned |= field.mask << field.shift
 
-    def read(self, whole: int) -> dict[str, Any]:
-        """The fields of a message given as an integer.  ValueError: a list is too long."""
-        values: dict[str, Any] = {field.name: field.read(whole) for field in self._fields}
+    def read_untrusted(self, whole: int) -> dict[str, Any]:
+        """The fields of a message given as an integer.  ProtocolError: a list is too long."""
+        values: dict[str, Any] = {field.name: field.read_untrusted(whole) for field in self._fields}
         owned = self._owned
         for item in self._lists:
-            values[item.name] = item.read(whole)
+            values[item.name] = item.read_untrusted(whole)
             owned |= item.used(len(values[item.name]))
         if self._keeps_reserved:
             rest = whole & ~owned
@@ -209,13 +211,15 @@ class Layout:
             values["reserved"] = rest.to_bytes(self.size, "big").rstrip(b"\0")
         return values
 
-    def unpack(self, data: bytes) -> dict[str, Any]:
+    def unpack_untrusted(self, data: bytes) -> dict[str, Any]:
         """The fields of the first ``size`` bytes of ``data``, by name.
 
+        Any bit pattern fits a field; what a class forbids beyond that, its constructor refuses.
+
         Raises:
-          ValueError: a list is longer than its slots.
+          ProtocolError: a list is longer than its slots.
         """
-        return self.read(int.from_bytes(data[: self.size], "big"))
+        return self.read_untrusted(int.from_bytes(data[: self.size], "big"))
 
     def write(self, value: Any) -> int:
         """The message as an integer, without its head."""

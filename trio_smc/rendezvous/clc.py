@@ -28,10 +28,26 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous._wire import Bits, Layout, Span, laid_out
+from trio_smc.rendezvous._clc_base import (
+    EYE_CATCHER,
+    HEAD,
+    HEADER_SIZE,
+    VERSION,
+    ClcMessage,
+    MessageType,
+)
+from trio_smc.rendezvous._proposal import (
+    MAX_MESSAGE_SIZE,
+    MAX_PREFIXES,
+    MIN_PROPOSAL_SIZE,
+    Ipv6Prefix,
+    Proposal,
+    decode_proposal_untrusted,
+)
+from trio_smc.rendezvous._wire import Bits, Span, laid_out
 
 __all__ = [
     "EYE_CATCHER",
@@ -51,38 +67,10 @@ __all__ = [
     "message_length_untrusted",
 ]
 
-EYE_CATCHER = bytes.fromhex("E2D4C3D9")
-"""First and last four bytes of every CLC message: "SMCR" in EBCDIC."""
-VERSION = 1
-"""The version of SMC-R that we speak, the only one RFC 7609 defines."""
-HEADER_SIZE = 8
-"""Bytes to read before a message's length is known."""
-MAX_MESSAGE_SIZE = 1024
-"""The longest message we read, bytes.  With all that version 2 can add a Proposal has 652."""
-MAX_PREFIXES = 8
-"""IPv6 prefixes in a Proposal, at most (A.2.2)."""
-
 _HEADER = struct.Struct(">4sBHB")
-_HEAD = 7  # eye catcher, type, length; byte 7 belongs to fields
 _ACCEPT_SIZE = 68
 _DECLINE_SIZES = (28, 44)
-_PROPOSAL_SIZE = 52  # without growth area and IPv6 prefixes
-_PROPOSAL_FIXED = 38  # up to the offset to the prefix area
-_AREA = struct.Struct(">4sB2sB")  # IPv4 subnet, its length, reserved, number of IPv6 prefixes
-_PREFIX_SIZE = 17
 _DIAGNOSIS = struct.Struct(">4I")
-
-# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
-_V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
-
-
-class MessageType(IntEnum):
-    """Byte 4 of a CLC message."""
-
-    PROPOSAL = 1
-    ACCEPT = 2
-    CONFIRM = 3
-    DECLINE = 4
 
 
 class QpMtu(IntEnum):
@@ -101,134 +89,7 @@ class QpMtu(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """What all CLC messages have.
-
-    Fields:
-      peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
-      version: the version nibble, 1..15.
-    """
-
-    TYPE: ClassVar[MessageType]
-    LAYOUT: ClassVar[Layout]
-
-    peer_id: Annotated[bytes, Span(8, 8)]
-    version: Annotated[int, Bits(7, 0xF0)] = VERSION
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-        if self.version == 0:
-            raise ValueError("there is no version 0")
-        self._check()
-
-    def _check(self) -> None:
-        """Raise ValueError for what only this type of message forbids."""
-
-    @property
-    def answer_version(self) -> int:
-        """The version of our answer: the lowest common one (A.2)."""
-        return min(VERSION, self.version)
-
-    def _head(self, length: int) -> bytes:
-        return EYE_CATCHER + bytes((self.TYPE,)) + length.to_bytes(2, "big")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ipv6Prefix:
-    """One IPv6 prefix of a Proposal (figure 27): 16 bytes, and how many bits of them count."""
-
-    prefix: bytes
-    length: int
-
-    def __post_init__(self) -> None:
-        if len(self.prefix) != 16:
-            raise ValueError(f"an IPv6 prefix has 16 bytes, not {len(self.prefix)}")
-        if not 0 <= self.length <= 128:
-            raise ValueError(f"IPv6 prefix of {self.length} bits")
-
-
-@laid_out(_PROPOSAL_FIXED, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal(_Message):
-    """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
-
-    Linux sends version nibble 2 and 40 more bytes before the prefixes even when it offers version
-    1 only: 92 bytes for IPv4.
-
-    Fields:
-      gid, mac: the client's preferred RNIC, 16 and 6 bytes.
-      flags: the 4 low bits of byte 7; reserved in version 1.
-      growth: the area for future growth before the prefixes, skipped and kept.
-      ipv4_subnet: the subnet *number*, address & mask, 4 bytes; zeros on IPv6.  (The RFC's prose
-        says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
-      ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
-      ipv6_prefixes: at most 8; empty on IPv4.
-      area_reserved: two reserved bytes before the number of prefixes, as a peer set them.
-      extension: what a newer version adds after the prefixes; b"" in version 1.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.PROPOSAL
-
-    gid: Annotated[bytes, Span(16, 16)]
-    mac: Annotated[bytes, Span(32, 6)]
-    flags: Annotated[int, Bits(7, 0x0F)] = 0
-    growth: bytes = b""
-    ipv4_subnet: bytes = bytes(4)
-    ipv4_mask_length: int = 0
-    ipv6_prefixes: tuple[Ipv6Prefix, ...] = ()
-    area_reserved: bytes = bytes(2)
-    extension: bytes = b""
-
-    @property
-    def offers_smc_r(self) -> bool:
-        """Whether SMC-R version 1 is offered; a newer client may offer SMC-D or nothing."""
-        return self.version == 1 or self.flags & _V1_OFFER_MASK in (_V1_SMC_R, _V1_BOTH)
-
-    @property
-    def _has_area(self) -> bool:
-        # Without any version-1 offer there are no prefixes: all is extension.
-        return self.version == 1 or self.flags & _V1_OFFER_MASK != _V1_NOTHING
-
-    def _check(self) -> None:
-        if len(self.ipv4_subnet) != 4 or len(self.area_reserved) != 2:
-            raise ValueError("ipv4_subnet has 4 bytes, area_reserved 2")
-        if not 0 <= self.ipv4_mask_length <= 32:
-            raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
-        if len(self.ipv6_prefixes) > MAX_PREFIXES:
-            raise ValueError(f"{len(self.ipv6_prefixes)} IPv6 prefixes")
-        if self.extension and self.version == 1:
-            raise ValueError("version 1 ends with the prefixes")
-        if not self._has_area and self._area() != bytes(_AREA.size):
-            raise ValueError("prefixes without a version-1 offer")
-        if self._length() > MAX_MESSAGE_SIZE:
-            raise ValueError(f"{self._length()} bytes, at most {MAX_MESSAGE_SIZE}")
-
-    def _area(self) -> bytes:
-        count = len(self.ipv6_prefixes)
-        return _AREA.pack(
-            self.ipv4_subnet, self.ipv4_mask_length, self.area_reserved, count
-        ) + b"".join(item.prefix + bytes((item.length,)) for item in self.ipv6_prefixes)
-
-    def _length(self) -> int:
-        area = _AREA.size + _PREFIX_SIZE * len(self.ipv6_prefixes) if self._has_area else 0
-        return _PROPOSAL_FIXED + 2 + len(self.growth) + area + len(self.extension) + 4
-
-    def encode(self) -> bytes:
-        """The message on the wire."""
-        return b"".join(
-            (
-                self.LAYOUT.pack(self, self._head(self._length())),
-                len(self.growth).to_bytes(2, "big"),
-                self.growth,
-                self._area() if self._has_area else b"",
-                self.extension,
-                EYE_CATCHER,
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Credentials(_Message):
+class _Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
     Fields:
@@ -282,7 +143,7 @@ class _Credentials(_Message):
         return self.LAYOUT.pack(self, self._head(_ACCEPT_SIZE)) + EYE_CATCHER
 
 
-@laid_out(_ACCEPT_SIZE - 4, head=_HEAD)
+@laid_out(_ACCEPT_SIZE - 4, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(_Credentials):
     """SMC Accept, figure 28: 68 bytes.
@@ -296,7 +157,7 @@ class Accept(_Credentials):
     first_contact: Annotated[bool, Bits(7, 0x08)] = False
 
 
-@laid_out(_ACCEPT_SIZE - 4, head=_HEAD)
+@laid_out(_ACCEPT_SIZE - 4, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm(_Credentials):
     """SMC Confirm, figure 29: 68 bytes.
@@ -310,9 +171,9 @@ class Confirm(_Credentials):
     first_contact: Annotated[bool, Bits(7, 0x08)] = False
 
 
-@laid_out(_DECLINE_SIZES[0] - 4, head=_HEAD)
+@laid_out(_DECLINE_SIZES[0] - 4, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decline(_Message):
+class Decline(ClcMessage):
     """SMC Decline, figure 30: 28 bytes; 44 from a newer peer that answers a newer Proposal.
 
     Fields:
@@ -365,7 +226,7 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     if last >> 4 == 0:
         raise ProtocolError("CLC message of version 0")
     if kind == MessageType.PROPOSAL:
-        fits = _PROPOSAL_SIZE <= length <= MAX_MESSAGE_SIZE
+        fits = MIN_PROPOSAL_SIZE <= length <= MAX_MESSAGE_SIZE
     elif kind in (MessageType.ACCEPT, MessageType.CONFIRM):
         fits = length == _ACCEPT_SIZE
     elif kind == MessageType.DECLINE:
@@ -393,41 +254,13 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
     kind = MessageType(raw[4])
+    if kind is MessageType.PROPOSAL:
+        return decode_proposal_untrusted(raw)
     try:
-        if kind is MessageType.PROPOSAL:
-            return Proposal(**_proposal_fields(raw))
         if kind is MessageType.DECLINE:
             more = _DIAGNOSIS.unpack_from(raw, 24) if length == _DECLINE_SIZES[1] else None
-            return Decline(**Decline.LAYOUT.unpack(raw), more_diagnosis=more)
+            return Decline(**Decline.LAYOUT.unpack_untrusted(raw), more_diagnosis=more)
         cls = Accept if kind is MessageType.ACCEPT else Confirm
-        return cls(**cls.LAYOUT.unpack(raw))
+        return cls(**cls.LAYOUT.unpack_untrusted(raw))
     except ValueError as error:
         raise ProtocolError(f"CLC {kind.name}: {error}") from None
-
-
-def _proposal_fields(raw: bytes) -> dict[str, Any]:
-    """The fields of a Proposal whose header and trailer were checked.  ValueError: its parts do
-    not add up to its length (CVE-2024-49571 is what happens without)."""
-    values = Proposal.LAYOUT.unpack(raw)
-    body = raw[_PROPOSAL_FIXED + 2 : -4]
-    skip = int.from_bytes(raw[_PROPOSAL_FIXED : _PROPOSAL_FIXED + 2], "big")
-    if skip > len(body):
-        raise ValueError(f"prefix area at {skip} bytes, beyond its end")
-    values["growth"], body = body[:skip], body[skip:]
-    newer = values["version"] > 1
-    if newer and values["flags"] & _V1_OFFER_MASK == _V1_NOTHING:
-        values["extension"] = body
-        return values
-    if len(body) < _AREA.size:
-        raise ValueError("no room for the prefix area")
-    subnet, mask_length, reserved, count = _AREA.unpack_from(body)
-    values.update(ipv4_subnet=subnet, ipv4_mask_length=mask_length, area_reserved=reserved)
-    end = _AREA.size + _PREFIX_SIZE * count
-    if end > len(body) or (end < len(body) and not newer):
-        raise ValueError(f"{count} IPv6 prefixes in {len(body) - _AREA.size} bytes")
-    values["ipv6_prefixes"] = tuple(
-        Ipv6Prefix(prefix=body[at : at + 16], length=body[at + 16])
-        for at in range(_AREA.size, end, _PREFIX_SIZE)
-    )
-    values["extension"] = body[end:]
-    return values

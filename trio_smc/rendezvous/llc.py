@@ -375,6 +375,6 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
     if raw[1] != MESSAGE_SIZE:
         raise ProtocolError(f"LLC message with length byte {raw[1]} instead of {MESSAGE_SIZE}")
     try:
-        return cls(**cls.LAYOUT.unpack(raw))  # type: ignore[return-value]  # _CLASSES is Message
+        return cls(**cls.LAYOUT.unpack_untrusted(raw))  # type: ignore[return-value]  # _CLASSES is Message
     except ValueError as error:
         raise ProtocolError(f"LLC {MessageType(raw[0]).name}: {error}") from None
