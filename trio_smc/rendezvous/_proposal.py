@@ -101,8 +101,10 @@ class Proposal(ClcMessage):
             raise ValueError("version 1 ends with the prefixes")
         if not self._has_area and self._area() != bytes(_AREA.size):
             raise ValueError("prefixes without a version-1 offer")
-        if self._length() > MAX_MESSAGE_SIZE:
-            raise ValueError(f"{self._length()} bytes, at most {MAX_MESSAGE_SIZE}")
+        if not MIN_PROPOSAL_SIZE <= self._length() <= MAX_MESSAGE_SIZE:
+            raise ValueError(
+                f"{self._length()} bytes, not {MIN_PROPOSAL_SIZE} to {MAX_MESSAGE_SIZE}"
+            )
 
     def _area(self) -> bytes:
         count = len(self.ipv6_prefixes)
