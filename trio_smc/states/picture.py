@@ -58,7 +58,11 @@ def picture(table: Table) -> Picture:
     arrows: dict[tuple[str, str], list[Label]] = {}
     everywhere = _everywhere(table)
     for event, target in everywhere.items():
-        arrows.setdefault((ANY, target), []).append(Label((event,), ()))
+        # Actions that differ from state to state are left to the tables.
+        done = {edge.actions for (_, e), row in table.edges.items() for edge in row
+                if e == event and not edge.ignored}  # fmt: skip
+        actions = _wrapped(done.pop()) if len(done) == 1 else ()
+        arrows.setdefault((ANY, target), []).append(Label((event,), actions))
     for (state, event), row in table.edges.items():
         for edge in row:
             if edge.ignored or event in everywhere:
@@ -93,8 +97,11 @@ def _everywhere(table: Table) -> dict[str, str]:
 def _label(event: str, edge: Edge, first: bool) -> Label:
     names = " ".join(map(str, edge.guards)) or ("" if first else "else")
     guards = f" [{names}]" if names else ""
-    lines = textwrap.wrap(" ".join(edge.actions), _WIDTH, break_long_words=False)
-    return Label((event + guards,), tuple(lines))
+    return Label((event + guards,), _wrapped(edge.actions))
+
+
+def _wrapped(actions: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(textwrap.wrap(" ".join(actions), _WIDTH, break_long_words=False))
 
 
 def _merged(labels: list[Label]) -> tuple[Label, ...]:
