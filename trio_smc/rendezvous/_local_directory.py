@@ -37,6 +37,7 @@ __all__ = [
     "Listeners",
     "NewSocket",
     "listener_name",
+    "namespace_path",
     "open_private",
     "wildcard_names",
 ]
@@ -122,7 +123,7 @@ class NewSocket:
           DirectoryUnusable: why it cannot be made.
         """
         self._private = private
-        self._path = f"{_base()}/{name}"
+        self._path = f"{namespace_path()}/{name}"
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
             root = open_private(private, create=True)
@@ -191,10 +192,10 @@ class Listeners:
       waiting: names still to be tried; none when the directory does not exist.
     """
 
-    def __init__(self, root: int, name: str) -> None:
-        """`root`: the open private directory."""
+    def __init__(self, root: int, namespace: str, name: str) -> None:
+        """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
         self._root = root
-        self._path = f"{_base()}/{name}"
+        self._path = f"{namespace}/{name}"
         self.waiting: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._opened() as descriptor:
             self.waiting = _sockets(descriptor)
@@ -249,8 +250,8 @@ def _unusable(error: OSError, path: Path) -> DirectoryUnusable:
     return DirectoryUnusable(reason, f"{path}: {error}")
 
 
-def _base() -> str:
-    # Of the calling thread: namespaces are a property of threads.
+def namespace_path() -> str:
+    """Where addresses of the calling thread's network namespace are, below the private one."""
     return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
 
 

@@ -174,10 +174,12 @@ class Discovery:
         except FileNotFoundError:
             return
         try:
+            namespace = directory.namespace_path()
             exact = directory.listener_name(address, port, dual_stack=False)
-            listeners = [directory.Listeners(root, exact)]
+            listeners = [directory.Listeners(root, namespace, exact)]
             wildcards = [
-                directory.Listeners(root, name) for name in directory.wildcard_names(address, port)
+                directory.Listeners(root, namespace, name)
+                for name in directory.wildcard_names(address, port)
             ]
             # Our own wildcard listener says nothing about the same port of another host.
             if any(each.waiting for each in wildcards) and is_same_host(source[0], address):
