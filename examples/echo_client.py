@@ -9,7 +9,7 @@ import trio
 import trio_smc
 
 
-async def main(port: int, host: str = "localhost") -> None:
+async def main(port: int, host: str) -> None:
     """Connect, say hello, print what comes back and how it travelled."""
     async with await trio_smc.open_stream(host, port) as stream:
         await stream.send_all(b"hello over " + stream.mode.encode())
@@ -19,4 +19,5 @@ async def main(port: int, host: str = "localhost") -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, int(sys.argv[1]) if len(sys.argv) > 1 else 7000, *sys.argv[2:3])
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 7000
+    trio.run(main, port, sys.argv[2] if len(sys.argv) > 2 else "localhost")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import trio
@@ -24,4 +25,5 @@ async def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main, int(sys.argv[1]) if len(sys.argv) > 1 else 7000)
+    with contextlib.suppress(KeyboardInterrupt):
+        trio.run(main, int(sys.argv[1]) if len(sys.argv) > 1 else 7000)
