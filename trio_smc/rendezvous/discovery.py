@@ -38,6 +38,7 @@ import select
 import socket
 import sys
 from pathlib import Path
+from typing import Self
 
 import trio
 
@@ -194,7 +195,10 @@ class Discovery:
 
 
 class Announcement:
-    """A TCP connection that was announced; its Unix connections are open until it is settled."""
+    """A TCP connection that was announced; its Unix connections are open until it is settled.
+
+    Leaving it as a context manager withdraws, when it is not settled yet.
+    """
 
     __slots__ = ("_connections",)
 
@@ -228,6 +232,12 @@ class Announcement:
         finally:
             self.close()
         return reason
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Withdraw: the connection is plain TCP, or was never opened; idempotent."""

@@ -5,8 +5,9 @@ The shape is that of the InfiniBand verbs, so that a RoCE adapter fits without c
 ======================================  ==========================================================
 here                                    ibverbs
 ======================================  ==========================================================
-``Rnic.open`` / ``close``               ``ibv_open_device`` / ``ibv_close_device``, ``ibv_query_port``,
-                                        ``ibv_create_comp_channel``, ``ibv_create_cq``
+``Rnic.open``, ``close``                ``ibv_open_device``, ``ibv_close_device``,
+                                        ``ibv_query_port``, ``ibv_create_comp_channel``,
+                                        ``ibv_create_cq``
 ``Rnic.alloc_pd``                       ``ibv_alloc_pd``
 ``ProtectionDomain.register``           ``ibv_reg_mr`` (local and remote write)
 ``MemoryRegion.close``                  ``ibv_dereg_mr``

@@ -1,0 +1,152 @@
+"""From an accepted TCP connection to a stream: who speaks SMC-R, and the server's handshake."""
+
+from __future__ import annotations
+
+import logging
+import socket as stdlib_socket
+from typing import TYPE_CHECKING, Final, Literal
+
+import trio
+
+from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._endpoint import close_with_reset
+from trio_smc._handshake import run_negotiation
+from trio_smc._stream import RdmaStream, SmcStream, TcpStream
+from trio_smc.rendezvous import clc
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, plain_address
+from trio_smc.rendezvous.server import ServerNegotiation
+
+if TYPE_CHECKING:
+    from trio_smc._base.config import Config
+    from trio_smc._stack import Stack
+    from trio_smc.rendezvous.discovery import Publication
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = ["accept_stream", "established_stream"]
+
+LOGGER = logging.getLogger("trio_smc")
+
+_GO_TIMEOUT: Final = 2.0
+"""Seconds a client may take to say "go" after it was told that its connection was accepted."""
+_SNIFF: Final = len(clc.EYE_CATCHER)
+_TCP_CLOSE_WAIT: Final = 8
+
+
+async def accept_stream(
+    stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
+) -> SmcStream | None:
+    """Make a stream of an accepted TCP connection, or None when it had to be closed.
+
+    Never raises for anything the client does; closes ``sock`` unless a stream has it.
+    """
+    try:
+        fallback = await _negotiate(stack, sock, config, publication)
+    except OSError as error:
+        stack.handshakes["failed"] += 1
+        LOGGER.info("handshake failed: %s", error)
+        close_with_reset(sock)
+        return None
+    except BaseException as error:
+        close_with_reset(sock)
+        if isinstance(error, Exception):
+            # A defect of ours costs this connection, not the server.
+            LOGGER.exception("handshake failed")
+            stack.handshakes["failed"] += 1
+            return None
+        raise
+    if isinstance(fallback, RdmaStream):
+        return fallback
+    if config.require_smc:
+        stack.count_mode(None, fallback)
+        stack.handshakes["refused"] += 1
+        LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
+        sock.close()
+        return None
+    stream = TcpStream(sock, fallback)
+    stack.count_mode(stream, fallback)
+    return stream
+
+
+async def _negotiate(
+    stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
+) -> RdmaStream | Fallback:
+    local, remote = sock.getsockname(), sock.getpeername()
+    here, there = plain_address(local[0]), plain_address(remote[0])
+    claim = publication.claim((here, local[1]), (there, remote[1]))
+    if claim is not None:
+        if not await claim.confirm(trio.current_time() + _GO_TIMEOUT):
+            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+    elif config.assumes(here, local[1]) or config.assumes(there, remote[1]):
+        if not await _proposal_follows(sock, config.handshake_timeout):
+            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+    else:
+        reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
+        return Fallback.local(reason)
+    rnic = stack.rnic_for(here, there)
+    negotiation = ServerNegotiation(
+        host=stack,
+        rnic=None if isinstance(rnic, FallbackReason) else rnic,
+        admit=lambda proposal: rnic if isinstance(rnic, FallbackReason) else _admit(proposal),
+        receive_buffer=config.receive_buffer_for(_kind(rnic)),
+    )
+    stack.handshakes["begun"] += 1
+    outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+    if isinstance(outcome, Established):
+        return established_stream(stack, outcome, sock)
+    return outcome.fallback
+
+
+def established_stream(
+    stack: Stack, outcome: Established, sock: trio.socket.SocketType
+) -> RdmaStream:
+    """The stream of a connection whose rendezvous is complete."""
+    endpoint = stack.endpoint_of(outcome.connection)
+    endpoint.adopt(sock)
+    stream = RdmaStream(stack, endpoint, sock)
+    stack.count_mode(stream, None)
+    return stream
+
+
+def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
+    return "software" if isinstance(rnic, FallbackReason) else rnic.kind
+
+
+def _admit(proposal: clc.Proposal) -> FallbackReason | None:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2)."""
+    if not proposal.offers_smc_r:
+        return FallbackReason.VERSION_MISMATCH
+    if proposal.ipv6_prefixes:
+        common = has_prefix(proposal.ipv6_prefixes)
+    else:
+        common = has_subnet(proposal.ipv4_subnet, proposal.ipv4_mask_length)
+    return None if common else FallbackReason.PREFIX_MISMATCH
+
+
+async def _proposal_follows(sock: trio.socket.SocketType, timeout: float) -> bool:
+    """Whether the first bytes are a CLC eye catcher; they stay unread.
+
+    Raises OSError when nothing comes in time: a late Proposal must never reach an application.
+    """
+    try:
+        sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, _SNIFF)
+        with trio.fail_after(timeout):
+            while True:
+                await trio.lowlevel.wait_readable(sock)
+                first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
+                if first != clc.EYE_CATCHER[: len(first)] or not first:
+                    return False
+                if len(first) == _SNIFF:
+                    return True
+                if _ended(sock):
+                    return False
+    except trio.TooSlowError:
+        raise TimeoutError("no byte came from a client that is known to speak SMC-R") from None
+    finally:
+        sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
+
+
+def _ended(sock: trio.socket.SocketType) -> bool:
+    # A shorter stream than an eye catcher stays readable without ever growing.
+    state = sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]
+    return state == _TCP_CLOSE_WAIT

@@ -1,0 +1,351 @@
+"""`SmcStream`: what users hold.  One face, two kinds of stream behind it.
+
+`RdmaStream` is a thin layer over the connection core: the core never waits, the stream does.
+`TcpStream` wraps Trio's own socket stream and says why.
+
+Checkpoints: every call is a full Trio checkpoint, as the stream contract wants.  A call that
+parks has been one by that; one that finds everything ready yields once
+(`Config(checkpoints="amortised")`: cancellation is checked always, yielding only now and then).
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from typing import TYPE_CHECKING, Final
+
+import trio
+from trio.abc import HalfCloseableStream
+from trio.lowlevel import Abort, RaiseCancelT
+
+from trio_smc._base.reasons import Fallback, Mode
+from trio_smc._base.statistics import StreamStatistics
+from trio_smc._endpoint import close_with_reset
+
+if TYPE_CHECKING:
+    from trio_smc._endpoint import Endpoint
+    from trio_smc._stack import Stack
+    from trio_smc.rendezvous.link_group import LinkGroup
+
+__all__ = ["RdmaStream", "SmcStream", "TcpStream"]
+
+_DEFAULT_RECEIVE: Final = 65536
+_YIELD_EVERY_CALLS: Final = 32
+_YIELD_EVERY_NS: Final = 200_000
+# The core's two waiters.
+_READER: Final = "on_readable"
+_WRITER: Final = "on_writable"
+
+
+class SmcStream(HalfCloseableStream):
+    """A byte stream to a peer: over SMC-R, or over TCP with the reason why.
+
+    Attributes:
+      mode: `Mode.SMC_R` or `Mode.TCP`.
+      fallback: why the mode is TCP; None exactly when it is SMC-R.
+      socket: the TCP connection, for names and TCP-level options.
+      link_group: the link group, or None over TCP.
+    """
+
+    mode: Mode
+    fallback: Fallback | None
+    socket: trio.socket.SocketType
+    link_group: LinkGroup | None
+
+    def statistics(self) -> StreamStatistics:
+        """Counters of this connection; all zero over TCP."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Reset the connection at once: what is under way in both directions is lost.
+
+        The peer gets BrokenResourceError (RFC 7609, 4.8.2).  Never blocks.  Idempotent.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.mode}>"
+
+
+class TcpStream(SmcStream):
+    """Plain TCP, and why."""
+
+    mode = Mode.TCP
+    link_group = None
+
+    def __init__(self, sock: trio.socket.SocketType, fallback: Fallback) -> None:
+        self.socket = sock
+        self.fallback = fallback
+        self._stream = trio.SocketStream(sock)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """As `trio.SocketStream.send_all`."""
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As `trio.SocketStream.wait_send_all_might_not_block`."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        """As `trio.SocketStream.send_eof`."""
+        await self._stream.send_eof()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """As `trio.SocketStream.receive_some`."""
+        return await self._stream.receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        """As `trio.SocketStream.aclose`."""
+        await self._stream.aclose()
+
+    def statistics(self) -> StreamStatistics:
+        """All zero."""
+        return StreamStatistics()
+
+    def abort(self) -> None:
+        """Close with RST."""
+        close_with_reset(self.socket)
+
+
+class RdmaStream(SmcStream):
+    """A connection whose bytes travel by RDMA writes."""
+
+    mode = Mode.SMC_R
+    fallback = None
+
+    def __init__(self, stack: Stack, endpoint: Endpoint, sock: trio.socket.SocketType) -> None:
+        self.socket = sock
+        self.link_group = endpoint.group
+        self._endpoint = endpoint
+        self._core = endpoint.connection
+        self._pump = stack.pump
+        self._drain = stack.pump.drain
+        self._closed = False
+        self._sending = False
+        self._receiving = False
+        self._strict = stack.config.checkpoints == "strict"
+        self._calls = 0
+        self._yielded = 0
+
+    # --- sending ---------------------------------------------------------------------------
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of ``data``; returns when it is written or safely kept.
+
+        Raises:
+          trio.ClosedResourceError: this side closed or shut down the stream.
+          trio.BrokenResourceError: the connection failed, or the peer has closed it.
+          trio.BusyResourceError: another task is sending.
+        """
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            core = self._core
+            if self._closed or core.write_closed:
+                raise trio.ClosedResourceError("the stream was closed for sending")
+            view = memoryview(data)
+            if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
+                view = view.cast("B") if view.c_contiguous else memoryview(bytes(view))
+            parked = False
+            if not view:
+                self._check_sendable()
+            while view:
+                sent = self._send_some(view)
+                if sent == len(view):
+                    break
+                view = view[sent:]
+                parked = await self._park(_WRITER) or parked
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+            if core.borrowed:
+                parked = await self._wait_given_back() or parked
+            if not parked:
+                await self._yield()
+        finally:
+            self._sending = False
+
+    def _send_some(self, view: memoryview) -> int:
+        try:
+            return self._core.send(view)
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def _check_sendable(self) -> None:
+        core = self._core
+        if core.error is not None or core.got_closed:
+            raise trio.BrokenResourceError("the connection is broken") from core.error
+
+    async def _wait_given_back(self) -> bool:
+        """The caller's buffer may change only when nothing would be replayed from it."""
+        core = self._core
+        parked = False
+        try:
+            while core.borrowed:
+                parked = await self._park(_WRITER) or parked
+        finally:
+            core.keep_copies()
+        return parked
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            core = self._core
+            if self._closed:
+                raise trio.ClosedResourceError("the stream was closed")
+            parked = False
+            while not (core.can_send or core.write_closed or core.got_closed or core.error):
+                parked = await self._park(_WRITER) or parked
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+            if not parked:
+                await self._yield()
+        finally:
+            self._sending = False
+
+    async def send_eof(self) -> None:
+        """Tell the peer that nothing more will be sent (RFC 7609, 4.8.1); idempotent."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        await trio.lowlevel.checkpoint()
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        if self._core.error is not None:
+            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._core.shutdown_write()
+
+    # --- receiving -------------------------------------------------------------------------
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Receive at least one byte and at most ``max_bytes``; b"" at the end of the stream.
+
+        Raises:
+          trio.ClosedResourceError: this side closed the stream.
+          trio.BrokenResourceError: the connection failed.
+          trio.BusyResourceError: another task is receiving.
+        """
+        if max_bytes is None:
+            max_bytes = _DEFAULT_RECEIVE
+        else:
+            max_bytes = operator.index(max_bytes)
+            if max_bytes < 1:
+                raise ValueError("max_bytes must be >= 1")
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            parked = False
+            while True:
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+                data = self._take(max_bytes)
+                if data or self._core.at_eof:
+                    break
+                parked = await self._park(_READER) or parked
+            if not parked:
+                await self._yield()
+            return data
+        finally:
+            self._receiving = False
+
+    def _take(self, max_bytes: int) -> bytes:
+        try:
+            return self._core.receive(max_bytes)
+        except OSError as error:
+            raise self._translated(error) from error
+
+    # --- ending ----------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close: what was sent still arrives, then the peer sees the end (RFC 7609, 4.8.1).
+
+        Returns when own data and the end are on their way, not when the peer has closed too.
+        With unread data the connection is reset instead.  Under cancellation it still closes.
+        """
+        if self._closed:
+            await trio.lowlevel.checkpoint()
+            return
+        self._close_now()
+        core = self._core
+        try:
+            while core.close_pending and core.state in ("ACTIVE", "APPCLOSEWAIT1"):
+                await self._park(_WRITER)
+        finally:
+            await trio.lowlevel.checkpoint()
+
+    def _close_now(self) -> None:
+        self._closed = True
+        self._endpoint.closed_by_user = True
+        self._drain()
+        self._core.close()
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        # The core wakes them when its state changes; a close that waits for data changes none.
+        core = self._core
+        for waiter in (_READER, _WRITER):
+            wake = getattr(core, waiter)
+            if wake is not None:
+                setattr(core, waiter, None)
+                wake()
+
+    def abort(self) -> None:
+        """Reset the connection at once (RFC 7609, 4.8.2)."""
+        self._closed = True
+        self._endpoint.closed_by_user = True
+        self._core.abort()
+
+    def statistics(self) -> StreamStatistics:
+        """Counters of this connection."""
+        return self._core.statistics()
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    async def _park(self, waiter: str) -> bool:
+        """Wait until the core calls its ``waiter``; False if it did before anybody slept."""
+        core, pump = self._core, self._pump
+        task = trio.lowlevel.current_task()
+        called = sleeping = False
+
+        def wake() -> None:
+            nonlocal called
+            called = True
+            if sleeping:
+                trio.lowlevel.reschedule(task)
+
+        def abort(_: RaiseCancelT) -> Abort:
+            setattr(core, waiter, None)
+            return Abort.SUCCEEDED
+
+        setattr(core, waiter, wake)
+        self._drain()
+        if called or (waiter is _READER and pump.try_spin() and called):
+            return False
+        sleeping = True
+        pump.waiting += 1
+        try:
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        finally:
+            pump.waiting -= 1
+        return True
+
+    async def _yield(self) -> None:
+        if not self._strict:
+            self._calls += 1
+            now = time.perf_counter_ns()
+            if self._calls < _YIELD_EVERY_CALLS and now - self._yielded < _YIELD_EVERY_NS:
+                return
+            self._calls = 0
+            self._yielded = now
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _translated(self, error: OSError) -> Exception:
+        if self._closed:
+            return trio.ClosedResourceError("the stream was closed")
+        return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")

@@ -1,0 +1,91 @@
+"""The client's side of a rendezvous (RFC 7609, 3.5.1, 3.5.2); see `negotiation`."""
+
+from __future__ import annotations
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc.rendezvous import clc
+from trio_smc.rendezvous.negotiation import FellBack, Negotiation, NegotiationHost
+from trio_smc.rnic.verbs import Rnic, RnicError
+from trio_smc.states.clc_client import CLC_CLIENT
+
+__all__ = ["ClientNegotiation"]
+
+
+class ClientNegotiation(Negotiation):
+    """Proposes SMC-R; the model of `states.clc_client`.
+
+    Args:
+      host: the stack.
+      rnic: the RNIC that serves the connection's route.
+      proposal: what is sent; its GID and MAC are those of ``rnic``.
+      receive_buffer: bytes wanted of the connection's RMB element.
+    """
+
+    _is_client = True
+
+    def __init__(
+        self, *, host: NegotiationHost, rnic: Rnic, proposal: clc.Proposal, receive_buffer: int
+    ) -> None:
+        super().__init__(CLC_CLIENT, host, receive_buffer)
+        self._rnic = rnic
+        self._proposal = proposal
+
+    def start(self) -> None:
+        """Send SMC Proposal."""
+        self.machine.send("propose")
+
+    @property
+    def awaits_clc(self) -> bool:
+        """Whether the CLC timer must run (C.5)."""
+        return self.machine.state == "PROPOSED"
+
+    @property
+    def known_link(self) -> bool:
+        """Whether SMC Accept names a link that this side has (3.5.2.2)."""
+        return self._link is not None
+
+    def _dispatch_untrusted(self, message: clc.Message) -> None:
+        if isinstance(message, clc.Decline):
+            self._decline = message
+            self.machine.send("decline")
+            return
+        if not isinstance(message, clc.Accept) or self.machine.state != "PROPOSED":
+            raise ProtocolError(f"SMC {type(message).__name__} out of turn")
+        self._peer = message
+        self.first_contact = message.first_contact
+        if not message.first_contact:
+            self.group = self._host.find_client_group(message)
+            if self.group is not None:
+                self._link = link = self.group.find_link(
+                    message.gid, message.mac, message.qp_number
+                )
+                if link is not None:
+                    self._check_element_untrusted(link, message)
+        self.machine.send("accept")
+
+    def send_proposal(self) -> None:
+        """3.5.1.2: no RoCE resource is committed yet."""
+        self._send(self._proposal)
+
+    def form_group(self) -> None:
+        """3.5.1.3: a queue pair in RTR, and an RMB, before SMC Confirm."""
+        peer = self._peer
+        if peer is None or not self._form_group(peer.peer_id, self._rnic):
+            return
+        try:
+            self._connect_first(peer)
+        except RnicError:
+            self._unable = FallbackReason.LINK_FAILED
+            self.machine.send("unable")
+            return
+        self.take_element()
+
+    def send_confirm(self) -> None:
+        """3.5.1.3, 3.5.2.2."""
+        self._send(clc.Confirm(first_contact=self.first_contact, **self._credentials()))
+
+    def decline_out_of_sync(self) -> None:
+        """C.4: the server reuses a link group that is gone here."""
+        self._send_decline(FallbackReason.OUT_OF_SYNC, out_of_sync=True)
+        self.outcome = FellBack(Fallback.local(FallbackReason.OUT_OF_SYNC))

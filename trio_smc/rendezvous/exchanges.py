@@ -1,0 +1,200 @@
+"""LLC exchanges of one link group, one configuration change at a time (RFC 7609, 3.5.5.3).
+
+Theory of operation
+-------------------
+An exchange is a request of ours that waits for a reply.  What may run when is declared in
+`states.llc_exchange`; this module is that machine's model.  Requests that cannot start yet wait
+in a bounded queue.  An exchange that fails (no reply, link lost) is not repeated on another
+link (RFC 7609, 2.3): its owner is told and may begin anew.
+
+Requests of the peer are answered at once where the table allows it; TEST LINK, DELETE LINK for
+the whole group and notices never come here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous import llc
+from trio_smc.states.engine import Machine
+from trio_smc.states.llc_exchange import LLC_EXCHANGE
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.link import Link
+    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.timers import Timer
+
+__all__ = ["Exchanges", "RkeyRequest"]
+
+LOGGER = logging.getLogger("trio_smc.llc")
+
+_MAX_QUEUED: Final = 512
+_RETRIES: Final = 3
+
+
+@dataclass(slots=True, eq=False)
+class RkeyRequest:
+    """A CONFIRM RKEY of ours, waiting or under way.
+
+    Attributes:
+      message: makes the request for the link it will travel on.
+      finished: called once with whether the peer agreed.
+    """
+
+    message: Callable[[Link], llc.ConfirmRkey]
+    finished: Callable[[bool], None]
+    tries: int = 0
+
+
+class Exchanges:
+    """The serializer of one link group; the model of `states.llc_exchange`."""
+
+    def __init__(self, group: LinkGroup) -> None:
+        self._group = group
+        self.machine = Machine(LLC_EXCHANGE, self)
+        self._queue: deque[RkeyRequest] = deque()
+        self._current: RkeyRequest | None = None
+        self._link: Link | None = None
+        self._timer: Timer | None = None
+        self._peer_request: tuple[Link, llc.ConfirmRkey | llc.DeleteRkey] | None = None
+
+    @property
+    def state(self) -> str:
+        """The exchange under way (`trio_smc.states.llc_exchange`)."""
+        return self.machine.state
+
+    # --- what the group asks for -----------------------------------------------------------
+
+    def begin(self, event: str, link: Link) -> None:
+        """Begin a CONFIRM LINK or ADD LINK exchange on ``link``; `done` ends it."""
+        self._link = link
+        self.machine.send(event)
+
+    def done(self) -> None:
+        """The exchange under way is complete."""
+        self.machine.send("done")
+
+    def confirm_rkey(self, request: RkeyRequest) -> None:
+        """Tell the peer of a new RMB, now or when the exchange under way is done."""
+        if self.machine.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
+            request.finished(False)
+            return
+        self._queue.append(request)
+        self.machine.send("queued")
+
+    def end(self) -> None:
+        """The group is gone: nothing can be exchanged any more."""
+        self.machine.send("end")
+
+    # --- messages of the peer -----------------------------------------------------------
+
+    def on_reply_untrusted(self, link: Link, reply: llc.ConfirmRkey) -> None:
+        """The reply to our CONFIRM RKEY; raises ProtocolError when there was none on ``link``."""
+        request = self._current
+        if request is None or link is not self._link:
+            raise ProtocolError("CONFIRM RKEY reply without a request")
+        self._current = None
+        self.machine.send("done")
+        if reply.negative and reply.retry and request.tries < _RETRIES:
+            request.tries += 1
+            self.confirm_rkey(request)  # RFC 7609, 3.5.5.3.1: begin anew after the collision
+            return
+        request.finished(not reply.negative)
+
+    def on_request(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
+        """A CONFIRM RKEY or DELETE RKEY of the peer."""
+        self._peer_request = (link, message)
+        self.machine.send("peer_rkeys")
+
+    # --- actions of states.llc_exchange ---------------------------------------------------
+
+    def start_next(self) -> None:
+        """Begin the oldest queued exchange."""
+        if not self._queue:
+            return
+        link = self._group.any_active_link()
+        if link is None:
+            return
+        self._current = self._queue.popleft()
+        self._link = link
+        self.machine.send("change_rkeys")
+        link.send_llc(self._current.message(link))
+
+    def start_reply_timer(self) -> None:
+        """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
+        self.stop_reply_timer()
+        config = self._group.config
+        forming = self._group.state == "FORMING"
+        seconds = config.first_contact_timeout if forming else config.llc_timeout
+        self._timer = self._group.timers.call_later(seconds, self._timed_out)
+
+    def stop_reply_timer(self) -> None:
+        """The reply came, or does not matter any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def answer_rkeys(self) -> None:
+        """Answer the peer's RKey request."""
+        if self._peer_request is not None:
+            link, message = self._peer_request
+            self._group.answer_rkeys(link, message)
+
+    def refuse_rkeys(self) -> None:
+        """RKeys may not change while links do: ask for a retry (3.5.5.3.1)."""
+        if self._peer_request is None:
+            return
+        link, message = self._peer_request
+        if isinstance(message, llc.ConfirmRkey):
+            refusal = llc.ConfirmRkey(
+                reply=True, negative=True, retry=True, rkey=message.rkey, address=message.address
+            )
+            link.send_llc(refusal)
+        else:
+            self._group.answer_rkeys(link, message)
+
+    def confirm_link_timed_out(self) -> None:
+        """First contact only: break the connection (C.7.1)."""
+        self._group.first_contact_timed_out()
+
+    def add_link_timed_out(self) -> None:
+        """The server goes on with the links there are (C.8); a client whose server is silent
+        breaks the connection at first contact (C.7.1)."""
+        if self._group.client and self._group.state == "FORMING":
+            self._group.first_contact_timed_out()
+        else:
+            self._group.add_link_settled()
+
+    def rkeys_timed_out(self) -> None:
+        """The link over which the message was sent has failed (C.7.1)."""
+        request, self._current = self._current, None
+        link = self._link
+        if request is not None:
+            request.finished(False)
+        if link is not None:
+            LOGGER.info("%r: CONFIRM RKEY was not answered", link)
+            link.machine.send("failed")
+
+    def fail_queued(self) -> None:
+        """Tell everybody who waits (2.3)."""
+        waiting = [self._current] if self._current is not None else []
+        waiting += self._queue
+        self._current = None
+        self._queue.clear()
+        for request in waiting:
+            request.finished(False)
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers."""
+        observer = self._group.host.observer
+        if observer is not None:
+            observer.state(self, old, new, event)
+
+    def _timed_out(self) -> None:
+        self._timer = None
+        self.machine.send("timeout")

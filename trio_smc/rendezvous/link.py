@@ -1,0 +1,325 @@
+"""One SMC-R link: a reliably connected queue pair and what travels over it.
+
+Theory of operation
+-------------------
+A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages
+of its group.  All go through one queue pair in order, so one completed CDC message says that
+every write before it is in the peer's memory.  Only sends are signaled; a completion gives back
+the work requests of everything up to it.
+
+The send queue is bounded.  `capacity` keeps a reserve for LLC messages, so that a link full of
+data can still be tested and deleted; connections that find no room are called back in turn.  A
+peer that asks for replies faster than it takes them uses the reserve up and loses the link.
+
+Receives are posted in bulk and replenished in quarters of the queue.
+
+Link implements `trio_smc.datapath.channel.Channel`, and is the model of `states.link`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.cdc import CDC_TYPE
+from trio_smc.rendezvous import llc
+from trio_smc.rnic.verbs import Completion, Rnic, WcOpcode, WcStatus
+from trio_smc.states.engine import Machine
+from trio_smc.states.link import LINK
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.timers import Timer
+
+__all__ = ["Link", "LinkConnection", "PeerQueuePair"]
+
+LOGGER = logging.getLogger("trio_smc.link")
+
+_LLC_RESERVE: Final = 32
+_MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
+
+
+class LinkConnection(Protocol):
+    """What a link needs of a connection that uses it."""
+
+    def on_cdc_untrusted(self, message: bytes) -> None:
+        """A CDC message for this connection arrived."""
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message of this connection, and all before it, reached the peer."""
+
+    def on_room(self) -> None:
+        """There is room in the send queue again."""
+
+
+class PeerQueuePair:
+    """The peer's end of a link: what SMC Accept, SMC Confirm or ADD LINK say of it."""
+
+    __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
+
+    def __init__(self, *, gid: bytes, mac: bytes, qp_number: int, mtu: int, psn: int) -> None:
+        self.gid = gid
+        self.mac = mac
+        self.qp_number = qp_number
+        self.mtu = mtu
+        self.psn = psn
+
+
+class Link:
+    """One link of a link group.
+
+    Attributes:
+      number: assigned by the server, unique within the group (RFC 7609, 3.5.1.5).
+      user_id, peer_user_id: 4-byte link user IDs, for display only.
+      peer: the peer's queue pair, once known.
+    """
+
+    __slots__ = (
+        "_connection_of", "_free", "_pending", "_received", "_replenish", "_since_signal",
+        "_test_data", "_timer", "_waiting", "_wr_id", "copies_on_post", "group", "heard",
+        "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "rnic", "user_id",
+    )  # fmt: skip
+
+    def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
+        """Make the queue pair and take it to INIT.  Raises RnicError."""
+        self.group = group
+        self.number = number
+        self.rnic = rnic
+        self.copies_on_post = rnic.copies_on_post
+        self.pd = rnic.alloc_pd()
+        try:
+            self.qp = rnic.create_qp(self.pd)
+            try:
+                self.qp.to_init()
+            except BaseException:
+                self.qp.close()
+                raise
+        except BaseException:
+            self.pd.close()
+            raise
+        self.psn = secrets.randbits(24)
+        self.user_id = secrets.randbits(32)
+        self.peer_user_id = 0
+        self.peer: PeerQueuePair | None = None
+        self.heard = False
+        self.machine = Machine(LINK, self)
+        self._connection_of = group.connections
+        self._free = rnic.send_depth
+        self._wr_id = 0
+        self._since_signal = 0
+        # (wr_id, work requests it gives back, connection and sequence or callback)
+        self._pending: deque[
+            tuple[int, int, LinkConnection | None, int, Callable[[], None] | None]
+        ] = deque()
+        self._waiting: dict[LinkConnection, None] = {}
+        self._received = 0
+        self._replenish = max(1, rnic.receive_depth // 4)
+        self._timer: Timer | None = None
+        self._test_data = b""
+        group.host.register(rnic, self.qp, self)
+
+    def __repr__(self) -> str:
+        return f"<Link {self.number} {self.state} on {self.rnic.name}>"
+
+    @property
+    def state(self) -> str:
+        """The link's state (`trio_smc.states.link`)."""
+        return self.machine.state
+
+    # --- connections: trio_smc.datapath.channel.Channel -------------------------------------
+
+    def capacity(self) -> int:
+        """Bytes a connection may post now; 0 when the send queue has no room."""
+        if self._free < _LLC_RESERVE + _MOST_PER_POST or self.machine.state == "DOWN":
+            return 0
+        return self.qp.write_capacity()
+
+    def wait_for_room(self, connection: LinkConnection) -> None:
+        """Call ``connection.on_room()`` once, when `capacity` is positive again."""
+        self._waiting[connection] = None
+
+    def post_write(
+        self, connection: LinkConnection, data: memoryview, address: int, rkey: int
+    ) -> None:
+        """RDMA-write ``data`` to ``address``; completes with the connection's next CDC."""
+        self._free -= 1
+        self._since_signal += 1
+        self._wr_id += 1
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.rdma_write(self, address, rkey, len(data))
+        self.qp.post_write(self._wr_id, data, None, address=address, rkey=rkey)
+
+    def post_cdc(self, connection: LinkConnection, message: bytes) -> None:
+        """Send a CDC message; ``connection.on_cdc_complete`` follows."""
+        self._free -= 1
+        self._wr_id = wr_id = self._wr_id + 1
+        weight = self._since_signal + 1
+        self._since_signal = 0
+        self._pending.append((wr_id, weight, connection, message[2] << 8 | message[3], None))
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.cdc(self, True, message)
+        self.qp.post_send(wr_id, message)
+
+    def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
+        """Send an LLC message; ``on_sent`` is called when it reached the peer."""
+        if self.machine.state == "DOWN":
+            return
+        if self._free <= 0:
+            LOGGER.warning("%r: the peer takes no LLC messages", self)
+            self.machine.send("failed")
+            return
+        data = message.encode()
+        self._free -= 1
+        self._wr_id += 1
+        self._pending.append((self._wr_id, self._since_signal + 1, None, 0, on_sent))
+        self._since_signal = 0
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.llc(self, True, data)
+        self.qp.post_send(self._wr_id, data)
+
+    # --- completions -----------------------------------------------------------------------
+
+    def on_completion(self, completion: Completion) -> None:
+        """Take one completion of this link's queue pair."""
+        _, opcode, status, wr_id, data = completion
+        if status:
+            self._failed(status)
+        elif opcode != WcOpcode.RECV:
+            self._sent(wr_id)
+        elif data is not None:
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        self.heard = True
+        self._received += 1
+        if self._received >= self._replenish:
+            count, self._received = self._received, 0
+            if self.machine.state != "DOWN":
+                self.qp.post_receive(count)
+        observer = self.group.host.observer
+        if not data or data[0] != CDC_TYPE:
+            if observer is not None:
+                observer.llc(self, False, data)
+            self.group.on_llc_untrusted(self, data)
+            return
+        if observer is not None:
+            observer.cdc(self, False, data)
+        connection = self._connection_of.get(int.from_bytes(data[4:8], "big"))
+        if connection is None:
+            self.group.host.count_unknown_token()
+            return
+        try:
+            connection.on_cdc_untrusted(data)
+        except ProtocolError as error:
+            LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
+
+    def _sent(self, wr_id: int) -> None:
+        pending = self._pending
+        while pending and pending[0][0] <= wr_id:
+            _, weight, connection, sequence, on_sent = pending.popleft()
+            self._free += weight
+            if connection is not None:
+                connection.on_cdc_complete(sequence)
+            elif on_sent is not None:
+                on_sent()
+        while self._waiting and self.capacity():
+            waiter = next(iter(self._waiting))
+            del self._waiting[waiter]
+            waiter.on_room()
+
+    def _failed(self, status: int) -> None:
+        if self.machine.state != "DOWN":
+            LOGGER.info("%r failed: %s", self, _status_name(status))
+            self.machine.send("failed")
+
+    # --- the link's life: actions and guards of states.link -------------------------------
+
+    def connect_queue_pair(self) -> None:
+        """To RTR with receives posted (RFC 7609, 3.5.1.3); the server's also to RTS."""
+        peer = self.peer
+        if peer is None:
+            raise RuntimeError("connect needs the peer's queue pair")
+        self.qp.to_rtr(
+            gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn, mtu=min(peer.mtu, self.rnic.mtu)
+        )
+        self.qp.post_receive(self.rnic.receive_depth)
+        if not self.group.client:
+            self.ready_to_send()
+
+    def ready_to_send(self) -> None:
+        """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
+        self.qp.to_rts(psn=self.psn)
+
+    def start_idle_timer(self) -> None:
+        """Look again after the test interval whether anything was heard."""
+        self.heard = False
+        self._restart_timer(self.group.config.test_link_interval, "idle_timer")
+
+    def send_test_link(self) -> None:
+        """Probe an idle link (RFC 7609, 4.5.3)."""
+        self._test_data = os.urandom(16)
+        self._restart_timer(self.group.config.test_link_timeout, "test_timeout")
+        self.send_llc(llc.TestLink(user_data=self._test_data))
+
+    def on_test_reply_untrusted(self, message: llc.TestLink) -> None:
+        """Check the echoed data; raises ProtocolError when it differs (C.7.1)."""
+        if self.machine.state == "TESTING" and message.user_data != self._test_data:
+            raise ProtocolError("TEST LINK reply with other data")
+        self.machine.send("test_reply")
+
+    def close_queue_pair(self) -> None:
+        """Free what the link has; connections are told by the group."""
+        self._stop_timer()
+        self._waiting.clear()
+        self._pending.clear()
+        self.group.host.unregister(self.rnic, self.qp)
+        self.qp.close()
+
+    def report_failure(self) -> None:
+        """Tell the group, which decides what that means."""
+        self.group.link_down(self)
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers."""
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.state(self, old, new, event)
+
+    def connect(self, peer: PeerQueuePair) -> None:
+        """Connect to the peer's queue pair.  Raises RnicError; the link is unusable then."""
+        self.peer = peer
+        self.machine.send("connect")
+
+    def close(self) -> None:
+        """End the link without asking anybody.  Idempotent; regions must be closed first."""
+        self.machine.send("delete")
+        self.pd.close()
+
+    def _restart_timer(self, seconds: float, event: str) -> None:
+        self._stop_timer()
+        self._timer = self.group.timers.call_later(seconds, lambda: self._timer_due(event))
+
+    def _timer_due(self, event: str) -> None:
+        if event == "test_timeout":
+            LOGGER.info("%r: TEST LINK was not answered", self)
+        self.machine.send(event)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _status_name(status: int) -> str:
+    try:
+        return WcStatus(status).name
+    except ValueError:
+        return f"status {status}"

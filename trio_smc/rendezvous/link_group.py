@@ -1,0 +1,532 @@
+"""A link group: what two peers share after their first contact (RFC 7609, 2.2, 3.5).
+
+Theory of operation
+-------------------
+A link group is a core without sockets, tasks or clocks: messages, completions and timers come
+in as calls, and what it wants of the world it asks of its `GroupHost`.  It owns the links, the
+RMBs of this side with their registrations on every link, what is known of the peer's RMBs, and
+the connections by alert token.
+
+First contact, seen from the server: `open_first_link` (INIT) before SMC Accept; `connect_first`
+on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then ADD LINK is
+tried, and whatever the answer the group is formed.  The client mirrors this: `connect_first`
+(RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request arrives, then the server's
+ADD LINK is answered and the group is formed.
+
+LinkGroup is the model of `states.link_group`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from trio_smc._base.config import Config
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.observer import Observer
+from trio_smc.datapath.rmb import Rmbe
+from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.exchanges import Exchanges
+from trio_smc.rendezvous.link import Link, LinkConnection, PeerQueuePair
+from trio_smc.rendezvous.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.rtokens import ElementUser, PeerRmb, PeerRmbs, RToken
+from trio_smc.rendezvous.timers import Timer, Timers
+from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
+from trio_smc.states.engine import Machine
+from trio_smc.states.link_group import LINK_GROUP
+
+__all__ = ["FirstContact", "GroupConnection", "GroupHost", "LinkGroup"]
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+_MAX_LINKS: Final = 2
+"""The link limit that CONFIRM LINK announces (RFC 7609, 3.5.1.5); the least allowed."""
+_FIRST_LINK: Final = 1
+_CLIENT_IDLE_EXTRA: Final = 10.0
+"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
+
+
+class GroupHost(Protocol):
+    """What a link group wants of the stack it belongs to."""
+
+    observer: Observer | None
+
+    def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
+        """Send a queue pair's completions to ``link.on_completion``."""
+
+    def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
+        """Stop doing so."""
+
+    def group_gone(self, group: LinkGroup) -> None:
+        """The group has freed everything."""
+
+    def count_unknown_token(self) -> None:
+        """A CDC message named no connection; it was dropped."""
+
+
+class GroupConnection(LinkConnection, ElementUser, Protocol):
+    """A connection as its link group sees it."""
+
+    def links_lost(self) -> None:
+        """No link is left, or the group was terminated."""
+
+
+class FirstContact(Protocol):
+    """The negotiation that is forming the group; told once how it ended."""
+
+    def group_formed(self) -> None:
+        """Data may flow."""
+
+    def group_failed(self, *, timed_out: bool) -> None:
+        """The link could not be confirmed."""
+
+
+class LinkGroup:
+    """One link group of this stack with one peer in one role.
+
+    Attributes:
+      client: whether this side was the TCP client at first contact.
+      peer_id: the peer's 8-byte peer ID.
+      rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
+      links: by number.
+      connections: by our alert token; closing ones included.
+      may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
+      peer_eye_catcher: whether the peer's RMB elements start with an eye catcher.
+    """
+
+    def __init__(
+        self, *, client: bool, peer_id: bytes, rnic: Rnic, config: Config, timers: Timers,
+        host: GroupHost,
+    ) -> None:  # fmt: skip
+        self.client = client
+        self.peer_id = peer_id
+        self.rnic = rnic
+        self.config = config
+        self.timers = timers
+        self.host = host
+        self.links: dict[int, Link] = {}
+        self.connections: dict[int, GroupConnection] = {}
+        self.peer_rmbs = PeerRmbs()
+        self.exchanges = Exchanges(self)
+        self.own_rmbs = OwnRmbs(self)
+        self.may_fall_back = True
+        self.peer_eye_catcher = True
+        self.max_links = _MAX_LINKS
+        self.first_contact: FirstContact | None = None
+        self.machine = Machine(LINK_GROUP, self)
+        self._next_token = secrets.randbits(32)
+        self._timer: Timer | None = None
+        self._spare: Link | None = None
+        self._reason = llc.DeleteLinkReason.PROGRAM
+        self._settled: list[Callable[[], None]] = []
+        self._peer_elements: dict[ElementUser, tuple[PeerRmb, int]] = {}
+
+    def __repr__(self) -> str:
+        role = "client" if self.client else "server"
+        return f"<LinkGroup {self.state} as {role} of {self.peer_id.hex()}>"
+
+    @property
+    def state(self) -> str:
+        """The group's state (`trio_smc.states.link_group`)."""
+        return self.machine.state
+
+    @property
+    def usable(self) -> bool:
+        """Whether new connections may use the group."""
+        return self.machine.state == "SINGLE" and self.any_active_link() is not None
+
+    def any_active_link(self) -> Link | None:
+        """A link that can carry LLC messages and connections."""
+        for link in self.links.values():
+            if link.state in ("ACTIVE", "TESTING"):
+                return link
+        return None
+
+    def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
+        """The active link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3)."""
+        for link in self.links.values():
+            peer = link.peer
+            if (
+                link.state in ("ACTIVE", "TESTING")
+                and peer is not None
+                and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number)
+            ):
+                return link
+        return None
+
+    # --- connections -------------------------------------------------------------------------
+
+    def new_token(self) -> int:
+        """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
+        while True:
+            self._next_token = (self._next_token + 1) & 0xFFFFFFFF
+            if self._next_token and self._next_token not in self.connections:
+                return self._next_token
+
+    def request_element(self, size: int, done: Callable[[Rmbe | None], None]) -> None:
+        """Take an RMB element of ``size`` bytes; ``done(None)`` when none can be had.
+
+        A new RMB is told to the peer first (RFC 7609, 3.5.5.2.1), so ``done`` may come later.
+        """
+        self.own_rmbs.request(size, done)
+
+    def add_connection(self, token: int, connection: GroupConnection) -> None:
+        """Route CDC messages with ``token`` to ``connection``."""
+        self.connections[token] = connection
+        self._stop_timer()
+
+    def remove_connection(self, token: int, user: ElementUser) -> None:
+        """Forget a closed connection; late messages for it are dropped and counted."""
+        del self.connections[token]
+        element = self._peer_elements.pop(user, None)
+        if element is not None and element[0].elements.get(element[1]) is user:
+            del element[0].elements[element[1]]
+        if not self.connections and self.machine.state == "SINGLE":
+            self.start_idle_timer()
+
+    def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
+        """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
+        rmb = self.peer_rmbs.find(link.number, rkey)
+        return rmb is not None and rmb.tokens[link.number].address == address
+
+    def peer_element_untrusted(
+        self, link: Link, *, rkey: int, address: int, index: int, user: ElementUser
+    ) -> None:
+        """Give ``user`` the peer's RMB element that SMC Accept or SMC Confirm names.
+
+        A connection that holds it already is reset (RFC 7609, 4.4.2).  Raises ProtocolError.
+        """
+        # At first contact the RToken comes with the CLC message itself; later it is known.
+        rmb = self.peer_rmbs.learn_untrusted({link.number: RToken(rkey, address)})
+        holder = rmb.elements.get(index)
+        rmb.elements[index] = user
+        self._peer_elements[user] = (rmb, index)
+        if holder is not None:
+            LOGGER.warning("%r: the peer reuses RMB element %d", self, index)
+            holder.rmbe_conflict()
+
+    # --- first contact ---------------------------------------------------------------------
+
+    def open_first_link(self) -> Link:
+        """Make the first link, in INIT.  Raises RnicError."""
+        link = Link(self, _FIRST_LINK, self.rnic)
+        self.links[link.number] = link
+        return link
+
+    def connect_first(self, peer: PeerQueuePair) -> None:
+        """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
+        link = self.links[_FIRST_LINK]
+        link.connect(peer)
+        self.exchanges.begin("confirm_link", link)
+        if not self.client:
+            link.send_llc(self._confirm_link(link, reply=False))
+
+    def first_contact_timed_out(self) -> None:
+        """Nothing more came on the new link (RFC 7609, C.7.1)."""
+        self._fail_first_contact(timed_out=True)
+
+    def add_link_settled(self) -> None:
+        """A second link was refused, or given up (RFC 7609, 3.5.1.6, C.8)."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+        if self.state == "FORMING":
+            self.machine.send("formed")
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, when the group is formed or gone."""
+        self._settled.append(callback)
+
+    def _confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
+        return llc.ConfirmLink(
+            reply=reply,
+            no_eye_catcher=not self.config.rmbe_eye_catcher,
+            mac=link.rnic.mac,
+            gid=link.rnic.gid,
+            qp_number=link.qp.qp_num,
+            link_number=link.number,
+            link_user_id=link.user_id,
+            max_links=_MAX_LINKS,
+        )
+
+    def _on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
+        peer = link.peer
+        if peer is None or link.state != "CONFIRMING" or message.reply is self.client:
+            raise ProtocolError("CONFIRM LINK out of turn")
+        if (message.gid, message.mac, message.qp_number) != (peer.gid, peer.mac, peer.qp_number):
+            raise ProtocolError("CONFIRM LINK names another queue pair than the CLC message")
+        if self.client:
+            self._renumber(link, message.link_number)
+        elif message.link_number != link.number:
+            raise ProtocolError("CONFIRM LINK reply for another link")
+        link.peer_user_id = message.link_user_id
+        self.peer_eye_catcher = not message.no_eye_catcher
+        # Ruling of 3.5.1.5: the lower limit counts, 0 means the server's, 2 is the least.
+        self.max_links = max(2, min(message.max_links or _MAX_LINKS, _MAX_LINKS))
+        if self.client:
+            link.ready_to_send()
+            link.send_llc(self._confirm_link(link, reply=True))
+        link.machine.send("confirmed")
+        self.exchanges.done()
+        self.exchanges.begin("add_link", link)
+        if not self.client:
+            self._send_add_link(link)
+
+    def _renumber(self, link: Link, number: int) -> None:
+        # The client learns its first link's number here (3.5.1.5); old servers count from 0.
+        del self.links[link.number]
+        self.own_rmbs.renumber(link.number, number)
+        self.peer_rmbs.renumber(link.number, number)
+        link.number = number
+        self.links[number] = link
+
+    def _send_add_link(self, link: Link) -> None:
+        try:
+            self._spare = spare = Link(self, link.number + 1, self.rnic)
+        except RnicError as error:
+            LOGGER.info("%r: no queue pair for a second link: %s", self, error)
+            self.exchanges.done()
+            self.add_link_settled()
+            return
+        request = llc.AddLink(
+            mac=spare.rnic.mac,
+            gid=spare.rnic.gid,
+            qp_number=spare.qp.qp_num,
+            link_number=spare.number,
+            qp_mtu=spare.rnic.mtu,
+            initial_psn=spare.psn,
+        )
+        link.send_llc(request, self._past_return)
+
+    def _past_return(self) -> None:
+        self.may_fall_back = False  # RFC 7609, C.3
+
+    def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
+        adding = self.exchanges.state == "ADD_LINK"
+        if self.client:
+            if message.reply:
+                raise ProtocolError("ADD LINK reply from the server")
+            reason = llc.AddLinkReason.NO_ALTERNATE_PATH
+            if not 1 <= message.qp_mtu <= 5 and message.qp_number:
+                reason = llc.AddLinkReason.INVALID_MTU
+            link.send_llc(
+                llc.AddLink(
+                    reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
+                    gid=link.rnic.gid, link_number=message.link_number,
+                )
+            )  # fmt: skip
+            self._past_return()
+            if adding:
+                self.exchanges.done()
+                self.add_link_settled()
+        elif message.reply:
+            if not adding:
+                raise ProtocolError("ADD LINK reply without a request")
+            self._past_return()
+            self.exchanges.done()
+            if not message.rejected and self._spare is not None:
+                # The new link is given up before it carries anything (C.7.1, second link).
+                link.send_llc(
+                    llc.DeleteLink(
+                        link_number=self._spare.number, reason=llc.DeleteLinkReason.LOST_PATH
+                    )
+                )
+            self.add_link_settled()
+        # else: a client's notice of a new RNIC; with one RNIC here no link can come of it.
+
+    # --- LLC messages ------------------------------------------------------------------------
+
+    def on_llc_untrusted(self, link: Link, data: bytes) -> None:
+        """One LLC message from the peer; what breaks the rules costs the link (C.7.1)."""
+        try:
+            self._dispatch_untrusted(link, llc.decode_untrusted(data))
+        except ProtocolError as error:
+            LOGGER.warning("%r: protocol error: %s", link, error)
+            link.machine.send("failed")
+
+    def _dispatch_untrusted(self, link: Link, message: llc.Message) -> None:
+        match message:
+            case llc.ConfirmLink():
+                self._on_confirm_link_untrusted(link, message)
+            case llc.TestLink(reply=True):
+                link.on_test_reply_untrusted(message)
+            case llc.TestLink():
+                link.send_llc(llc.TestLink(reply=True, user_data=message.user_data))
+            case llc.AddLink():
+                self._on_add_link_untrusted(link, message)
+            case llc.DeleteLink():
+                self._on_delete_link_untrusted(link, message)
+            case llc.ConfirmRkey(reply=True):
+                self.exchanges.on_reply_untrusted(link, message)
+            case llc.ConfirmRkey() | llc.DeleteRkey(reply=False):
+                self.exchanges.on_request(link, message)
+            case llc.OptionalMessage():
+                pass  # A.3: silently discarded
+            case _:
+                raise ProtocolError(f"{type(message).__name__} out of turn")
+
+    def _on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:
+        if message.reply:
+            return  # only ever asked for a link that is gone already
+        if message.all_links:
+            self.machine.send("delete_all")
+        elif (target := self.links.get(message.link_number)) is None:
+            link.send_llc(
+                llc.DeleteLink(
+                    reply=True,
+                    link_number=message.link_number,
+                    reason=llc.DeleteLinkReason.UNKNOWN_LINK,
+                )
+            )
+        elif self.client:
+            # The client must agree (3.5.5.1.3); the link is gone once the reply is out.
+            link.send_llc(
+                llc.DeleteLink(reply=True, link_number=target.number, reason=message.reason),
+                lambda: self._delete_link(target),
+            )
+        else:
+            # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
+            link.send_llc(
+                llc.DeleteLink(link_number=target.number, reason=message.reason),
+                lambda: self._delete_link(target),
+            )
+
+    def _delete_link(self, link: Link) -> None:
+        link.machine.send("delete")
+        self.link_down(link)
+
+    def answer_rkeys(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
+        """Take over the peer's RKeys and say so (RFC 7609, 3.5.5.2)."""
+        if isinstance(message, llc.DeleteRkey):
+            mask = self._forget_rkeys(link, message.rkeys)
+            link.send_llc(
+                llc.DeleteRkey(reply=True, negative=mask != 0, error_mask=mask, rkeys=message.rkeys)
+            )
+            return
+        tokens = {link.number: RToken(message.rkey, message.address)}
+        for other in message.others:
+            if other.link_number in self.links:
+                tokens[other.link_number] = RToken(other.rkey, other.address)
+        negative = message.other_tokens > len(message.others)
+        if not negative:
+            try:
+                self.peer_rmbs.learn_untrusted(tokens)
+            except ProtocolError as error:
+                LOGGER.warning("%r: CONFIRM RKEY: %s", link, error)
+                negative = True
+        link.send_llc(
+            llc.ConfirmRkey(
+                reply=True, negative=negative, rkey=message.rkey, address=message.address
+            )
+        )
+
+    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> int:
+        mask = 0
+        for position, rkey in enumerate(rkeys):
+            rmb = self.peer_rmbs.find(link.number, rkey)
+            if rmb is None:
+                mask |= 0x80 >> position
+                continue
+            self.peer_rmbs.forget(rmb)
+            for user in list(rmb.elements.values()):
+                user.rmbe_conflict()  # nothing may be written there again
+        return mask
+
+    # --- endings ---------------------------------------------------------------------------
+
+    def link_down(self, link: Link) -> None:
+        """A link failed or was deleted."""
+        if self.state == "FORMING":
+            self._fail_first_contact(timed_out=False)
+        elif self.any_active_link() is None:
+            self.machine.send("links_lost")
+
+    def _fail_first_contact(self, *, timed_out: bool) -> None:
+        self._timed_out = timed_out
+        self.machine.send("links_lost")
+
+    _timed_out = False
+
+    def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
+        """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
+        self._reason = reason
+        self.machine.send("terminate")
+
+    # --- actions and guards of states.link_group ---------------------------------------------
+
+    def start_idle_timer(self) -> None:
+        """Keep a group without connections for a while (3.5.4)."""
+        self._stop_timer()
+        if not self.connections:
+            extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
+            self._timer = self.timers.call_later(
+                self.config.link_group_idle + extra, self.terminate
+            )
+
+    def start_termination_timer(self) -> None:
+        """Do not wait for ever for a peer that is gone."""
+        self._stop_timer()
+        self._timer = self.timers.call_later(self.config.llc_timeout, self._termination_timed_out)
+
+    def tell_formed(self) -> None:
+        """Data may flow."""
+        contact, self.first_contact = self.first_contact, None
+        if contact is not None:
+            contact.group_formed()
+
+    def tell_failed(self) -> None:
+        """The negotiation decides between Decline and reset."""
+        contact, self.first_contact = self.first_contact, None
+        if contact is not None:
+            contact.group_failed(timed_out=self._timed_out)
+
+    def send_delete_all(self) -> None:
+        """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
+        link = self.any_active_link()
+        if link is None:
+            link = next((e for e in self.links.values() if e.state == "CONFIRMING"), None)
+            if link is None or self.client:
+                return
+        message = llc.DeleteLink(all_links=True, orderly=True, reason=self._reason)
+        link.send_llc(message, None if self.client else self._delete_sent)
+
+    def _delete_sent(self) -> None:
+        self.machine.send("delete_sent")
+
+    def _termination_timed_out(self) -> None:
+        self.machine.send("termination_timeout")
+
+    def end_connections(self) -> None:
+        """4.8.3: no link is left for them."""
+        for connection in list(self.connections.values()):
+            connection.links_lost()
+
+    def free_resources(self) -> None:
+        """Queue pairs, registrations and memory."""
+        self._stop_timer()
+        self.exchanges.end()
+        self.own_rmbs.close_regions()
+        for link in (*self.links.values(), *([self._spare] if self._spare else [])):
+            link.close()
+        self._spare = None
+        for connection in list(self.connections.values()):
+            connection.links_lost()
+        self.own_rmbs.close()
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers, whoever waited, and at the end the stack."""
+        if self.host.observer is not None:
+            self.host.observer.state(self, old, new, event)
+        if new in ("SINGLE", "GONE"):
+            settled, self._settled = self._settled, []
+            for callback in settled:
+                callback()
+        if new == "GONE":
+            self.host.group_gone(self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

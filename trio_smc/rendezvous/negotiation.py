@@ -1,0 +1,373 @@
+"""What the client's and the server's side of a rendezvous have in common.
+
+A negotiation is a core without sockets, tasks or clocks.  Whole CLC messages and the news of
+the link group come in; `outgoing` holds the messages to send, in order; `outcome` is set once.
+Which message or event does what in which state is declared in `states.clc_client` and
+`states.clc_server`.
+
+Whoever runs a negotiation must flush `outgoing` before it acts on `outcome`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trio_smc._base.config import rmbe_size_code
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.observer import Observer
+from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc.datapath.rmb import Rmbe
+from trio_smc.rendezvous import clc
+from trio_smc.rendezvous.link import Link, PeerQueuePair
+from trio_smc.rendezvous.link_group import GroupConnection, LinkGroup
+from trio_smc.rnic.verbs import Rnic, RnicError
+from trio_smc.states.engine import Machine
+from trio_smc.states.table import Table
+
+__all__ = ["Established", "Failed", "FellBack", "Negotiation", "NegotiationHost", "RdmaConnection"]
+
+LOGGER = logging.getLogger("trio_smc.clc")
+
+
+_OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
+
+
+class RdmaConnection(GroupConnection, Protocol):
+    """A connection as its negotiation sees it."""
+
+    @property
+    def alert_token(self) -> int:
+        """What the peer's CDC messages carry."""
+
+    def peer_known(
+        self, *, alert_token: int, element_size: int, eye_catcher: bool, channel: Link,
+        address: int, rkey: int,
+    ) -> None:  # fmt: skip
+        """Where the peer's RMB element is."""
+
+    def established(self) -> None:
+        """The rendezvous is complete."""
+
+    def withdraw(self) -> None:
+        """The rendezvous failed after the element was given out; TCP is not touched."""
+
+
+class NegotiationHost(Protocol):
+    """What a negotiation wants of the stack it belongs to."""
+
+    peer_id: bytes
+    observer: Observer | None
+
+    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
+        """The client-role group that an SMC Accept names (RFC 7609, 3.5.2.2)."""
+
+    def find_server_group(self, peer_id: bytes, rnic: Rnic) -> LinkGroup | None:
+        """A server-role group with this peer, usable or forming; a usable one first."""
+
+    def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
+        """A link group that is about to be formed."""
+
+    def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> RdmaConnection:
+        """A connection that owns ``rmbe``, registered with the group by its alert token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Established:
+    """The connection speaks SMC-R."""
+
+    connection: RdmaConnection
+    group: LinkGroup
+
+
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """The connection stays on TCP."""
+
+    fallback: Fallback
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The TCP connection must end; ``error`` is for the user."""
+
+    error: OSError
+
+
+class Negotiation:
+    """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
+
+    Attributes:
+      outgoing: CLC messages that must be sent, oldest first; whoever sends clears it.
+      outcome: None while under way.
+      changed: called whenever `outgoing` or `outcome` may have changed.
+    """
+
+    def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
+        self.machine = Machine(table, self)
+        self.outgoing: list[bytes] = []
+        self.outcome: Established | FellBack | Failed | None = None
+        self.changed: Callable[[], None] = lambda: None
+        self.group: LinkGroup | None = None
+        self.first_contact = False
+        self._host = host
+        self._receive_buffer = receive_buffer
+        self._connection: RdmaConnection | None = None
+        self._rmbe: Rmbe | None = None
+        self._link: Link | None = None
+        self._peer: clc.Accept | clc.Confirm | None = None
+        self._decline: clc.Decline | None = None
+        self._version = 1
+        self._unable = FallbackReason.OUT_OF_RESOURCES
+        self._cause: Exception | None = None
+
+    # --- what comes in ---------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """The state (`trio_smc.states.clc_client`, `clc_server`)."""
+        return self.machine.state
+
+    def receive_untrusted(self, data: bytes) -> None:
+        """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
+        observer = self._host.observer
+        if observer is not None:
+            observer.clc(self, False, data)
+        try:
+            self._dispatch_untrusted(clc.decode_untrusted(data))
+        except ProtocolError as error:
+            self.protocol_error(error)
+
+    def protocol_error(self, error: ProtocolError) -> None:
+        """The peer's bytes are no CLC message that can come now."""
+        self._cause = error
+        if self.machine.can("protocol_error"):
+            self.machine.send("protocol_error")
+
+    def timed_out(self) -> None:
+        """The expected CLC message did not come (RFC 7609, C.5)."""
+        self.machine.send("clc_timeout")
+
+    def tcp_lost(self, cause: OSError | None = None) -> None:
+        """The TCP connection ended."""
+        self._cause = cause
+        self.machine.send("tcp_lost")
+
+    def group_formed(self) -> None:
+        """The first contact succeeded."""
+        self.machine.send("group_formed")
+
+    def group_failed(self, *, timed_out: bool) -> None:
+        """The first contact failed."""
+        self.machine.send("llc_timeout" if timed_out else "group_failed")
+
+    # --- guards ------------------------------------------------------------------------------
+
+    @property
+    def reserved_value(self) -> bool:
+        """The peer's QP MTU is a reserved enumerated value (A.2.2); first contact only."""
+        return self.first_contact and self._peer is not None and self._peer.known_mtu is None
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether the point of no return is still ahead (RFC 7609, C.3)."""
+        return self.group is not None and self.group.may_fall_back
+
+    # --- actions both sides have -----------------------------------------------------------
+
+    def take_element(self) -> None:
+        """Get an RMB element for the connection; `element_ready` or `unable` follows."""
+        if self.group is None:
+            raise RuntimeError("no link group was chosen")
+        self.group.request_element(self._receive_buffer, self._element_taken)
+
+    def decline_reserved_value(self) -> None:
+        """C.6."""
+        self._send_decline(FallbackReason.RESERVED_VALUE)
+
+    def decline_unable(self) -> None:
+        """C.1: lack of resources."""
+        self.abandon()
+        self._send_decline(self._unable)
+
+    def decline_link_failed(self) -> None:
+        """C.2: the path could not be confirmed."""
+        self.abandon()
+        self._send_decline(FallbackReason.LINK_FAILED)
+
+    def note_decline(self) -> None:
+        """The peer declined (C.1); no answer is sent."""
+        decline = self._decline
+        if decline is None:
+            raise RuntimeError("no SMC Decline was received")
+        self.outcome = FellBack(Fallback.from_peer(decline.diagnosis))
+
+    def fail_timeout(self) -> None:
+        """C.5, C.7: a handshake that does not end would not end over TCP either."""
+        self._fail(errno.ETIMEDOUT, "the SMC-R handshake timed out")
+
+    def fail_protocol(self) -> None:
+        """C.6: no fallback after a protocol error."""
+        self._fail(errno.ECONNRESET, f"SMC-R protocol error: {self._cause}")
+
+    def fail_reset(self) -> None:
+        """C.7.1: too late for a fallback."""
+        self._fail(errno.ECONNRESET, "the link failed during the SMC-R handshake")
+
+    def fail_tcp(self) -> None:
+        """The TCP connection ended during the handshake."""
+        self._fail(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
+
+    def abandon(self) -> None:
+        """Give back what was taken; a half-made group is torn down (3.5.1.6.4)."""
+        if self._connection is not None:
+            self._connection.withdraw()
+        elif self._rmbe is not None and self.group is not None:
+            self.group.own_rmbs.release(self._rmbe, 0)
+        self._connection = self._rmbe = None
+        group = self.group
+        if group is not None and self.first_contact and group.state == "FORMING":
+            group.first_contact = None
+            group.terminate()
+
+    def establish(self) -> None:
+        """Open the connection to its user."""
+        connection, group = self._connection, self.group
+        if connection is None or group is None:
+            raise RuntimeError("nothing to establish")
+        try:
+            self._introduce_peer_untrusted()
+        except ProtocolError as error:
+            self._cause = error
+            self.abandon()
+            self.fail_protocol()
+            return
+        connection.established()
+        self.outcome = Established(connection, group)
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers and the runner."""
+        if self._host.observer is not None:
+            self._host.observer.state(self, old, new, event)
+        self.changed()
+
+    # --- helpers -----------------------------------------------------------------------------
+
+    def _dispatch_untrusted(self, message: clc.Message) -> None:
+        raise NotImplementedError
+
+    def _element_taken(self, rmbe: Rmbe | None) -> None:
+        group = self.group
+        if rmbe is None or group is None:
+            self.machine.send("unable")
+            return
+        if self.machine.state in _OVER:
+            group.own_rmbs.release(rmbe, 0)  # the TCP connection ended meanwhile
+            return
+        link = self._link if self._link is not None else group.any_active_link()
+        if link is None:
+            group.own_rmbs.release(rmbe, 0)
+            self.machine.send("unable")
+            return
+        self._link = link
+        self._rmbe = rmbe
+        self._connection = self._host.open_connection(group, rmbe)
+        self.machine.send("element_ready")
+
+    def _check_element_untrusted(self, link: Link, peer: clc.Accept | clc.Confirm) -> None:
+        # 3.5.5.2.1: on a subsequent contact the RKey was confirmed before the CLC message.
+        if self.group is None or not self.group.knows_rmb(link, peer.rkey, peer.rmb_address):
+            raise ProtocolError(f"RKey 0x{peer.rkey:08x} was never confirmed")
+
+    def _introduce_peer_untrusted(self) -> None:
+        peer, group, link = self._peer, self.group, self._link
+        connection = self._connection
+        if peer is None or group is None or link is None or connection is None:
+            raise RuntimeError("the peer's element is not known yet")
+        group.peer_element_untrusted(
+            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, user=connection
+        )
+        size = peer.buffer_size
+        connection.peer_known(
+            alert_token=peer.alert_token,
+            element_size=size,
+            eye_catcher=group.peer_eye_catcher,
+            channel=link,
+            address=peer.rmb_address + (peer.rmbe_index - 1) * size,
+            rkey=peer.rkey,
+        )
+
+    def _form_group(self, peer_id: bytes, rnic: Rnic) -> bool:
+        group = self._host.new_group(client=self._is_client, peer_id=peer_id, rnic=rnic)
+        self.first_contact = True
+        self.group = group
+        group.first_contact = self
+        try:
+            self._link = group.open_first_link()
+        except RnicError as error:
+            LOGGER.info("%r: %s", group, error)
+            self.abandon()
+            self.machine.send("unable")
+            return False
+        return True
+
+    _is_client = False
+
+    def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
+        if self.group is None:
+            raise RuntimeError("no link group")
+        self.group.connect_first(
+            PeerQueuePair(
+                gid=peer.gid,
+                mac=peer.mac,
+                qp_number=peer.qp_number,
+                mtu=peer.qp_mtu,
+                psn=peer.initial_psn,
+            )
+        )
+
+    def _credentials(self) -> dict[str, Any]:
+        group, link, rmbe, connection = self.group, self._link, self._rmbe, self._connection
+        if group is None or link is None or rmbe is None or connection is None:
+            raise RuntimeError("no element was taken")
+        region = group.own_rmbs.region(rmbe.rmb, link)
+        return {
+            "version": self._version,
+            "peer_id": self._host.peer_id,
+            "gid": link.rnic.gid,
+            "mac": link.rnic.mac,
+            "qp_number": link.qp.qp_num,
+            "rkey": region.rkey,
+            "rmbe_index": rmbe.index,
+            "alert_token": connection.alert_token,
+            "buffer_size_code": rmbe_size_code(rmbe.size),
+            "qp_mtu": link.rnic.mtu,
+            "rmb_address": region.address,
+            "initial_psn": link.psn,
+        }
+
+    def _send(self, message: clc.Message) -> None:
+        data = message.encode()
+        if self._host.observer is not None:
+            self._host.observer.clc(self, True, data)
+        self.outgoing.append(data)
+
+    def _send_decline(self, reason: FallbackReason, *, out_of_sync: bool = False) -> None:
+        fallback = Fallback.local(reason)
+        self._send(
+            clc.Decline(
+                version=self._version,
+                peer_id=self._host.peer_id,
+                out_of_sync=out_of_sync,
+                diagnosis=fallback.code or 0,
+            )
+        )
+        self.outcome = FellBack(fallback)
+
+    def _fail(self, number: int, text: str) -> None:
+        error = OSError(number, text)
+        error.__cause__ = self._cause
+        self.outcome = Failed(error)
