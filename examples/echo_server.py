@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import trio
@@ -25,5 +24,7 @@ async def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         trio.run(main, int(sys.argv[1]) if len(sys.argv) > 1 else 7000)
+    except* KeyboardInterrupt:
+        print("stopped")
