@@ -123,14 +123,14 @@ def _admit(proposal: clc.Proposal) -> FallbackReason | None:
     return None if common else FallbackReason.PREFIX_MISMATCH
 
 
-async def _proposal_follows(sock: trio.socket.SocketType, timeout: float) -> bool:
+async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bool:
     """Whether the first bytes are a CLC eye catcher; they stay unread.
 
     Raises OSError when nothing comes in time: a late Proposal must never reach an application.
     """
     try:
         sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, _SNIFF)
-        with trio.fail_after(timeout):
+        with trio.fail_after(patience):
             while True:
                 await trio.lowlevel.wait_readable(sock)
                 first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)

@@ -14,11 +14,11 @@ import trio
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import Failed
+from trio_smc.rendezvous.negotiation import Established, Failed
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.client import ClientNegotiation
-    from trio_smc.rendezvous.negotiation import Established, FellBack
+    from trio_smc.rendezvous.negotiation import FellBack
     from trio_smc.rendezvous.server import ServerNegotiation
 
 __all__ = ["run_negotiation"]
@@ -41,10 +41,7 @@ async def run_negotiation(
     """
     changed = trio.Event()
 
-    def wake() -> None:
-        changed.set()
-
-    negotiation.changed = wake
+    negotiation.changed = lambda: changed.set()
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_read_messages, negotiation, sock)
@@ -63,6 +60,8 @@ async def run_negotiation(
             await _flush(negotiation, sock, patience)
     except BaseException:
         negotiation.tcp_lost()
+        if isinstance(negotiation.outcome, Established):
+            negotiation.outcome.connection.abort()
         raise
     finally:
         negotiation.changed = lambda: None

@@ -29,7 +29,7 @@ class _DefaultStack:
     def __init__(self) -> None:
         self.ready = trio.Event()
         self.stack: Stack | None = None
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
     async def run(self) -> None:
         """A system task: nothing may escape, it would be a crash of the whole run."""
@@ -38,9 +38,7 @@ class _DefaultStack:
                 self.stack = stack
                 self.ready.set()
                 await trio.sleep_forever()
-        except trio.Cancelled:
-            raise
-        except BaseException as error:
+        except Exception as error:
             LOGGER.error("the default stack ended", exc_info=error)
             self.error = error
             self.ready.set()
@@ -97,9 +95,7 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
             failure = error
         finally:
             _current.reset(token)
-            with trio.CancelScope(shield=True):
-                await stack.shut_down()
-            nursery.cancel_scope.cancel()
+            await stack.shut_down()
     if failure is not None:
         raise failure
 

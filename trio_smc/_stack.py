@@ -73,6 +73,7 @@ class Stack:
         self.discovery = Discovery(config.private_directory())
         self.handshakes = Counter[str]()
         self.closing = False
+        self._scope = trio.CancelScope(shield=True)
         self.nursery: trio.Nursery
         self._rnics: list[Rnic] = []
         self._groups: list[LinkGroup] = []
@@ -123,14 +124,18 @@ class Stack:
     # --- running ---------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run the background tasks until cancelled; nothing is left afterwards."""
+        """Run the background tasks until `shut_down`; nothing is left afterwards.
+
+        Shielded: what closed streams still owe goes out although the user was cancelled.
+        """
         try:
-            async with trio.open_nursery() as nursery:
-                self.nursery = nursery
-                await nursery.start(self.pump.run)
-                nursery.start_soon(self._run_timers)
-                nursery.start_soon(self.tcp_watch.run)
-                task_status.started()
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    self.nursery = nursery
+                    await nursery.start(self.pump.run)
+                    nursery.start_soon(self._run_timers)
+                    nursery.start_soon(self.tcp_watch.run)
+                    task_status.started()
         finally:
             self.closing = True
             for group in list(self._groups):
@@ -141,7 +146,12 @@ class Stack:
             self.tcp_watch.close()
 
     async def shut_down(self) -> None:
-        """Finish in order, at most for ``shutdown_timeout``; then `run` may be cancelled."""
+        """Finish in order, ``shutdown_timeout`` at most for each of two steps; ends `run`."""
+        with trio.CancelScope(shield=True):
+            await self._finish()
+        self._scope.cancel()
+
+    async def _finish(self) -> None:
         self.closing = True
         for listener in list(self._listeners):
             listener.close()

@@ -52,6 +52,9 @@ class RdmaConnection(GroupConnection, Protocol):
     def established(self) -> None:
         """The rendezvous is complete."""
 
+    def abort(self) -> None:
+        """Reset it: its rendezvous is complete, but nobody wants it any more."""
+
     def withdraw(self) -> None:
         """The rendezvous failed after the element was given out; TCP is not touched."""
 
