@@ -1,0 +1,58 @@
+"""A listening process for the tests of same-host discovery.
+
+Arguments: the private directory, address and port (0: any), "smc" or "plain".  It prints its port,
+then one line per accepted connection: "smc-r" or "tcp".  Each client gets that word and the end
+of stream.  It runs until standard input ends.  SO_REUSEPORT is set.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import trio
+
+from trio_smc.rendezvous.discovery import Discovery, Publication
+
+WAIT = 10.0
+
+
+async def serve(stream: trio.SocketStream, publication: Publication | None) -> None:
+    async with stream:
+        word = "tcp"
+        if publication is not None:
+            local, remote = stream.socket.getsockname(), stream.socket.getpeername()
+            claim = publication.claim(local[:2], remote[:2])
+            if claim is not None and await claim.confirm(trio.current_time() + WAIT):
+                word = "smc-r"
+        sys.stdout.write(word + "\n")
+        sys.stdout.flush()
+        await stream.send_all(word.encode())
+
+
+async def main(private: Path, address: str, port: int, kind: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = trio.socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    await listening.bind((address, port))
+    listening.listen(100)
+    async with trio.open_nursery() as nursery:
+        publication = None
+        if kind == "smc":
+            publication = Discovery(private).publish(listening.getsockname()[:2], nursery)
+        listener = trio.SocketListener(listening)
+
+        async def handle(stream: trio.SocketStream) -> None:
+            await serve(stream, publication)
+
+        nursery.start_soon(trio.serve_listeners, handle, [listener])
+        sys.stdout.write(f"{listening.getsockname()[1]}\n")
+        sys.stdout.flush()
+        async with trio.lowlevel.FdStream(0) as commands:
+            await commands.receive_some()
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main, Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])

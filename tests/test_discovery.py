@@ -1,0 +1,1020 @@
+"""Same-host discovery: who knows when, and that both ends always know the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous import _local_directory, _local_protocol, _publication, discovery
+from trio_smc.rendezvous._local_protocol import Kind
+from trio_smc.rendezvous.discovery import Announcement, Claim, Discovery, Publication
+
+WORKER = Path(__file__).with_name("discovery_worker.py")
+LONG = 10.0  # a deadline that is not meant to pass, seconds
+SHORT = 0.05  # one that is
+
+
+@pytest.fixture
+def private(runtime_directory: Path) -> Path:
+    """A private directory that does not exist yet."""
+    return runtime_directory / "trio-smc"
+
+
+def soon(seconds: float = LONG) -> float:
+    return trio.current_time() + seconds
+
+
+class Server:
+    """A listening TCP socket and its publication."""
+
+    def __init__(self, listening: trio.socket.SocketType, publication: Publication) -> None:
+        self.listening = listening
+        self.publication = publication
+        self.address: tuple[str, int] = listening.getsockname()[:2]
+
+    async def accept(self) -> tuple[trio.socket.SocketType, Claim | None]:
+        connection, _ = await self.listening.accept()
+        local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
+        return connection, self.publication.claim(local, remote)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    private: Path, address: str = "127.0.0.1", *, port: int = 0, dual_stack: bool = False
+) -> AsyncIterator[Server]:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with trio.socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
+        await listening.bind((address, port))
+        listening.listen(1000)
+        async with trio.open_nursery() as nursery:
+            publication = Discovery(private).publish(
+                listening.getsockname()[:2], nursery, dual_stack=dual_stack
+            )
+            yield Server(listening, publication)
+            publication.close()
+
+
+@contextlib.asynccontextmanager
+async def bound(address: str = "127.0.0.1") -> AsyncIterator[trio.socket.SocketType]:
+    """A client's TCP socket, bound and not connected."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with trio.socket.socket(family) as client:
+        await client.bind((address, 0))
+        yield client
+
+
+async def announce(
+    private: Path, client: trio.socket.SocketType, destination: tuple[str, int]
+) -> Announcement:
+    source: tuple[str, int] = client.getsockname()[:2]
+    outcome = await Discovery(private).announce(source, destination, soon())
+    assert isinstance(outcome, Announcement)
+    return outcome
+
+
+async def agree(private: Path, server: Server, destination: tuple[str, int]) -> None:
+    """Open one TCP connection and see both ends start SMC-R on it."""
+    async with bound("::1" if ":" in destination[0] else "127.0.0.1") as client:
+        announcement = await announce(private, client, destination)
+        await client.connect(destination)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            await both_say(announcement, claim, True)
+
+
+async def both_say(announcement: Announcement, claim: Claim, expected: bool) -> None:
+    answers: dict[str, object] = {}
+
+    async def ask_server() -> None:
+        answers["server"] = await claim.confirm(soon())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_server)
+        answers["client"] = await announcement.accepted(soon()) is None
+    assert answers == {"server": expected, "client": expected}
+
+
+def sockets_below(private: Path) -> list[Path]:
+    return [path for path in private.rglob("*") if path.is_socket()]
+
+
+# --- who can reach whom ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listen", "dual_stack", "connect"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("::1", False, "::1"),
+        ("0.0.0.0", False, "127.0.0.1"),
+        ("0.0.0.0", False, "127.0.0.9"),
+        ("0.0.0.0", False, "0.0.0.0"),
+        ("::", False, "::1"),
+        ("::", True, "::1"),
+        ("::", True, "127.0.0.1"),
+    ],
+)
+async def test_both_ends_agree(listen: str, dual_stack: bool, connect: str, private: Path) -> None:
+    async with serving(private, listen, dual_stack=dual_stack) as server:
+        assert server.publication.unavailable is None
+        for _ in range(3):
+            await agree(private, server, (connect, server.address[1]))
+    assert list((private / "tcp").iterdir()) == []
+
+
+async def test_mapped_addresses_are_ipv4(private: Path) -> None:
+    async with serving(private) as server:
+        port = server.address[1]
+        with trio.socket.socket(socket.AF_INET6) as client:
+            client.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, False)
+            await client.bind(("::ffff:127.0.0.1", 0))
+            announcement = await announce(private, client, ("::ffff:127.0.0.1", port))
+            await client.connect(("::ffff:127.0.0.1", port))
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                await both_say(announcement, claim, True)
+
+
+async def test_an_ipv6_only_wildcard_is_not_asked_for_ipv4(private: Path) -> None:
+    async with serving(private, "::") as server:
+        destination = ("127.0.0.1", server.address[1])
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), destination, soon())
+        assert outcome is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_our_wildcard_listener_says_nothing_about_other_hosts(private: Path) -> None:
+    async with serving(private, "0.0.0.0") as server:
+        destination = ("203.0.113.9", server.address[1])
+        outcome = await Discovery(private).announce(("192.0.2.1", 1), destination, soon())
+        assert outcome is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_nobody_published(private: Path) -> None:
+    outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 2), soon())
+    assert outcome is FallbackReason.PEER_NOT_CAPABLE
+    assert os.listdir(private.parent) == [], "a client makes no directory"
+
+
+async def test_names_hold_the_network_namespace(private: Path) -> None:
+    async with serving(private):
+        (found,) = sockets_below(private)
+        inode = os.stat("/proc/self/ns/net").st_ino
+        assert found.relative_to(private).parts[:2] == ("tcp", str(inode))
+
+
+async def test_another_network_namespace_does_not_see_our_loopback(private: Path) -> None:
+    tried = await trio.run_process(["unshare", "-n", "true"], check=False, capture_stderr=True)
+    if tried.returncode != 0:
+        pytest.skip("making a network namespace needs privileges")
+    code = (
+        "import sys, trio\n"
+        "from pathlib import Path\n"
+        "from trio_smc.rendezvous.discovery import Discovery\n"
+        "async def main():\n"
+        "    there = ('127.0.0.1', int(sys.argv[2]))\n"
+        "    d = Discovery(Path(sys.argv[1]))\n"
+        "    print(await d.announce(('127.0.0.1', 1), there, trio.current_time() + 10))\n"
+        "trio.run(main)\n"
+    )
+    async with serving(private) as server:
+        command = [sys.executable, "-c", code, str(private), str(server.address[1])]
+        inside = await trio.run_process(["unshare", "-n", *command], capture_stdout=True)
+        assert inside.stdout.decode().strip() == FallbackReason.PEER_NOT_CAPABLE
+        outside = await trio.run_process(command, capture_stdout=True)
+        assert b"Announcement" in outside.stdout
+
+
+async def test_a_long_directory(runtime_directory: Path) -> None:
+    private = runtime_directory / ("d" * 200) / ("e" * 200)
+    async with serving(private) as server:
+        await agree(private, server, server.address)
+
+
+async def test_a_client_that_did_not_announce_itself_is_not_waited_for(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        connection.close()
+        assert claim is None
+
+
+async def test_many_at_once(private: Path) -> None:
+    count = 200
+    results: list[bool] = []
+
+    async def serve(server: Server, nursery: trio.Nursery) -> None:
+        for _ in range(count):
+            connection, claim = await server.accept()
+            assert claim is not None
+            nursery.start_soon(confirm, connection, claim)
+
+    async def confirm(connection: trio.socket.SocketType, claim: Claim) -> None:
+        with connection:
+            results.append(await claim.confirm(soon()))
+
+    async def call(server: Server) -> None:
+        async with bound() as client:
+            announcement = await announce(private, client, server.address)
+            await client.connect(server.address)
+            results.append(await announcement.accepted(soon()) is None)
+
+    async with serving(private) as server, trio.open_nursery() as nursery:
+        nursery.start_soon(serve, server, nursery)
+        for _ in range(count):
+            nursery.start_soon(call, server)
+    assert results == [True] * (2 * count)
+
+
+# --- several processes -------------------------------------------------------------------------
+
+
+class Worker:
+    """A `discovery_worker` process."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self._text = b""
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        with trio.fail_after(LONG * 2):
+            while b"\n" not in self._text:
+                more = await self.process.stdout.receive_some()
+                assert more, "the worker ended"
+                self._text += more
+        line, _, self._text = self._text.partition(b"\n")
+        return line.decode()
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    private: Path, kind: str = "smc", port: int = 0, address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[Worker, int]]:
+    command = [sys.executable, str(WORKER), str(private), address, str(port), kind]
+    environment = os.environ | {"PYTHONPATH": str(WORKER.parent.parent)}
+    async with trio.open_nursery() as nursery:
+
+        async def start(task_status: trio.TaskStatus[trio.Process]) -> None:
+            await trio.run_process(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                check=False,
+                task_status=task_status,
+            )
+
+        process: trio.Process = await nursery.start(start)
+        try:
+            made = Worker(process)
+            yield made, int(await made.line())
+        finally:
+            if process.stdin is not None:
+                await process.stdin.aclose()
+            with trio.move_on_after(LONG, shield=True):
+                await process.wait()
+            if process.stdout is not None:
+                await process.stdout.aclose()
+            nursery.cancel_scope.cancel()
+
+
+async def call_worker(private: Path, port: int, wait: float = LONG) -> tuple[bool, bytes]:
+    """Connect; whether we agreed on SMC-R, and what the worker thinks."""
+    async with bound() as client:
+        announcement = await announce(private, client, ("127.0.0.1", port))
+        await client.connect(("127.0.0.1", port))
+        agreed = await announcement.accepted(soon(wait)) is None
+        return agreed, await client.recv(100)
+
+
+async def test_two_processes(private: Path) -> None:
+    async with worker(private) as (_, port):
+        for _ in range(20):
+            assert await call_worker(private, port) == (True, b"smc-r")
+
+
+async def test_with_several_processes_the_one_that_accepts_says_so(private: Path) -> None:
+    async with worker(private) as (first, port), worker(private, port=port) as (second, _):
+        assert len(sockets_below(private)) == 2
+        for _ in range(30):
+            assert await call_worker(private, port) == (True, b"smc-r")
+        for each in (first, second):
+            # Both had connections: 30 hashes that all pick one process come once in 2^29 runs.
+            assert await each.line() == "smc-r"
+
+
+async def test_a_plain_process_on_the_same_port_is_never_sent_clc(private: Path) -> None:
+    async with worker(private) as (_, port), worker(private, "plain", port):
+        seen = set()
+        for _ in range(60):
+            agreed, word = await call_worker(private, port, wait=0.2)
+            seen.add((agreed, word))
+            if len(seen) == 2:
+                break
+        assert seen == {(True, b"smc-r"), (False, b"tcp")}
+
+
+async def test_a_plain_server_on_the_specific_address(private: Path) -> None:
+    async with worker(private, address="0.0.0.0") as (_, port):
+        with trio.socket.socket() as plain:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            await plain.bind(("127.0.0.1", port))
+            plain.listen(5)
+            async with bound() as client:
+                announcement = await announce(private, client, ("127.0.0.1", port))
+                await client.connect(("127.0.0.1", port))
+                reason = await announcement.accepted(soon(SHORT))
+                assert reason is FallbackReason.PEER_NOT_CAPABLE
+                connection, _ = await plain.accept()
+                with connection:
+                    client.shutdown(socket.SHUT_WR)
+                    assert await connection.recv(1) == b""
+
+
+async def test_the_socket_of_a_killed_process_is_removed(private: Path) -> None:
+    async with worker(private) as (killed, port):
+        assert len(sockets_below(private)) == 1
+        killed.process.kill()
+        await killed.process.wait()
+        assert len(sockets_below(private)) == 1
+        there = ("127.0.0.1", port)
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
+        assert outcome is FallbackReason.PEER_NOT_CAPABLE
+        assert sockets_below(private) == []
+
+
+async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> None:
+    async with worker(private) as (killed, port):
+        killed.process.kill()
+        await killed.process.wait()
+        async with serving(private, port=port) as server:
+            assert len(sockets_below(private)) == 1
+            await agree(private, server, server.address)
+    assert sockets_below(private) == []
+
+
+async def test_a_stopped_process_delays_only_a_little(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_STRAGGLER_TIMEOUT", SHORT)
+    async with serving(private) as server:
+        (name,) = sockets_below(private)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            os.chdir(name.parent)
+            silent.bind("1-silent")
+            silent.listen(1)
+            with trio.fail_after(LONG / 2):
+                await agree(private, server, server.address)
+            os.unlink("1-silent")
+
+
+# --- giving up ---------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def claimed(private: Path) -> AsyncIterator[tuple[Announcement, Claim]]:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            yield announcement, claim
+
+
+async def test_a_client_that_withdraws(private: Path) -> None:
+    async with claimed(private) as (announcement, claim):
+        announcement.close()
+        assert not await claim.confirm(soon())
+
+
+async def test_a_client_that_withdraws_before_the_claim(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        announcement.close()
+        announcement.close()
+        await trio.testing.wait_all_tasks_blocked()
+        connection, claim = await server.accept()
+        connection.close()
+        assert claim is None
+
+
+async def test_a_client_that_is_tired_of_waiting(private: Path) -> None:
+    async with claimed(private) as (announcement, claim):
+        assert await announcement.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+        assert not await claim.confirm(soon())
+
+
+async def test_a_server_that_is_tired_of_waiting(private: Path) -> None:
+    async with claimed(private) as (announcement, claim):
+        assert not await claim.confirm(soon(0))
+        # ACCEPTED is there to be read, and GO comes too late.
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_go_that_came_in_time_counts_whenever_it_is_read(private: Path) -> None:
+    async with claimed(private) as (announcement, claim):
+        connection = announcement._connections[0]
+        pending = claim._pending
+        pending.connection.send(_local_protocol.ACCEPTED)
+        pending.accepted = True
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                connection.recv(100)
+                break
+        connection.send(_local_protocol.GO)
+        announcement.close()
+        pending.settle()
+        assert pending.go
+        pending.settle()
+        assert pending.go
+
+
+async def test_go_before_accepted_is_no_go(private: Path) -> None:
+    async with claimed(private) as (announcement, claim):
+        announcement._connections[0].send(_local_protocol.GO)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not await claim.confirm(soon())
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+
+
+@pytest.mark.parametrize(
+    ("reason", "arrives_as"),
+    [
+        (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.HANDSHAKE_LIMIT),
+        (FallbackReason.POLICY, FallbackReason.POLICY),
+        (FallbackReason.INTERNAL, FallbackReason.PEER_NOT_CAPABLE),  # has no code
+    ],
+)
+async def test_a_server_that_refuses(
+    reason: FallbackReason, arrives_as: FallbackReason, private: Path
+) -> None:
+    async with claimed(private) as (announcement, claim):
+        claim.refuse(reason)
+        claim.refuse(reason)
+        assert await announcement.accepted(soon()) is arrives_as
+        assert not await claim.confirm(soon())
+
+
+async def test_a_publication_that_ends_drops_its_announcements(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        server.publication.close()
+        server.publication.close()
+        assert sockets_below(private) == []
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_cancelled_nursery_removes_the_publication(private: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        Discovery(private).publish(("127.0.0.1", 4), nursery)
+        assert len(sockets_below(private)) == 1
+        nursery.cancel_scope.cancel()
+    assert sockets_below(private) == []
+
+
+async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        Discovery(private).publish(("127.0.0.1", 4), nursery).close()
+    assert sockets_below(private) == []
+
+
+async def test_an_announcement_that_no_connection_follows_is_forgotten(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_publication, "_PENDING_TIMEOUT", SHORT)
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+        assert server.publication._pending == {}
+
+
+async def test_a_second_announcement_of_a_connection_replaces_the_first(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        first = await announce(private, client, server.address)
+        second = await announce(private, client, server.address)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            await both_say(second, claim, True)
+            assert await first.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+
+
+class After:
+    """Cancels a scope after so many scheduler passes."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+        self.scope = trio.CancelScope()
+
+    async def count(self) -> None:
+        for _ in range(self.passes):
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        self.scope.cancel()
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("passes", range(14))
+async def test_cancellation_at_each_wait(side: str, passes: int, private: Path) -> None:
+    """Whoever is cancelled ends its TCP connection; the other one's answer comes at once."""
+    after = After(passes)
+    async with serving(private) as server:
+
+        async def call() -> None:
+            async with bound() as client:
+                with (
+                    after.scope if side == "client" else contextlib.nullcontext(),
+                    await announce(private, client, server.address) as announcement,
+                ):
+                    await client.connect(server.address)
+                    await announcement.accepted(soon())
+
+        async def serve() -> None:
+            connection, claim = await server.accept()
+            with connection, after.scope if side == "server" else contextlib.nullcontext():
+                if claim is not None:
+                    await claim.confirm(soon())
+
+        with trio.fail_after(LONG):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(after.count)
+                async with trio.open_nursery() as caller:
+                    with trio.CancelScope() as serving_scope:
+                        async with trio.open_nursery() as servers:
+                            servers.start_soon(serve)
+                            caller.start_soon(finish, call, serving_scope, side)
+        # Whatever was cancelled, the next connection is served.
+        await agree_ignoring_older(private, server)
+
+
+async def finish(call: Callable[[], object], serving_scope: trio.CancelScope, side: str) -> None:
+    await call()  # type: ignore[misc]
+    if side == "client":
+        # The connection may never have been opened.
+        serving_scope.cancel()
+
+
+async def agree_ignoring_older(private: Path, server: Server) -> None:
+    async with bound() as client:
+        announcement = await announce(private, client, server.address)
+        await client.connect(server.address)
+        while True:
+            connection, claim = await server.accept()
+            with connection:
+                if connection.getpeername() == client.getsockname():
+                    assert claim is not None
+                    await both_say(announcement, claim, True)
+                    return
+
+
+async def test_ends_in_parallel_always_agree(private: Path, rng: random.Random, full: bool) -> None:
+    """Deadlines that race on two threads, each with its own Trio: never two different answers."""
+    rounds = 5000 if full else 400
+    says: dict[str, dict[tuple[str, int], bool]] = {"server": {}, "client": {}}
+    send_address, receive_address = trio.open_memory_channel[tuple[str, int]](1)
+    here = trio.lowlevel.current_trio_token()
+    patience = [rng.choice((0.0, 20e-6, 50e-6, 100e-6, 200e-6, 1.0)) for _ in range(rounds)]
+
+    async def serve() -> None:
+        async with serving(private) as server:
+            here.run_sync_soon(send_address.send_nowait, server.address)
+            for wait in patience:
+                connection, claim = await server.accept()
+                with connection:
+                    peer = connection.getpeername()[:2]
+                    # No claim: the client has withdrawn already.
+                    agreed = claim is not None and await claim.confirm(soon(wait))
+                    says["server"][peer] = agreed
+                    await connection.send(b"!")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, trio.run, serve)
+        destination = await receive_address.receive()
+        for _ in range(rounds):
+            async with bound() as client:
+                announcement = await announce(private, client, destination)
+                await client.connect(destination)
+                wait = rng.choice((0.0, 20e-6, 50e-6, 100e-6, 200e-6, 1.0))
+                agreed = await announcement.accepted(soon(wait)) is None
+                says["client"][client.getsockname()[:2]] = agreed
+                assert await client.recv(1) == b"!"
+    assert says["server"] == says["client"]
+    assert set(says["client"].values()) == {True, False}, "the race was no race"
+
+
+# --- bad neighbours ----------------------------------------------------------------------------
+
+
+def dial(private: Path) -> socket.socket:
+    """A raw Unix connection to the only publication."""
+    (name,) = sockets_below(private)
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    raw.connect(str(name))
+    raw.settimeout(LONG)
+    return raw
+
+
+async def hear(raw: socket.socket) -> bytes:
+    await trio.lowlevel.wait_readable(raw)
+    return raw.recv(100)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"x",
+        b"TSMC",
+        b"GET / HTTP/1.0\r\n\r\n",
+        bytes(44),
+        _local_protocol.announce(bytes(36))[:-1],
+        _local_protocol.GO,
+        _local_protocol.ACCEPTED,
+        struct.pack(">4sBBBB", b"TSMC", 2, 1, 1, 0) + bytes(36),
+        struct.pack(">4sBBBB", b"TSMC", 1, 1, 99, 0),
+        random.Random(7).randbytes(50_000),
+    ],
+)
+async def test_garbage_costs_its_sender_only(packet: bytes, private: Path) -> None:
+    async with serving(private) as server:
+        with dial(private) as raw:
+            raw.send(packet)
+            with contextlib.suppress(ConnectionResetError):
+                assert await hear(raw) == b""
+            await agree(private, server, server.address)
+
+
+async def test_clients_that_say_nothing_are_dropped(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_publication, "_ANNOUNCE_TIMEOUT", SHORT)
+    async with serving(private) as server:
+        with dial(private) as raw:
+            await agree(private, server, server.address)
+            assert await hear(raw) == b""
+        assert server.publication._connections == 0
+
+
+async def test_garbage_after_the_announcement(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        announcement._connections[0].send(b"what?")
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+        await agree(private, server, server.address)
+
+
+async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_publication, "_MAX_PENDING", 2)
+    async with serving(private) as server, bound() as one, bound() as two, bound() as three:
+        held = [await announce(private, each, server.address) for each in (one, two)]
+        outcome = await Discovery(private).announce(three.getsockname(), server.address, soon())
+        assert outcome is FallbackReason.HANDSHAKE_LIMIT
+        held[0].close()
+        await trio.testing.wait_all_tasks_blocked()
+        held.append(await announce(private, three, server.address))
+        for each in held:
+            each.close()
+
+
+async def test_accept_without_descriptors_waits_for_better_times(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_publication, "_EXHAUSTED_INTERVAL", 0.001)
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(private) as server, bound() as client:
+        with dial(private) as raw:
+            raw.send(_local_protocol.announce(bytes(36)))
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            filler = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+                with contextlib.suppress(OSError):
+                    while True:
+                        filler.append(os.open("/dev/null", os.O_RDONLY))
+                await trio.testing.wait_all_tasks_blocked()
+                # A client without descriptors gets its TCP connection all the same.
+                outcome = await Discovery(private).announce(
+                    client.getsockname(), server.address, soon(SHORT)
+                )
+                assert outcome is FallbackReason.OUT_OF_RESOURCES
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for each in filler:
+                    os.close(each)
+            assert await hear(raw) == _local_protocol.HEARD
+        await agree(private, server, server.address)
+
+
+class FakeListener:
+    """A raw socket in the place of a publication, answering one client with given packets."""
+
+    def __init__(self, private: Path, *answers: bytes, backlog: int = 5) -> None:
+        self.name = _local_directory.listener_name("127.0.0.1", 9, dual_stack=False)
+        self.made = _local_directory.NewSocket(private, self.name, backlog)
+        self.answers = answers
+
+    async def serve(self) -> None:
+        await trio.lowlevel.wait_readable(self.made.listener)
+        connection, _ = self.made.listener.accept()
+        with connection:
+            await trio.lowlevel.wait_readable(connection)
+            connection.recv(100)
+            for answer in self.answers:
+                connection.send(answer)
+            with contextlib.suppress(OSError):
+                await trio.lowlevel.wait_readable(connection)
+
+    def close(self) -> None:
+        self.made.remove()
+        self.made.listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", FallbackReason.PEER_NOT_CAPABLE),
+        (b"HTTP/1.0 400 Bad Request", FallbackReason.PEER_NOT_CAPABLE),
+        (_local_protocol.ACCEPTED, FallbackReason.PEER_NOT_CAPABLE),
+        (
+            struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.HEARD, 0),
+            FallbackReason.LOCAL_VERSION_MISMATCH,
+        ),
+        (
+            struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.REFUSED, 1),
+            FallbackReason.LOCAL_VERSION_MISMATCH,
+        ),
+        (_local_protocol.refused(FallbackReason.NO_RNIC), FallbackReason.NO_RNIC),
+    ],
+)
+async def test_what_a_listener_may_answer(
+    answer: bytes, reason: FallbackReason, private: Path
+) -> None:
+    fake = FakeListener(private, answer)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fake.serve)
+        there = ("127.0.0.1", 9)
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
+        assert outcome is reason
+        nursery.cancel_scope.cancel()
+    fake.close()
+
+
+async def test_a_newer_client_learns_that_no_version_is_common(private: Path) -> None:
+    async with serving(private):
+        with dial(private) as raw:
+            raw.send(struct.pack(">4sBBBB", b"TSMC", 2, 5, Kind.ANNOUNCE, 0) + b"whatever")
+            answer = _local_protocol.decode_untrusted(await hear(raw))
+            assert answer.kind is Kind.REFUSED
+            assert answer.reason is FallbackReason.LOCAL_VERSION_MISMATCH
+
+
+async def test_a_newer_client_that_still_speaks_our_version(private: Path) -> None:
+    async with serving(private):
+        with dial(private) as raw:
+            head = struct.pack(">4sBBBB", b"TSMC", 1, 5, Kind.ANNOUNCE, 0)
+            raw.send(head + bytes(36) + b"an extension")
+            assert await hear(raw) == _local_protocol.HEARD
+
+
+async def test_a_listener_whose_backlog_stays_full(private: Path) -> None:
+    fake = FakeListener(private, backlog=0)
+    waiting = []
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(sockets_below(private)[0]))
+        there = ("127.0.0.1", 9)
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon(SHORT))
+        assert outcome is FallbackReason.PEER_NOT_CAPABLE
+        # Once there is room again, a client that is still waiting gets through.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain, fake.made.listener)
+            found = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
+            assert isinstance(found, Announcement)
+            found.close()
+            nursery.cancel_scope.cancel()
+    finally:
+        for each in waiting:
+            each.close()
+        fake.close()
+
+
+async def drain(listener: socket.socket) -> None:
+    """Accept everybody, and hear who announces something."""
+    while True:
+        await trio.lowlevel.wait_readable(listener)
+        connection, _ = listener.accept()
+        with connection:
+            readable, _, _ = select.select([connection], [], [], 0.01)
+            if readable and connection.recv(100):
+                connection.send(_local_protocol.HEARD)
+
+
+# --- other users, hostile directories ----------------------------------------------------------
+
+
+async def test_a_client_of_another_user_is_refused(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_publication, "is_same_user", lambda connection: False)
+    async with serving(private) as server:
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
+        assert outcome is FallbackReason.OTHER_USER
+
+
+async def test_a_listener_of_another_user_is_not_believed(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "is_same_user", lambda connection: False)
+    async with serving(private) as server:
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
+        assert outcome is FallbackReason.OTHER_USER
+
+
+def announce_as_nobody(path: str) -> bytes:
+    """The answer to an announcement that another user makes."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+                    raw.connect(path)
+                    raw.send(_local_protocol.announce(bytes(36)))
+                    theirs.send(raw.recv(100))
+            finally:
+                os._exit(0)
+        theirs.close()
+        answer = ours.recv(100)
+        os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_the_kernel_tells_who_a_client_is(private: Path) -> None:
+    async with serving(private):
+        (name,) = sockets_below(private)
+        # Open everything, so that only the credentials are left to refuse.
+        name.chmod(0o777)
+        for directory in name.parents:
+            if directory.is_relative_to(private.parent.parent):
+                directory.chmod(0o755)
+        answer = await trio.to_thread.run_sync(announce_as_nobody, str(name))
+        assert answer == _local_protocol.refused(FallbackReason.OTHER_USER)
+
+
+async def unavailable(private: Path) -> FallbackReason:
+    """Publish and announce where neither can work: the same reason and no exception."""
+    async with trio.open_nursery() as nursery:
+        publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
+        assert publication.unavailable is not None
+        assert publication.claim(("127.0.0.1", 9), ("127.0.0.1", 1)) is None
+        publication.close()
+    outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 9), soon())
+    assert outcome is publication.unavailable
+    return outcome
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+async def test_a_directory_that_others_can_enter(mode: int, private: Path) -> None:
+    os.mkdir(private)
+    os.chmod(private, mode)
+    assert await unavailable(private) is FallbackReason.POLICY
+
+
+async def test_a_symbolic_link_is_not_followed(private: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    os.mkdir(real, mode=0o700)
+    os.symlink(real, private)
+    assert await unavailable(private) is FallbackReason.POLICY
+    assert os.listdir(real) == []
+
+
+async def test_a_file_in_the_place_of_the_directory(private: Path) -> None:
+    os.mknod(private, mode=0o600)
+    assert await unavailable(private) is FallbackReason.POLICY
+    os.unlink(private)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+async def test_a_directory_of_another_user(private: Path) -> None:
+    os.mkdir(private, mode=0o700)
+    os.chown(private, 65534, 65534)
+    assert await unavailable(private) is FallbackReason.OTHER_USER
+
+
+async def test_a_full_file_system(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", full)
+        async with trio.open_nursery() as nursery:
+            publication = Discovery(private).publish(("127.0.0.1", 9), nursery)
+            assert publication.unavailable is FallbackReason.OUT_OF_RESOURCES
+
+
+async def test_entries_that_are_no_sockets_are_left_alone(private: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as decoy:
+        decoy.bind(str(elsewhere))
+        decoy.listen()
+        decoy.setblocking(False)
+        async with serving(private) as server:
+            (name,) = sockets_below(private)
+            (name.parent / "1-link").symlink_to(elsewhere)
+            (name.parent / "2-file").touch()
+            await agree(private, server, server.address)
+            with pytest.raises(BlockingIOError):
+                decoy.accept()
+            (name.parent / "1-link").unlink()
+            (name.parent / "2-file").unlink()
+    elsewhere.unlink()
+
+
+async def test_other_systems_have_only_tcp(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert await unavailable(private) is FallbackReason.UNSUPPORTED_PLATFORM
+    assert os.listdir(private.parent) == []
+
+
+async def test_publishers_that_come_and_go_do_not_disturb_each_other(private: Path) -> None:
+    """One removes the directory while another makes its socket there."""
+
+    def come_and_go() -> None:
+        for _ in range(200):
+            made = _local_directory.NewSocket(private, "4-127.0.0.1-9", 1)
+            made.remove()
+            made.listener.close()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(trio.to_thread.run_sync, come_and_go)
+    assert sockets_below(private) == []
+
+
+# --- the messages ------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"TSMC\x01\x01" + tail))
+def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        message = _local_protocol.decode_untrusted(data)
+        assert (message.kind is Kind.REFUSED) == (message.reason is not None)
+        assert len(message.connection) == (36 if message.kind is Kind.ANNOUNCE else 0)
+
+
+@given(st.ip_addresses(), st.integers(0, 65535), st.ip_addresses(), st.integers(0, 65535))
+def test_an_announcement_names_its_connection(
+    source: object, source_port: int, destination: object, port: int
+) -> None:
+    name = _local_protocol.four_tuple((str(source), source_port), (str(destination), port))
+    message = _local_protocol.decode_untrusted(_local_protocol.announce(name))
+    assert message.kind is Kind.ANNOUNCE
+    assert message.connection == name
+    other = _local_protocol.four_tuple((str(source), source_port), (str(destination), port ^ 1))
+    assert other != name
+
+
+def test_the_layout_of_an_announcement() -> None:
+    name = _local_protocol.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
+    expected = (
+        "54534d43 01 01 01 00"
+        "00000000000000000000ffffc0000201 1234"
+        "20010db8000000000000000000000001 5678"
+    )
+    assert _local_protocol.announce(name) == bytes.fromhex(expected)
+
+
+def test_every_reason_with_a_code_arrives() -> None:
+    for reason in _local_protocol._REASONS.values():
+        message = _local_protocol.decode_untrusted(_local_protocol.refused(reason))
+        assert message.reason is reason
