@@ -80,7 +80,7 @@ class FakeChannel:
         self.rkey = 0
 
     def capacity(self) -> int:
-        if self.slots is not None and len(self.uncompleted) + len(self.queue) >= self.slots:
+        if self.slots is not None and len(self.uncompleted) >= self.slots:
             return 0
         return self.room
 
@@ -91,7 +91,7 @@ class FakeChannel:
     def post_write(self, connection: Connection, data: memoryview, address: int, rkey: int) -> None:
         assert rkey == self.rkey
         assert len(data) > 0
-        assert self.capacity() >= len(data)
+        assert len(data) <= self.capacity()
         start = address - self.peer_base
         self.log.append(Write(start, start + len(data) - 1))
         self.queue.append(("write", data, start))

@@ -19,6 +19,7 @@ because the link had no room, the host hears of it only when that has been poste
 from __future__ import annotations
 
 import errno
+import logging
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
+_log = logging.getLogger(__name__)
 _URGENT = URGENT_PENDING | URGENT_PRESENT
+_TELL_ALL = WRITER_BLOCKED | UPDATE_REQUESTED | _URGENT
 # States in which the peer's data is of no interest (4.8.2, 1A).
 _ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
 
@@ -55,7 +58,7 @@ _ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
 class _Nobody:
     """Model of the machine that all closed connections share: CLOSED has no guards or actions."""
 
-    def state_changed(self, old: str, new: str, event: str) -> None:  # noqa: ARG002
+    def state_changed(self, old: str, new: str, event: str) -> None:
         raise AssertionError("CLOSED is never left")
 
 
@@ -344,10 +347,9 @@ class Connection(Sender):
                         self._drop_unread()
                 if taken_offset != self._taken_offset or taken_wrap != self._taken_wrap:
                     self._consumer_untrusted(taken_wrap, taken_offset)
-                self._peer_blocked = bool(flags & WRITER_BLOCKED)
+                self._tell_all = bool(flags & _TELL_ALL)
                 self.urgent_flags = flags & _URGENT
-                self._update_requested = bool(flags & UPDATE_REQUESTED)
-                if self._update_requested and self._consumed != self._told:
+                if flags & UPDATE_REQUESTED and self._consumed != self._told:
                     self._owe_cdc()
         except ProtocolError as exc:
             self.protocol_error(exc)
@@ -403,6 +405,7 @@ class Connection(Sender):
             self._machine.send("all_sent")
 
     def _protocol_error(self, exc: ProtocolError) -> None:
+        _log.warning("%r is reset: %s", self, exc)
         self.protocol_error(exc)
 
     # --- model of the state machine ----------------------------------------------------------
@@ -414,6 +417,8 @@ class Connection(Sender):
             self._sendable = False
         self._host.state_changed(self, old, new, event)
         if new == "CLOSED":
+            if event in ("close_timeout", "abort_timeout"):
+                self._owed = False  # the peer is given up, and with it the last word
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)

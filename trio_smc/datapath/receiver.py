@@ -17,7 +17,9 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
   least 10 %; or
 - the peer says that its writer is blocked (B) and anything was consumed; or
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
-  untold is answered at once, since "for a while" cannot be told without a clock.
+  untold is answered at once, since "for a while" cannot be told without a clock; or
+- the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
+  until that data is taken (4.7.5).
 
 Every other CDC message carries it for free.
 
@@ -27,7 +29,6 @@ again in place.
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Receiver"]
 
+_OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
+
 
 class Receiver:
     """Base of `Connection`: what it receives, and the cursor updates it owes for that."""
@@ -50,7 +53,6 @@ class Receiver:
         "_eye_catcher",
         "_least_update",
         "_open_to_application",
-        "_peer_blocked",
         "_peer_done",
         "_purged",
         "_received",
@@ -59,8 +61,8 @@ class Receiver:
         "_ring",
         "_ring_start",
         "_rmbe",
+        "_tell_all",
         "_told",
-        "_update_requested",
         "_usable",
         "error",
         "on_readable",
@@ -87,8 +89,7 @@ class Receiver:
         self._received_offset = rmbe.first
         self._consumed = 0
         self._told = 0
-        self._peer_blocked = False
-        self._update_requested = False
+        self._tell_all = False  # the peer waits for each cursor update: B, R, P or U
         self._peer_done = False
         self._purged = False
         self._open_to_application = False
@@ -162,13 +163,13 @@ class Receiver:
         """How many bytes the application gets now."""
         if max_bytes <= 0:
             raise ValueError("a positive number of bytes is wanted")
+        if self._eye_catcher and not self._rmbe.check_eye_catcher():
+            self._protocol_error(ProtocolError(_OVERWRITTEN))
         length = self._received - self._consumed
         if not length or not self._open_to_application:
             if self.error is not None and not (self._peer_done and not self._purged):
-                raise OSError(*self.error.args) from self.error.__cause__
+                raise self._failure(self.error)
             return 0
-        if self._eye_catcher and not self._rmbe.check_eye_catcher():
-            self._eye_catcher_lost()
         if length > max_bytes:
             return max_bytes
         return length
@@ -183,13 +184,9 @@ class Receiver:
     def _consume(self, length: int) -> None:
         """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
         consumed = self._consumed = self._consumed + length
-        if (
-            self._peer_blocked
-            or self._update_requested
-            or (
-                2 * (self._usable - self._received + self._told) < self._usable
-                and consumed - self._told >= self._least_update
-            )
+        if self._tell_all or (
+            2 * (self._usable - self._received + self._told) < self._usable
+            and consumed - self._told >= self._least_update
         ):
             self._owe_cdc()
 
@@ -213,7 +210,7 @@ class Receiver:
         if self._peer_done and count != self._received:
             raise ProtocolError("data after the end of the data")
         if self._eye_catcher and not rmbe.check_eye_catcher():
-            raise ProtocolError("the eye catcher of the RMBE was overwritten")
+            raise ProtocolError(_OVERWRITTEN)
         self._received = count
         self._received_wrap = wrap
         self._received_offset = offset
@@ -245,10 +242,12 @@ class Receiver:
             self.error = OSError(number, os.strerror(number))
             self.error.__cause__ = cause
 
-    def _eye_catcher_lost(self) -> None:
-        """Somebody wrote over the start of the RMBE: end this connection (4.4.1)."""
-        self._protocol_error(ProtocolError("the eye catcher of the RMBE was overwritten"))
-        raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
+    @staticmethod
+    def _failure(error: OSError) -> OSError:
+        """A copy of the error to raise: tracebacks do not pile up on the one that is kept."""
+        copy = OSError(*error.args)
+        copy.__cause__ = error.__cause__
+        return copy
 
     # --- supplied by the classes built on this one -------------------------------------------
 

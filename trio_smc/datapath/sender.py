@@ -88,6 +88,7 @@ class Sender(Receiver):
         "cdcs_sent",
         "coalesced",
         "on_writable",
+        "send_limit",
         "window_stalls",
         "writes",
     )
@@ -99,6 +100,8 @@ class Sender(Receiver):
     on_writable: Callable[[], None] | None
     """Called once, and cleared, when a blocked writer might go on: window, room on the link,
     everything delivered, nothing borrowed any more, an ending."""
+    send_limit: int | None
+    """At most this many bytes are unacknowledged at a time; None: as many as fit."""
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class Sender(Receiver):
         self._silent = False  # C or A was posted: nothing may follow
         self.borrowed = 0
         self.on_writable = None
+        self.send_limit = None
         self.writes = 0
         self.cdcs_sent = 0
         self.coalesced = 0
@@ -196,6 +200,8 @@ class Sender(Receiver):
         """
         if not self._sendable:
             self._refuse_send()
+        if self.send_limit is not None:
+            data = data[: max(0, self.send_limit - self._produced + self._delivered)]
         total = left = len(data)
         window = self._peer_usable - self._produced + self._taken
         if window < left and (not window or (self._blocked and window < self._resume)):
@@ -214,16 +220,12 @@ class Sender(Receiver):
                 take = chunk
             if take > window:
                 take = window
-            if take >= left:
+            if take > left:
                 take = left
-                piece = data if left == total else data[total - left :]
-            else:
-                piece = data[total - left : total - left + take]
+            sent = total - left
+            piece = data if take == total else data[sent : sent + take]
             if not stable:
-                if take <= self._copy_limit:
-                    piece = memoryview(bytes(piece))
-                else:
-                    self.borrowed += take
+                piece = self._copy_or_borrow(piece)
             self._write(channel, piece, take)
             left -= take
             window -= take
@@ -256,6 +258,12 @@ class Sender(Receiver):
         self._flush_pending = False
         if self._owed:
             self._owe_cdc()
+
+    def _copy_or_borrow(self, data: memoryview) -> memoryview:
+        if len(data) <= self._copy_limit:
+            return memoryview(bytes(data))
+        self.borrowed += len(data)
+        return data
 
     # --- posting -----------------------------------------------------------------------------
 
@@ -412,7 +420,7 @@ class Sender(Receiver):
     def _refuse_send(self) -> None:
         """Raise what `send` owes its caller in a connection that takes no data."""
         if self.error is not None:
-            raise OSError(*self.error.args) from self.error.__cause__
+            raise self._failure(self.error)
         raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     # --- supplied by the class built on this one ---------------------------------------------

@@ -1,0 +1,231 @@
+"""Two connection cores under random schedules: every byte arrives, in order, once.
+
+    python -m tests.campaigns.datapath --cases N --seed S [--case K]
+
+A case draws two rings (a few bytes to 64 KiB, with or without eye catcher), settings (chunks,
+copies, merged messages, links with little room) and a weight for each thing that can happen:
+a piece is sent, received or peeked at on either side, posted work is delivered, completed, put-off
+messages are flushed. Both sides send all the time; each ends its own direction when it has sent
+its share, by half close, and closes when it has read the other's to the end.
+
+Checked: the bytes; that nothing is written outside of the window granted (the receiver would
+reset); that nobody is stuck while the other end reads and the links move; that both are CLOSED
+in the end, by FIN, without timers; that everything was given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+from tests.datapath_pair import FakeChannel, Pair
+from trio_smc.datapath.connection import Connection
+
+_MEMO: dict[int, bytes] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a campaign saw."""
+
+    cases: int
+    bytes_moved: int
+    messages: int
+    wraps: int
+    stalls: int
+
+
+class End:
+    """One application: what it has to send, what it must receive."""
+
+    def __init__(self, connection: Connection, outgoing: bytes, incoming: bytes) -> None:
+        self.connection = connection
+        self.outgoing = outgoing
+        self.incoming = incoming
+        self.sent = 0
+        self.received = 0
+        self.closed = False
+
+    def send(self, rng: random.Random, largest: int) -> None:
+        connection = self.connection
+        if self.closed or connection.write_closed:
+            return
+        if self.sent == len(self.outgoing):
+            connection.shutdown_write()
+            return
+        size = rng.randint(1, largest)
+        piece = self.outgoing[self.sent : self.sent + size]
+        if rng.random() < 0.5:
+            buffer = bytearray(piece)
+            self.sent += connection.send(memoryview(buffer))
+            if connection.borrowed:
+                # As a cancelled send_all does. The fake link writes at delivery, from the
+                # memory posted, so the buffer itself may not be changed before.
+                connection.keep_copies()
+        else:
+            self.sent += connection.send(memoryview(piece))
+
+    def receive(self, rng: random.Random, largest: int) -> None:
+        connection = self.connection
+        if self.closed:
+            return
+        size = rng.randint(1, largest)
+        if rng.random() < 0.2:
+            seen = connection.peek(size)
+            assert seen == self.incoming[self.received : self.received + len(seen)]
+        if rng.random() < 0.5:
+            got = connection.receive(size)
+        else:
+            buffer = bytearray(size)
+            got = bytes(buffer[: connection.receive_into(buffer)])
+        assert got == self.incoming[self.received : self.received + len(got)], "wrong bytes"
+        self.received += len(got)
+        if connection.at_eof:
+            assert self.received == len(self.incoming), "the stream ended early"
+            if connection.write_closed:
+                self.closed = True
+                connection.close()
+
+
+def text(rng: random.Random, length: int) -> bytes:
+    """Bytes in which a shift by any small distance shows; cheap to make."""
+    salt = rng.randrange(16)
+    if salt not in _MEMO:
+        _MEMO[salt] = random.Random(salt).randbytes(1 << 18)
+    return _MEMO[salt][:length]
+
+
+def _size(rng: random.Random) -> int:
+    return int(2 ** rng.uniform(3.2, 16))
+
+
+def run_case(rng: random.Random) -> tuple[int, int, int, int]:
+    """One schedule; returns (bytes, CDC messages, wraps, stalls).  AssertionError on failure."""
+    sizes = (_size(rng), _size(rng))
+    pair = Pair(
+        sizes,
+        (rng.random() < 0.5, rng.random() < 0.5),
+        chunks=rng.random() < 0.7,
+        copy_limit=rng.choice([0, 16, 1000, 65536]),
+        merge=rng.random() < 0.3,
+    )
+    try:
+        return _run(pair, rng, sizes)
+    finally:
+        pair.close()
+
+
+def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
+    for channel in pair.channels:
+        if rng.random() < 0.4:
+            channel.slots = rng.randint(1, 5)
+        if rng.random() < 0.3:
+            channel.room = rng.randint(1, 5000)
+    texts = [
+        text(rng, rng.choice([0, 1, rng.randrange(6 * size), rng.randrange(30 * size)]))
+        for size in (sizes[1], sizes[0])
+    ]
+    ends = (End(pair.a, texts[0], texts[1]), End(pair.b, texts[1], texts[0]))
+    # Sizes that keep a case at a few hundred steps, mixed with small ones.
+    largest = [max(4, len(t) // rng.choice([3, 20, 100])) for t in texts]
+    weights = [rng.choice([1, 1, 3, 10]) for _ in range(9)]
+    steps = 0
+    while pair.states() != ("CLOSED", "CLOSED"):
+        steps += 1
+        if steps % 300 == 0:
+            # Whatever the weights: everyone gets a turn, so that a stand-still is a real one.
+            before = _progress(pair, ends)
+            pair.settle()
+            for side in (0, 1):
+                ends[side].send(rng, largest[side])
+                ends[side].receive(rng, 1 << 20)
+                pair.settle()
+            assert _progress(pair, ends) != before, f"stuck in {pair.states()}"
+        _step(pair, ends, rng, rng.choices(range(9), weights)[0], largest)
+    pair.settle()
+    for end, host in zip(ends, pair.hosts, strict=True):
+        assert end.received == len(end.incoming)
+        assert end.connection.error is None
+        assert host.calls == ["close_tcp", "closed"], host.calls
+        assert host.timer is None
+        assert end.connection.stale_cdcs == 0
+    moved = sum(map(len, texts))
+    wraps = sum(len(t) // (n - 4) for t, n in zip(texts, (sizes[1], sizes[0]), strict=True))
+    messages = pair.a.cdcs_sent + pair.b.cdcs_sent
+    return moved, messages, wraps, pair.a.window_stalls + pair.b.window_stalls
+
+
+def _progress(pair: Pair, ends: tuple[End, End]) -> tuple[object, ...]:
+    return (
+        pair.states(),
+        [(end.sent, end.received, end.connection.write_closed) for end in ends],
+    )
+
+
+def _step(
+    pair: Pair,
+    ends: tuple[End, End],
+    rng: random.Random,
+    kind: int,
+    largest: list[int],
+) -> None:
+    side = rng.randrange(2)
+    channel: FakeChannel = pair.channels[side]
+    if kind < 2:
+        ends[side].send(rng, largest[side])
+    elif kind < 4:
+        ends[side].receive(rng, largest[1 - side])
+    elif kind == 4:
+        ends[side].receive(rng, 4)
+    elif kind < 7:
+        channel.deliver(rng.randint(1, 4))
+    elif kind == 7:
+        channel.complete(rng.randint(1, 4))
+    else:
+        pair.flush()
+
+
+def run(cases: int, seed: int, only: int | None = None) -> Result:
+    """Run ``cases`` cases, or case number ``only`` alone; AssertionError names the case."""
+    totals = [0, 0, 0, 0]
+    for case in range(cases) if only is None else (only,):
+        try:
+            for i, value in enumerate(run_case(random.Random(f"{seed}/{case}"))):
+                totals[i] += value
+        except Exception as exc:
+            exc.add_note(f"replay: --seed {seed} --case {case}")
+            raise
+    return Result(
+        cases=cases if only is None else 1,
+        bytes_moved=totals[0],
+        messages=totals[1],
+        wraps=totals[2],
+        stalls=totals[3],
+    )
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--case", type=int, default=None, help="run this one only")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    start = time.perf_counter()
+    result = run(arguments.cases, seed, arguments.case)
+    seconds = time.perf_counter() - start
+    print(
+        f"datapath: {result.cases} schedules, {result.bytes_moved} bytes, {result.messages} CDC "
+        f"messages, {result.wraps} wraps, {result.stalls} stalls, seed {seed}, {seconds:.1f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
