@@ -116,7 +116,7 @@ class VerbsRnic(Rnic):
         self._domains: set[Domain] = set()
         self._found: list[Completion] = []
 
-    def open(self, directory: Path) -> None:  # noqa: ARG002 - software RNICs meet there
+    def open(self, directory: Path) -> None:
         if self._lib is not None:
             raise RnicError(errno.EBUSY, f"{self.name} is open already")
         lib = _pyverbs.load()
@@ -191,7 +191,8 @@ class VerbsRnic(Rnic):
         return PinnedMemory(size)
 
     def alloc_pd(self) -> ProtectionDomain:
-        domain = Domain(self, self._context, self._opened())
+        lib = self._opened()
+        domain = Domain(self, self._context, lib)
         self._domains.add(domain)
         return domain
 
@@ -258,17 +259,24 @@ class VerbsRnic(Rnic):
 
     def service(self) -> None:
         lib = self._opened()
-        for fd, _ in self._epoll.poll(0):
-            if fd == self._async_fd:
-                self._take_event(lib)
-            elif self._channel is not None and self._cq is not None:
-                try:
-                    self._channel.get_cq_event(self._cq)
-                except lib.error as refused:
-                    if not lib.would_block(refused):
-                        raise lib.refusal("ibv_get_cq_event", refused) from refused
+        # Until nothing is readable: a sleeper that waits for edges sees no second event otherwise.
+        while ready := self._epoll.poll(0):
+            for fd, _ in ready:
+                if fd == self._async_fd:
+                    self._take_event(lib)
                 else:
-                    self._cq.ack_events(1)
+                    self._take_notification(lib)
+
+    def _take_notification(self, lib: _pyverbs.Verbs) -> None:
+        if self._channel is None or self._cq is None:
+            return
+        try:
+            self._channel.get_cq_event(self._cq)
+        except lib.error as refused:
+            if not lib.would_block(refused):
+                raise lib.refusal("ibv_get_cq_event", refused) from refused
+        else:
+            self._cq.ack_events(1)
 
     def _take_event(self, lib: _pyverbs.Verbs) -> None:
         with lib.refusals("ibv_get_async_event"):

@@ -27,7 +27,9 @@ data is given as memoryviews of any memory; an RNIC that can only send registere
 it into a send ring of its own first (`Rnic.copies_on_post`).
 
 All methods are called on the Trio thread; the RNIC's own thread only sleeps on `Rnic.wait_fd`.
-Completions of one queue pair come in the order in which the work was posted.
+Completions of one queue come in the order in which the work was posted.  When a queue pair fails
+there is no order between its two queues: flushed receives may be seen before the request that
+failed.
 """
 
 from __future__ import annotations
@@ -208,7 +210,11 @@ class QueuePair(ABC):
 
     @abstractmethod
     def write_capacity(self) -> int:
-        """Bytes that `post_write` can take now; bounded only where `Rnic.copies_on_post`."""
+        """Bytes that `post_write` can take now; bounded only where `Rnic.copies_on_post`.
+
+        It grows with completions, and only signaled ones are told of: a caller that waits for
+        room posts something signaled after its writes.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -243,7 +249,10 @@ class Rnic(ABC):
 
     @abstractmethod
     def alloc_memory(self, size: int) -> Memory:
-        """Zeroed memory of ``size`` bytes that can be registered with this RNIC."""
+        """Zeroed memory of ``size`` bytes, the only one that can be registered with this RNIC.
+
+        Each kind of RNIC has its own way of zeroing it again while it is registered.
+        """
 
     @abstractmethod
     def alloc_pd(self) -> ProtectionDomain:

@@ -1,0 +1,209 @@
+"""What the guests' programs share: a device that is drained, and queue pairs connected over TCP."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import trio
+
+from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.poller import Poller
+from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.verbs import Completion, MemoryRegion, ProtectionDomain, QueuePair, Rnic
+
+PORT = 7654
+PATIENCE = 40
+"""Seconds after which a wait means failure: guests without KVM are slow."""
+
+
+class Control:
+    """Lines of JSON to the peer's program."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self._got = b""
+
+    @classmethod
+    async def connect(cls, role: str, peer: str) -> Self:
+        with trio.fail_after(PATIENCE):
+            if role == "server":
+                (listener,) = await trio.open_tcp_listeners(PORT, host="0.0.0.0")
+                async with listener:
+                    return cls(await listener.accept())
+            while True:
+                try:
+                    return cls(await trio.open_tcp_stream(peer, PORT))
+                except OSError:
+                    await trio.sleep(0.2)  # the other guest is still booting
+
+    async def swap(self, value: Any = None) -> Any:
+        """Give the peer a value and take its own; so also a barrier."""
+        with trio.fail_after(PATIENCE):
+            await self.stream.send_all(json.dumps(value).encode() + b"\n")
+            while b"\n" not in self._got:
+                more = await self.stream.receive_some()
+                if not more:
+                    raise EOFError("the peer's program is gone")
+                self._got += more
+        line, _, self._got = self._got.partition(b"\n")
+        return json.loads(line)
+
+
+class Device:
+    """An open RNIC whose completions go to the queue pairs' own sinks.
+
+    Args:
+      thread: let the poller thread sleep on the RNIC and wake this one, as in a stack; else this
+        one sleeps on the RNIC's descriptor itself.
+    """
+
+    def __init__(self, rnic: Rnic, *, thread: bool) -> None:
+        self.rnic = rnic
+        self.thread = thread
+        self.sinks: dict[int, Callable[[Completion], None]] = {}
+        self.sleeps = 0
+
+    async def run(self) -> None:
+        if not self.thread:
+            await self._drain(self.rnic.wait_fd())
+        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        poller = Poller(self.rnic, lambda: os.eventfd_write(wake, 1))
+        try:
+            await self._drain(wake, lambda: os.eventfd_read(wake))
+        finally:
+            poller.stop()
+            os.close(wake)
+
+    async def _drain(self, fd: int, quieten: Callable[[], object] = int) -> None:
+        rnic = self.rnic
+        while True:
+            found = rnic.poll()
+            for completion in found:
+                self.sinks[completion.qp_num](completion)
+            if found:
+                await trio.lowlevel.checkpoint()
+            elif rnic.arm():
+                await trio.lowlevel.wait_readable(fd)
+                self.sleeps += 1
+                quieten()
+                rnic.service()
+
+
+@asynccontextmanager
+async def open_device(name: str, *, thread: bool = False) -> AsyncIterator[Device]:
+    rnic = VerbsRnic(name)
+    rnic.open(Path("/nonexistent"))
+    try:
+        async with trio.open_nursery() as nursery:
+            device = Device(rnic, thread=thread)
+            nursery.start_soon(device.run)
+            yield device
+            nursery.cancel_scope.cancel()
+    finally:
+        rnic.close()
+
+
+class Pair:
+    """A queue pair, its domain and a region of its own; all completions kept in order."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device = device
+        self.rnic = device.rnic
+        self.pd: ProtectionDomain = self.rnic.alloc_pd()
+        self.qp: QueuePair = self.rnic.create_qp(self.pd)
+        self.memory: Memory = self.rnic.alloc_memory(size)
+        self.region: MemoryRegion = self.pd.register(self.memory)
+        self.got: list[Completion] = []
+        self._news = trio.Event()
+        self.peer: dict[str, Any] = {}
+        device.sinks[self.qp.qp_num] = self._sink
+
+    def _sink(self, completion: Completion) -> None:
+        self.got.append(completion)
+        self._news.set()
+
+    async def wait(self, until: Callable[[Self], bool], seconds: float = PATIENCE) -> None:
+        """Until the condition holds, looked at after every completion."""
+        with trio.move_on_after(seconds):
+            while not until(self):
+                self._news = trio.Event()
+                await self._news.wait()
+            return
+        raise AssertionError(
+            f"nothing came: state {self.qp.state}, got {self.got[:9]}, {self.rnic.poll()} unseen"
+        )
+
+    async def take(self, seconds: float = PATIENCE) -> Completion:
+        await self.wait(lambda pair: bool(pair.got), seconds)
+        return self.got.pop(0)
+
+    async def connect(self, control: Control, receives: int) -> None:
+        psn = random.getrandbits(24)
+        self.qp.to_init()
+        self.qp.post_receive(receives)
+        self.peer = await control.swap(
+            {
+                "gid": self.rnic.gid.hex(),
+                "qp_num": self.qp.qp_num,
+                "psn": psn,
+                "mtu": self.rnic.mtu,
+                "rkey": self.region.rkey,
+                "address": self.region.address,
+                "length": self.region.length,
+            }
+        )
+        self.qp.to_rtr(
+            gid=bytes.fromhex(self.peer["gid"]),
+            qp_num=self.peer["qp_num"],
+            psn=self.peer["psn"],
+            mtu=min(self.rnic.mtu, self.peer["mtu"]),
+        )
+        self.qp.to_rts(psn=psn)
+        await control.swap()
+
+    def write(self, data: bytes, offset: int, *, wr_id: int = 0, signaled: bool = True) -> None:
+        self.qp.post_write(
+            wr_id,
+            memoryview(data),
+            None,
+            address=self.peer["address"] + offset,
+            rkey=self.peer["rkey"],
+            signaled=signaled,
+        )
+
+    def close(self) -> None:
+        del self.device.sinks[self.qp.qp_num]
+        self.qp.close()
+        self.region.close()
+        self.pd.close()
+        self.memory.close()
+
+
+@asynccontextmanager
+async def connected(
+    device: Device, control: Control, *, size: int = 4096, receives: int = 4
+) -> AsyncIterator[Pair]:
+    pair = Pair(device, size)
+    try:
+        await pair.connect(control, receives)
+        yield pair
+        await control.swap()
+    finally:
+        pair.close()
+
+
+def descriptors() -> list[str]:
+    """What this process has open, as sorted link texts."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return sorted(text for text in found if "/proc/" not in text)
