@@ -41,6 +41,7 @@ def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
         owned(3, "2001:db8:2::7", "2001:db8:2::/64"),
     ]
     monkeypatch.setattr(prefixes, "_addresses", lambda: addresses)
+    monkeypatch.setattr(prefixes, "_probe_own", lambda address: None)
 
 
 def own_ipv6() -> list[tuple[str, int]]:
@@ -153,6 +154,18 @@ def test_same_host(local: str, remote: str, same: bool) -> None:
 def test_every_own_address_is_on_the_same_host() -> None:
     for address, _ in own_ipv6():
         assert prefixes.is_same_host("127.0.0.1", address)
+
+
+def test_two_sockets_tell_whether_an_address_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump() -> None:
+        raise AssertionError("no dump is needed")
+
+    monkeypatch.setattr(prefixes, "_addresses", dump)
+    for address, _ in own_ipv6():
+        if not ipaddress.ip_address(address).is_link_local:
+            assert prefixes.is_same_host("127.0.0.1", address)
+    assert not prefixes.is_same_host("127.0.0.1", "203.0.113.77")
+    assert not prefixes.is_same_host("::1", "2001:db8:ffff::1")
 
 
 def test_source_address_is_what_the_kernel_would_use() -> None:

@@ -67,6 +67,7 @@ class Discovery:
     def __init__(self, private: Path) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
+        self._warned = False
 
     def publish(
         self, sockname: tuple[str, int], nursery: trio.Nursery, *, dual_stack: bool = False
@@ -87,7 +88,7 @@ class Discovery:
         try:
             publication = Publication(directory.NewSocket(self._private, name, _BACKLOG), None)
         except directory.DirectoryUnusable as error:
-            _log.warning("no SMC-R for clients on this host: %s", error)
+            self._warn(error)
             return Publication(None, error.reason)
         publication.start(nursery)
         return publication
@@ -153,13 +154,19 @@ class Discovery:
                         late = trio.current_time() + _STRAGGLER_TIMEOUT
                         scope.deadline = min(scope.deadline, late)
         except directory.DirectoryUnusable as error:
-            _log.warning("no SMC-R on this host: %s", error)
+            self._warn(error)
             return error.reason
         except OSError as error:
             # No descriptors, no /proc: the TCP connection does not fail for it.
-            _log.warning("no SMC-R on this host: %s", error)
+            self._warn(error)
             return FallbackReason.OUT_OF_RESOURCES
         return reason
+
+    def _warn(self, error: Exception) -> None:
+        # Once: every connection has its reason, the log needs the details only.
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        _log.log(level, "no SMC-R between processes of this host: %s", error)
 
     async def _connect(
         self,

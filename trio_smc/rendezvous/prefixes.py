@@ -4,15 +4,17 @@ A client proposes the subnet or prefixes of the interface its connection leaves 
 accepts a first contact only from a network that it is attached to itself.  Addresses are text as
 `socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
 
-Theory of operation: every question is answered from a fresh dump of the kernel's addresses,
-because they may change at any moment and nothing cheaper than a dump would tell; that is one
-synchronous exchange with the kernel (about half a millisecond).  Loopback, where most same-host
-connections are, is answered without asking: its networks are the same everywhere.  Where there
-is no netlink the host has no networks: every answer is None, False or empty.
+Theory of operation: networks are read from a fresh dump of the kernel's addresses each time,
+because they may change at any moment; that is one synchronous exchange with the kernel (about half
+a millisecond).  Loopback, where most same-host connections are, is answered without asking: its
+networks are the same everywhere.  Whether an address is this host's own is asked for every
+connection, and two sockets can nearly always tell (20 microseconds).  Where there is no netlink
+the host has no networks: every answer is None, False or empty.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -155,10 +157,9 @@ def is_same_host(local: str, remote: str) -> bool:
     if peer.is_loopback or peer == _parse(local):
         return True
     plain = str(peer)
-    # The kernel reaches most of its own addresses from themselves, and no other that way; only
-    # secondary addresses need the dump.
-    if source_address(plain, 1) == plain:
-        return True
+    known = _probe_own(plain)
+    if known is not None:
+        return known
     return any(item.address == plain for item in _addresses())
 
 
@@ -189,6 +190,22 @@ def _attached(wanted: set[Prefix]) -> bool:
     if any(prefix in wanted for _, prefix in _LOOPBACKS):
         return True
     return bool(wanted) and any(item.prefix in wanted for item in _addresses())
+
+
+def _probe_own(address: str) -> bool | None:
+    """Whether the address is this host's own, where two system calls can tell; else None."""
+    # The kernel reaches its own addresses from themselves, and no other one that way; secondary
+    # addresses it may reach from the primary one.
+    if source_address(address, 1) == address:
+        return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return False if error.errno == errno.EADDRNOTAVAIL else None
+    # Own, or the administrator allows binding to addresses that are not (ip_nonlocal_bind).
+    return None
 
 
 def _parse(address: str) -> _Address:
