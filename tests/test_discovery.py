@@ -380,12 +380,11 @@ async def test_a_stopped_process_delays_only_a_little(
     async with serving(private) as server:
         (name,) = sockets_below(private)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-            os.chdir(name.parent)
-            silent.bind("1-silent")
+            silent.bind(str(name.parent / "1-silent"))
             silent.listen(1)
             with trio.fail_after(LONG / 2):
                 await agree(private, server, server.address)
-            os.unlink("1-silent")
+            (name.parent / "1-silent").unlink()
 
 
 # --- giving up ---------------------------------------------------------------------------------
