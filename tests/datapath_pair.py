@@ -72,6 +72,11 @@ class FakeChannel:
         self.raw: list[bytes] = []
         self.slots: int | None = None
         """CDC messages that may be uncompleted at a time; None: any number."""
+        self.work: int | None = None
+        """Work requests, writes and messages, the link holds; None: any number."""
+        self.posted = 0
+        self.unsignaled = 0
+        self.weights: deque[int] = deque()  # work requests a completion gives back
         self.room = 1 << 40
         """Bytes `capacity` offers at most."""
         self.waiting: list[Connection] = []
@@ -82,6 +87,8 @@ class FakeChannel:
     def capacity(self) -> int:
         if self.slots is not None and len(self.uncompleted) >= self.slots:
             return 0
+        if self.work is not None and self.work - self.posted < 3:
+            return 0
         return self.room
 
     def wait_for_room(self, connection: Connection) -> None:
@@ -91,12 +98,18 @@ class FakeChannel:
     def post_write(self, connection: Connection, data: memoryview, address: int, rkey: int) -> None:
         assert rkey == self.rkey
         assert len(data) > 0
-        assert len(data) <= self.capacity()
+        assert len(data) <= self.room
+        self.posted += 1
+        self.unsignaled += 1
         start = address - self.peer_base
         self.log.append(Write(start, start + len(data) - 1))
         self.queue.append(("write", data, start))
 
     def post_cdc(self, connection: Connection, message: bytes) -> None:
+        self.posted += 1
+        assert self.work is None or self.posted <= self.work
+        self.weights.append(self.unsignaled + 1)
+        self.unsignaled = 0
         items = cdc.unpack_untrusted(message)
         self.log.append(
             Cdc(items[1], (items[4], items[3]), (items[6], items[5]), items[7], items[8])
@@ -131,6 +144,7 @@ class FakeChannel:
         delivered = len(self.uncompleted) - sum(kind == "cdc" for kind, _, _ in self.queue)
         while done < delivered and (count is None or done < count):
             connection, sequence = self.uncompleted.popleft()
+            self.posted -= self.weights.popleft()
             connection.on_cdc_complete(sequence)
             done += 1
         if self.waiting and self.capacity():

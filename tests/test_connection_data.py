@@ -218,6 +218,20 @@ def test_unacknowledged_bytes_are_bounded_when_asked(pairs: list[Pair]) -> None:
     assert pair.a.send(data[100:]) == 100
 
 
+def test_whoever_waits_for_any_window_is_woken(pairs: list[Pair]) -> None:
+    """The ring is full, but nothing was refused: nobody was told that the writer is blocked."""
+    pair = make(pairs)
+    pair.a.send(memoryview(bytes(RING)))
+    pair.ab.deliver()
+    pair.ab.complete()
+    woken: list[str] = []
+    pair.a.on_writable = lambda: woken.append("writer")
+    pair.b.receive(RING // 2)
+    pair.ba.deliver()
+    assert woken == ["writer"]
+    assert pair.a.can_send
+
+
 def test_an_empty_send_posts_nothing(pairs: list[Pair]) -> None:
     pair = make(pairs)
     assert pair.a.send(memoryview(b"")) == 0
@@ -438,6 +452,27 @@ def test_a_chunk_and_a_full_window_are_told_at_once(pairs: list[Pair]) -> None:
     assert len(cdcs(pair.ab)) == 1, "what was put off is told already"
     pair.a.send(memoryview(bytes(RING)))
     assert cdcs(pair.ab)[-1].flags == WRITER_BLOCKED
+
+
+def test_many_small_writes_are_told_when_they_are_a_chunk(pairs: list[Pair]) -> None:
+    pair = make(pairs, merge=True)
+    for _ in range(5):
+        pair.a.send(memoryview(bytes(1000)))
+    assert [entry.producer for entry in cdcs(pair.ab)] == [(5000, 0)]
+
+
+def test_merging_never_fills_a_link_with_writes_that_nobody_completes(
+    pairs: list[Pair],
+) -> None:
+    pair = make(pairs, merge=True)
+    pair.ab.work = 8  # writes and messages together, each given back by a completion
+    for _ in range(20):
+        pair.a.send(memoryview(b"x"))
+    assert pair.ab.capacity() == 0
+    assert pair.a.bytes_sent == 6, "the last of three free requests is for the message"
+    assert [entry.producer for entry in cdcs(pair.ab)] == [(6, 0)]
+    pair.settle()
+    assert pair.ab.capacity() > 0
 
 
 def test_an_ending_waits_for_what_was_put_off(pairs: list[Pair]) -> None:

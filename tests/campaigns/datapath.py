@@ -122,6 +122,8 @@ def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, i
     for channel in pair.channels:
         if rng.random() < 0.4:
             channel.slots = rng.randint(1, 5)
+        if rng.random() < 0.4:
+            channel.work = rng.randint(3, 12)
         if rng.random() < 0.3:
             channel.room = rng.randint(1, 5000)
     texts = [

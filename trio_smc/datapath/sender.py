@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Three counts of bytes since the connection began::
 
-    taken <= produced <= taken + usable          delivered <= produced
+    taken <= produced <= taken + usable          delivered <= announced <= produced
 
 ``produced`` is what was written into the peer's RMBE, ``taken`` the peer's consumer cursor, and
 the window is what may still be written: usable - (produced - taken), with the size of the
@@ -58,7 +58,7 @@ class Sender(Receiver):
 
     __slots__ = (
         "_address",
-        "_alone",
+        "_announced",
         "_blocked",
         "_channel",
         "_chunk",
@@ -117,13 +117,13 @@ class Sender(Receiver):
         self._peer_token = 0
         self._peer_usable = 1
         self._peer_first = 0
-        self._alone = not chunks
-        self._chunk = 0
+        self._chunk = 0 if chunks else -1  # set by _set_peer
         self._resume = 1
         self._copy_limit = copy_limit
         self._flush_later = flush_later
         self._flush_pending = False
         self._produced = 0
+        self._announced = 0  # produced, in the last CDC message posted
         self._delivered = 0
         self._taken = 0
         self._taken_wrap = self._taken_offset = 0
@@ -149,7 +149,7 @@ class Sender(Receiver):
         self._peer_token = alert_token
         self._peer_first = self._taken_offset = first
         usable = self._peer_usable = element_size - first
-        self._chunk = usable if self._alone else max(1, usable // 4)
+        self._chunk = usable if self._chunk < 0 else max(1, usable // 4)
         self._resume = max(1, usable // 10)
 
     # --- what the application sees -----------------------------------------------------------
@@ -230,7 +230,7 @@ class Sender(Receiver):
             left -= take
             window -= take
             self._blocked = not window and left > 0
-            if self._flush_later is None or take == chunk or self._blocked:
+            if self._flush_later is None or self._blocked or not self._may_defer(channel):
                 self._post_cdc(channel)
             else:
                 self._defer_cdc()
@@ -288,6 +288,7 @@ class Sender(Receiver):
         consumed = self._told = self._consumed
         wrap, offset = divmod(self._produced, self._peer_usable)
         consumer_wrap, consumer_offset = divmod(consumed, self._usable)
+        self._announced = self._produced
         self._owed = False
         if self._flags & _LAST_WORD:
             self._silent = True
@@ -317,6 +318,14 @@ class Sender(Receiver):
         else:
             self._owed = True
             self._wait_for_room(channel)
+
+    def _may_defer(self, channel: Channel) -> bool:
+        """Whether the CDC message of a write may wait for more.
+
+        Not with a chunk the peer could be reading. And not when the link is full: writes are
+        unsignaled, so with every message put off no completion would ever make room again.
+        """
+        return self._produced - self._announced < self._chunk and channel.capacity() > 0
 
     def _defer_cdc(self) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
@@ -399,9 +408,11 @@ class Sender(Receiver):
             self._after_delivery()
         if self._blocked:
             window = self._peer_usable - self._produced + self._taken
-            if window >= self._resume or window >= self._wanted:
-                self._blocked = False
-                self._wake_writer()
+            if window < self._resume and window < self._wanted:
+                return
+            self._blocked = False
+        if self.on_writable is not None:
+            self._wake_writer()
 
     # --- endings -----------------------------------------------------------------------------
 
