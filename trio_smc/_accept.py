@@ -73,8 +73,12 @@ async def _negotiate(
 ) -> RdmaStream | Fallback:
     local, remote = sock.getsockname(), sock.getpeername()
     here, there = plain_address(local[0]), plain_address(remote[0])
+    rnic = stack.rnic_for(here, there)
     claim = publication.claim((here, local[1]), (there, remote[1]))
     if claim is not None:
+        if isinstance(rnic, FallbackReason):
+            claim.refuse(rnic)
+            return Fallback.local(rnic)
         if not await claim.confirm(trio.current_time() + _GO_TIMEOUT):
             return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     elif config.assumes(here, local[1]) or config.assumes(there, remote[1]):
@@ -83,7 +87,6 @@ async def _negotiate(
     else:
         reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
         return Fallback.local(reason)
-    rnic = stack.rnic_for(here, there)
     negotiation = ServerNegotiation(
         host=stack,
         rnic=None if isinstance(rnic, FallbackReason) else rnic,

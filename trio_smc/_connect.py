@@ -17,7 +17,7 @@ import trio
 
 from trio_smc._accept import established_stream
 from trio_smc._base.errors import SmcUnavailable
-from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
 from trio_smc._stream import RdmaStream, SmcStream, TcpStream
@@ -94,19 +94,18 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
     here = plain_address(sock.getsockname()[0])
     peer = sock.getpeername()
     there = plain_address(peer[0])
-    if isinstance(attempt.announcement, FallbackReason):
-        if not config.assumes(there, peer[1]):
-            return Fallback.local(attempt.announcement)
-    elif attempt.announcement is not None:
-        deadline = trio.current_time() + config.handshake_timeout
-        refusal = await attempt.announcement.accepted(deadline)
-        if refusal is not None:
-            return Fallback.local(refusal)
-    elif not config.assumes(there, peer[1]):
-        return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+    announcement = attempt.announcement
+    if not isinstance(announcement, Announcement) and not config.assumes(there, peer[1]):
+        return _not_announced(announcement)
     rnic = stack.rnic_for(here, there)
     if isinstance(rnic, FallbackReason):
+        # Before "go" is said, after which the server counts on a Proposal.
         return Fallback.local(rnic)
+    if isinstance(announcement, Announcement):
+        deadline = trio.current_time() + config.handshake_timeout
+        refusal = await announcement.accepted(deadline)
+        if refusal is not None:
+            return Fallback(reason=refusal, origin=Origin.PEER)
     negotiation = ClientNegotiation(
         host=stack,
         rnic=rnic,
@@ -119,6 +118,12 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
     if isinstance(outcome, Established):
         return established_stream(stack, outcome, sock)
     return outcome.fallback
+
+
+def _not_announced(reason: FallbackReason | None) -> Fallback:
+    if reason in (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.NO_RNIC):
+        return Fallback(reason=reason, origin=Origin.PEER)
+    return Fallback.local(reason or FallbackReason.PEER_NOT_CAPABLE)
 
 
 def _proposal(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
@@ -205,9 +210,20 @@ async def _connect_one(
     attempt = _Attempt(sock, None)
     try:
         sock.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NODELAY, 1)
-        if local is not None:
-            await _bind(sock, local)
-        attempt.announcement = await _announce(stack, sock, address, local, config)
+        source = _announced_source(stack, address, local, config)
+        if isinstance(source, str):
+            # A port of its own, known before the connection is.
+            await _bind(sock, source, late_port=False)
+            name = sock.getsockname()
+            attempt.announcement = await stack.discovery.announce(
+                (name[0], name[1]),
+                (address[0], address[1]),
+                trio.current_time() + config.handshake_timeout,
+            )
+        else:
+            attempt.announcement = source
+            if local is not None:
+                await _bind(sock, local, late_port=True)
         await sock.connect(address)
     except BaseException:
         attempt.close()
@@ -215,21 +231,22 @@ async def _connect_one(
     return attempt
 
 
-async def _bind(sock: trio.socket.SocketType, local: str) -> None:
+async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -> None:
     try:
-        # The port is chosen at connect, so that many connections may share one.
-        sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
-        await sock.bind((local, 0))
+        if late_port:
+            # The port is chosen at connect, so that many connections may share one.
+            sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
+        await sock.bind((source, 0))
     except OSError as error:
         raise OSError(
-            error.errno, f"local_address={local!r} cannot be used for this connection: {error}"
+            error.errno, f"local_address={source!r} cannot be used for this connection: {error}"
         ) from error
 
 
-async def _announce(
-    stack: Stack, sock: trio.socket.SocketType, address: Any, local: str | None, config: Config
-) -> Announcement | FallbackReason | None:
-    """Same-host discovery, before the connection is opened; None where it does not apply."""
+def _announced_source(
+    stack: Stack, address: Any, local: str | None, config: Config
+) -> str | FallbackReason | None:
+    """The address to announce on this host; why not; or None where it does not apply."""
     host, port = address[0], address[1]
     if config.discovery != "auto" or config.assumes(plain_address(host), port):
         return None
@@ -237,12 +254,4 @@ async def _announce(
     if source is None or not is_same_host(source, host):
         return None
     rnic = stack.rnic_for(plain_address(source), plain_address(host))
-    if isinstance(rnic, FallbackReason):
-        return rnic
-    if sock.getsockname()[1] == 0:
-        if local is not None:
-            sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 0)
-        await sock.bind((source, 0))
-    name = sock.getsockname()
-    deadline = trio.current_time() + config.handshake_timeout
-    return await stack.discovery.announce((name[0], name[1]), (host, port), deadline)
+    return rnic if isinstance(rnic, FallbackReason) else source
