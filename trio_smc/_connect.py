@@ -211,7 +211,8 @@ async def _connect_one(
     try:
         sock.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NODELAY, 1)
         source = _announced_source(stack, address, local, config)
-        if isinstance(source, str):
+        # A reason is a string too.
+        if isinstance(source, str) and not isinstance(source, FallbackReason):
             # A port of its own, known before the connection is.
             await _bind(sock, source, late_port=False)
             name = sock.getsockname()

@@ -1,0 +1,107 @@
+"""Connected streams for tests: over SMC-R from one stack or two, and over TCP after a fallback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as stdlib_socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import trio
+
+import trio_smc
+from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
+
+HOST = "127.0.0.1"
+SMALL_RING = 16 * 1024
+"""The smallest RMB element there is (RFC 7609, A.2.2)."""
+
+
+class Pairs:
+    """Makes connected streams, client first.
+
+    Attributes:
+      client, server: the stacks of the two ends; may be one.
+      ring: bytes of each end's RMB element, or None over TCP.
+    """
+
+    def __init__(
+        self, client: Stack, server: Stack, listener: SmcListener, ring: int | None
+    ) -> None:
+        self.client = client
+        self.server = server
+        self.ring = ring
+        self._listener = listener
+        self._address = listener.socket.getsockname()
+        if ring is None:
+            # Inherited by accepted sockets: little is enough to fill them.
+            for name in (stdlib_socket.SO_SNDBUF, stdlib_socket.SO_RCVBUF):
+                listener.socket.setsockopt(stdlib_socket.SOL_SOCKET, name, SMALL_RING)
+
+    @property
+    def mode(self) -> Mode:
+        """What every stream of `make` is."""
+        return Mode.TCP if self.ring is None else Mode.SMC_R
+
+    async def make(self) -> tuple[SmcStream, SmcStream]:
+        """The two ends of a new connection."""
+        accepted: list[SmcStream] = []
+
+        async def accept() -> None:
+            accepted.append(await self._listener.accept())
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                stream = await trio_smc.open_stream(*self._address[:2])
+        assert stream.mode == accepted[0].mode == self.mode, (stream.fallback, accepted[0].fallback)
+        return stream, accepted[0]
+
+    async def clogged(self) -> tuple[SmcStream, SmcStream]:
+        """As `make`, but neither end takes another byte until the other reads."""
+        pair = await self.make()
+        for stream in pair:
+            if self.ring is None:
+                await _fill_tcp(stream)
+            else:
+                await stream.send_all(bytes(self.ring))
+        return pair
+
+
+async def _fill_tcp(stream: SmcStream) -> None:
+    """Fill a TCP connection until the kernel has stayed full for a moment."""
+    full = False
+    while not full:
+        with trio.move_on_after(0.05) as scope:
+            await trio.lowlevel.wait_writable(stream.socket)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    await stream.socket.send(bytes(4096), stdlib_socket.MSG_DONTWAIT)
+        full = scope.cancelled_caught
+
+
+@contextlib.asynccontextmanager
+async def open_pairs(
+    config: Config, *, stacks: int = 1, host: str = HOST
+) -> AsyncIterator[Pairs]:
+    """Listen on one stack and connect from it (``stacks`` 1) or from another (2)."""
+    async with contextlib.AsyncExitStack() as exits:
+        # Calls use the stack that was opened last.
+        server = await exits.enter_async_context(trio_smc.open_stack(config))
+        [listener] = await trio_smc.open_listeners(0, host=host)
+        client = server
+        if stacks == 2:
+            client = await exits.enter_async_context(trio_smc.open_stack(config))
+        ring = config.receive_buffer_for("software") if config.rnics == "auto" else None
+        yield Pairs(client, server, listener, ring)
+
+
+def smc_config(**changes: object) -> Config:
+    """Small rings, and nothing that takes long when a test fails."""
+    base = Config(receive_buffer=SMALL_RING, close_timeout=20, shutdown_timeout=20)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def tcp_config() -> Config:
+    """No RNIC: every stream is TCP and says why."""
+    return Config(rnics=())
