@@ -21,6 +21,7 @@ from contextlib import suppress
 import trio
 
 from tests.lab.verbs_side import Control, Device, Pair, connected, descriptors, open_device
+from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import (
     Completion,
     QpState,
@@ -195,12 +196,14 @@ async def wrong_state(device: Device, control: Control, role: str, seed: int) ->
             refused += 1
     assert refused == 7, refused
     pair.close()
-    for attempt in (lambda: pair.qp.post_send(1, b"x"), pair.qp.to_err):
+    for attempt in (lambda: pair.qp.post_send(1, b"x"), lambda: pair.qp.post_receive(1)):
         try:
             attempt()
         except RnicError:
             refused += 1
     assert refused == 9, refused
+    for again in (pair.close_all, pair.qp.to_err):
+        again()
     fresh = Pair(device, 4096)
     fresh.qp.to_err()
     assert fresh.qp.state is QpState.ERR
@@ -438,10 +441,12 @@ async def all_steps(control: Control, role: str, name: str, seed: int) -> None:
                   f"mtu {rnic.mtu} active {rnic.port_active} seed {seed}")  # fmt: skip
         for step in STEPS:
             say(role, f"ok {step.__name__}: {await step(device, control, role, seed)}")
-    # A device can be opened again; this time the thread sleeps, as in a stack.
-    async with open_device(name, thread=True) as device:
-        text = await round_trips(device, control, role, seed)
-        say(role, f"ok round_trips: {text}, woken by the poller thread {device.sleeps} times")
+    # A device can be opened again; this time by a stack's pump, first without spinning.
+    for spin in (0, 50e-6):
+        async with open_device(name, Pump(spin=spin)) as device:
+            text = await round_trips(device, control, role, seed)
+            say(role, f"ok round_trips: pump, spin {spin}: {text}; {device.sleeps} wakeups")
+    async with open_device(name, Pump(spin=0)) as device:
         for what in REFUSED:
             say(role, f"ok refused_write: {await refused_write(device, control, role, what)}")
     assert descriptors() == before, set(descriptors()) ^ set(before)

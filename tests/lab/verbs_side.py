@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import trio
+import trio.testing
 
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.poller import Poller
+from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce import VerbsRnic
 from trio_smc.rnic.verbs import Completion, MemoryRegion, ProtectionDomain, QueuePair, Rnic
 
@@ -59,50 +60,62 @@ class Device:
     """An open RNIC whose completions go to the queue pairs' own sinks.
 
     Args:
-      thread: let the poller thread sleep on the RNIC and wake this one, as in a stack; else this
-        one sleeps on the RNIC's descriptor itself.
+      pump: let a stack's pump do it, with its poller thread; else this task polls and sleeps on
+        the RNIC's own descriptor.
     """
 
-    def __init__(self, rnic: Rnic, *, thread: bool) -> None:
+    def __init__(self, rnic: Rnic, pump: Pump | None) -> None:
         self.rnic = rnic
-        self.thread = thread
-        self.sinks: dict[int, Callable[[Completion], None]] = {}
-        self.sleeps = 0
+        self._pump = pump
+        self._sinks: dict[int, Callable[[Completion], None]] = {}
+        self._sleeps = 0
+
+    @property
+    def sleeps(self) -> int:
+        """How often a sleep was ended by the RNIC."""
+        return self._sleeps if self._pump is None else self._pump.wakeups
+
+    def attach(self, pair: Pair) -> None:
+        if self._pump is None:
+            self._sinks[pair.qp.qp_num] = pair.on_completion
+        else:
+            self._pump.register(self.rnic, pair.qp, pair)
+
+    def detach(self, pair: Pair) -> None:
+        if self._pump is None:
+            del self._sinks[pair.qp.qp_num]
+        else:
+            self._pump.unregister(self.rnic, pair.qp)
 
     async def run(self) -> None:
-        if not self.thread:
-            await self._drain(self.rnic.wait_fd())
-        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        poller = Poller(self.rnic, lambda: os.eventfd_write(wake, 1))
-        try:
-            await self._drain(wake, lambda: os.eventfd_read(wake))
-        finally:
-            poller.stop()
-            os.close(wake)
-
-    async def _drain(self, fd: int, quieten: Callable[[], object] = int) -> None:
         rnic = self.rnic
+        if self._pump is not None:
+            self._pump.add(rnic)
+            try:
+                await self._pump.run()
+            finally:
+                self._pump.remove(rnic)
         while True:
             found = rnic.poll()
             for completion in found:
-                self.sinks[completion.qp_num](completion)
+                self._sinks[completion.qp_num](completion)
             if found:
                 await trio.lowlevel.checkpoint()
             elif rnic.arm():
-                await trio.lowlevel.wait_readable(fd)
-                self.sleeps += 1
-                quieten()
+                await trio.lowlevel.wait_readable(rnic.wait_fd())
+                self._sleeps += 1
                 rnic.service()
 
 
 @asynccontextmanager
-async def open_device(name: str, *, thread: bool = False) -> AsyncIterator[Device]:
+async def open_device(name: str, pump: Pump | None = None) -> AsyncIterator[Device]:
     rnic = VerbsRnic(name)
     rnic.open(Path("/nonexistent"))
     try:
         async with trio.open_nursery() as nursery:
-            device = Device(rnic, thread=thread)
+            device = Device(rnic, pump)
             nursery.start_soon(device.run)
+            await trio.testing.wait_all_tasks_blocked()
             yield device
             nursery.cancel_scope.cancel()
     finally:
@@ -122,9 +135,9 @@ class Pair:
         self.got: list[Completion] = []
         self._news = trio.Event()
         self.peer: dict[str, Any] = {}
-        device.sinks[self.qp.qp_num] = self._sink
+        device.attach(self)
 
-    def _sink(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self.got.append(completion)
         self._news.set()
 
@@ -178,7 +191,10 @@ class Pair:
         )
 
     def close(self) -> None:
-        del self.device.sinks[self.qp.qp_num]
+        self.device.detach(self)
+        self.close_all()
+
+    def close_all(self) -> None:
         self.qp.close()
         self.region.close()
         self.pd.close()
