@@ -462,8 +462,8 @@ async def test_go_before_accepted_is_no_go(private: Path) -> None:
     ("reason", "arrives_as"),
     [
         (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.HANDSHAKE_LIMIT),
-        (FallbackReason.POLICY, FallbackReason.POLICY),
-        (FallbackReason.INTERNAL, FallbackReason.PEER_NOT_CAPABLE),  # has no code
+        (FallbackReason.DIRECTORY_UNUSABLE, FallbackReason.DIRECTORY_UNUSABLE),
+        (FallbackReason.DECLINED, FallbackReason.PEER_NOT_CAPABLE),  # has no code
     ],
 )
 async def test_a_server_that_refuses(
@@ -906,20 +906,20 @@ async def unavailable(private: Path) -> FallbackReason:
 async def test_a_directory_that_others_can_enter(mode: int, private: Path) -> None:
     os.mkdir(private)
     os.chmod(private, mode)
-    assert await unavailable(private) is FallbackReason.POLICY
+    assert await unavailable(private) is FallbackReason.DIRECTORY_UNUSABLE
 
 
 async def test_a_symbolic_link_is_not_followed(private: Path, tmp_path: Path) -> None:
     real = tmp_path / "real"
     os.mkdir(real, mode=0o700)
     os.symlink(real, private)
-    assert await unavailable(private) is FallbackReason.POLICY
+    assert await unavailable(private) is FallbackReason.DIRECTORY_UNUSABLE
     assert os.listdir(real) == []
 
 
 async def test_a_file_in_the_place_of_the_directory(private: Path) -> None:
     os.mknod(private, mode=0o600)
-    assert await unavailable(private) is FallbackReason.POLICY
+    assert await unavailable(private) is FallbackReason.DIRECTORY_UNUSABLE
     os.unlink(private)
 
 

@@ -60,27 +60,31 @@ class FallbackReason(StrEnum):
     OUT_OF_RESOURCES = "out-of-resources"
     """No memory, queue pair or RMB element could be had."""
     OUT_OF_SYNC = "out-of-sync"
-    """The server named a link group that this side does not know (RFC 7609, 3.5.2.2)."""
+    """The server named a link group that the client does not know (RFC 7609, 3.5.2.2)."""
     RESERVED_VALUE = "reserved-value"
     """A message held an enumerated value that RFC 7609 reserves (C.1)."""
     VERSION_MISMATCH = "version-mismatch"
     """No protocol version is common to both sides."""
+    MODE_MISMATCH = "mode-mismatch"
+    """The peer offers another kind of SMC only (SMC-D)."""
+    EYE_CATCHER = "eye-catcher"
+    """The peer does not take RMB elements with eye catchers (RFC 7609, 4.2)."""
     LINK_FAILED = "link-failed"
     """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
     HANDSHAKE_LIMIT = "handshake-limit"
     """The listener has `Config.max_handshakes` under way already."""
-    POLICY = "policy"
-    """This side's configuration keeps the connection on TCP."""
+    TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
+    """`Config.discovery` is "tcp-option", and this process cannot use the TCP option."""
+    DIRECTORY_UNUSABLE = "directory-unusable"
+    """The user's private directory is missing, not private or cannot be written."""
     OTHER_USER = "other-user"
-    """The process at the other end belongs to another user and shares no directory with us."""
+    """The process at the other end, or the private directory, belongs to another user."""
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes' same-host discovery speak no common version."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
     """This operating system has nothing that trio_smc could use."""
     DECLINED = "declined"
     """The peer declined for a reason that it did not name in words we know."""
-    INTERNAL = "internal"
-    """A defect on this side; the log has the details."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,16 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "upgrade the older side",
         Diagnosis.VERSION_MISMATCH,
     ),
+    FallbackReason.MODE_MISMATCH: _Explanation(
+        "the peer offers SMC-D only, which stays within one machine's firmware",
+        "enable SMC-R at the peer",
+        Diagnosis.MODE_MISMATCH,
+    ),
+    FallbackReason.EYE_CATCHER: _Explanation(
+        "the peer does not take RMB elements with eye catchers",
+        "leave Config(rmbe_eye_catcher=...) off for this peer",
+        Diagnosis.EYE_CATCHER,
+    ),
     FallbackReason.LINK_FAILED: _Explanation(
         "the RDMA path could not be confirmed",
         "check that the two RNICs reach each other",
@@ -141,14 +155,19 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "raise Config(max_handshakes=...) or connect more slowly",
         Diagnosis.OUT_OF_MEMORY,
     ),
-    FallbackReason.POLICY: _Explanation(
-        "this side's configuration keeps the connection on TCP",
-        "change the configuration's discovery or policy",
+    FallbackReason.TCP_OPTION_UNAVAILABLE: _Explanation(
+        "this process cannot use the TCP option that announces SMC-R",
+        "use discovery='auto', or 'assume' where both ends are known to speak SMC-R",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
+        "the private directory cannot be used",
+        "make Config(directory=...) writable for this user alone, mode 0700; the log has details",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.OTHER_USER: _Explanation(
-        "the process at the other end belongs to another user",
-        "give both users one shared Config(directory=...) with a common group",
+        "the process at the other end, or the private directory, belongs to another user",
+        "run both processes as one user, with one Config(directory=...)",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(
@@ -166,11 +185,6 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "look at the peer's own diagnosis for the code given",
         Diagnosis.PEER_DECLINED,
     ),
-    FallbackReason.INTERNAL: _Explanation(
-        "an internal error kept the connection on TCP",
-        "report the error in this side's log",
-        Diagnosis.INTERNAL,
-    ),
 }
 
 # What a word received in a Decline means; words not listed are kept as a number only.
@@ -180,10 +194,11 @@ _MEANING: dict[int, FallbackReason] = {
     Diagnosis.ADD_LINK_TIMEOUT: FallbackReason.LINK_FAILED,
     Diagnosis.PEER_NOT_CAPABLE: FallbackReason.PEER_NOT_CAPABLE,
     Diagnosis.NO_DEVICE: FallbackReason.NO_RNIC,
+    Diagnosis.MODE_MISMATCH: FallbackReason.MODE_MISMATCH,
+    Diagnosis.EYE_CATCHER: FallbackReason.EYE_CATCHER,
     Diagnosis.PREFIX_MISMATCH: FallbackReason.PREFIX_MISMATCH,
     Diagnosis.VERSION_MISMATCH: FallbackReason.VERSION_MISMATCH,
     Diagnosis.OUT_OF_SYNC: FallbackReason.OUT_OF_SYNC,
-    Diagnosis.INTERNAL: FallbackReason.INTERNAL,
 }
 
 

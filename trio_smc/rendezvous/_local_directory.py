@@ -77,7 +77,8 @@ def open_private(path: Path, *, create: bool) -> int:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
         if create:
-            raise DirectoryUnusable(FallbackReason.POLICY, f"{path} cannot be made") from None
+            text = f"{path} cannot be made"
+            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text) from None
         raise
     except OSError as error:
         raise _unusable(error, path) from error
@@ -89,7 +90,7 @@ def open_private(path: Path, *, create: bool) -> int:
         os.close(descriptor)
         mode = stat.S_IMODE(found.st_mode)
         raise DirectoryUnusable(
-            FallbackReason.POLICY, f"{path} has mode {mode:o} where only 700 is private"
+            FallbackReason.DIRECTORY_UNUSABLE, f"{path} has mode {mode:o} where only 700 is private"
         )
     return descriptor
 
@@ -245,8 +246,13 @@ def _connect(directory: int, name: str) -> socket.socket:
 
 def _unusable(error: OSError, path: Path) -> DirectoryUnusable:
     """The `DirectoryUnusable` for an error met in the directory `path`."""
-    resources = error.errno in _RESOURCE_ERRORS
-    reason = FallbackReason.OUT_OF_RESOURCES if resources else FallbackReason.POLICY
+    reason = FallbackReason.DIRECTORY_UNUSABLE
+    if error.errno in _RESOURCE_ERRORS:
+        reason = FallbackReason.OUT_OF_RESOURCES
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid != os.geteuid():
+                reason = FallbackReason.OTHER_USER
     return DirectoryUnusable(reason, f"{path}: {error}")
 
 

@@ -70,7 +70,7 @@ _REASONS = {
     1: FallbackReason.LOCAL_VERSION_MISMATCH,
     2: FallbackReason.OTHER_USER,
     3: FallbackReason.HANDSHAKE_LIMIT,
-    4: FallbackReason.POLICY,
+    4: FallbackReason.DIRECTORY_UNUSABLE,
     5: FallbackReason.NO_RNIC,
     6: FallbackReason.RNIC_DOWN,
     7: FallbackReason.OUT_OF_RESOURCES,

@@ -113,7 +113,7 @@ class ServerNegotiation(Negotiation):
 
     def decline_refused(self) -> None:
         """C.1."""
-        self._send_decline(self._refusal or FallbackReason.POLICY)
+        self._send_decline(self._refusal or FallbackReason.DECLINED)
 
     # --- messages ----------------------------------------------------------------------------
 
