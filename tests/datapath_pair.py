@@ -40,6 +40,7 @@ class FakeHost:
         self.calls: list[str] = []
         self.states: list[tuple[str, str, str]] = []
         self.timer: float | None = None
+        self.connection: Connection | None = None
 
     def connection_closed(self, connection: Connection) -> None:
         self.calls.append("closed")

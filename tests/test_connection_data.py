@@ -305,11 +305,14 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
     assert pair.states() == ("CLOSED", "CLOSED")
     kept = (pair.a.rmbe, pair.b.rmbe)  # an RMB and its elements know each other
     names = {id(pair.a), id(pair.b)}
+    for host, connection in zip(pair.hosts, pair.connections, strict=True):
+        host.connection = connection  # as a real host
     gc.collect()
     gc.disable()
     try:
         pair.ab.peer = pair.ba.peer = None
-        del pair.a, pair.b
+        pair.hosts.clear()
+        del pair.a, pair.b, host, connection
         left = [it for it in gc.get_objects() if isinstance(it, Connection) and id(it) in names]
         assert left == []
     finally:

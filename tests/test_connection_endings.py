@@ -117,6 +117,10 @@ def send(lone: Lone) -> None:
     assert lone.it.send(memoryview(b"unsent")) == 6
 
 
+def read(lone: Lone) -> None:
+    assert lone.it.receive(100) == b"unread"
+
+
 STEPS: dict[str, Callable[[Lone], None]] = {
     "know": Lone.know,
     "open": Lone.open,
@@ -131,6 +135,7 @@ STEPS: dict[str, Callable[[Lone], None]] = {
     "shut": lambda lone: lone.it.shutdown_write(),
     "close": lambda lone: lone.it.close(),
     "abort": lambda lone: lone.it.abort(),
+    "read": read,
 }
 
 
@@ -485,6 +490,69 @@ def test_the_last_word_is_given_up_with_the_links() -> None:
         lone.it.links_lost()
         assert lone.channel.log == []
         assert lone.host.calls == ["close_tcp", "closed"]
+
+
+@pytest.mark.parametrize("way", ["abort", "close"])
+def test_the_last_word_is_given_up_when_the_peer_is(way: str) -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.channel.room = 0
+        STEPS[way](lone)
+        lone.fire()
+        assert lone.it.state == "CLOSED"
+        assert lone.host.calls == ["reset_tcp", "closed"]
+        lone.channel.room = 1 << 20
+        lone.it.on_room()
+        assert lone.channel.log == []
+        assert lone.host.calls == ["reset_tcp", "closed"]
+
+
+def test_another_link_carries_on() -> None:
+    """Addresses and RKeys differ by link; what was owed on the old one goes out on the new."""
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.it.send(memoryview(b"0123456789"))
+        lone.channel.room = 0
+        assert lone.it.send(memoryview(b"no room")) == 0
+        lone.it.shutdown_write()
+        lone.complete()
+        other = FakeChannel(2)
+        other.peer_base, other.rkey = 5000, 7
+        assert len(lone.channel.log) == 2
+        lone.it.attach(other, 5000, 7)
+        assert [entry.endings for entry in other.log if isinstance(entry, Cdc)] == [D]
+        assert lone.it.channel is other
+
+
+def test_another_link_takes_the_writes() -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.it.send(memoryview(b"0123456789"))
+        other = FakeChannel(2)
+        other.peer_base, other.rkey = 5000, 7
+        lone.it.attach(other, 5000, 7)
+        lone.it.send(memoryview(b"more"))
+        assert other.log == [Write(10, 13), Cdc(2, producer=(14, 0), consumer=(0, 0))]
+        assert [count for count, _ in lone.it.replay()] == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("before", "used"),
+    [
+        ("open data+C read close", 6),  # C promises that every write was told
+        ("open data close", None),
+        ("open data+D A complete", None),
+        ("open close data C", 6),
+        ("open close abort data C", None),  # data is not followed after an abort
+        ("open close data A", None),
+        ("", None),
+    ],
+)
+def test_how_much_of_the_ring_has_to_be_zeroed(before: str, used: int | None) -> None:
+    with lone_connection() as lone:
+        for step in before.split():
+            STEPS[step](lone)
+        assert lone.it.used == used
 
 
 def test_a_cursor_update_under_way_does_not_turn_the_peers_close_into_a_loss() -> None:

@@ -318,13 +318,14 @@ def test_mutated_messages_end_at_most_their_own_connection(rng: random.Random) -
     aborted = survived = 0
     for _ in range(400):
         victim, bystander = Pair((4096, 4096)), Pair((4096, 4096))
+        often = rng.choice([0.05, 0.5])
         try:
             for step in range(12):
                 for pair in (victim, bystander):
                     text = memoryview(bytes([step]) * rng.randint(1, 3000))
                     if pair.a.state == "ACTIVE":
                         pair.a.send(text)
-                if victim.ab.raw and rng.random() < 0.5:
+                if victim.ab.raw and rng.random() < often:
                     try:
                         victim.b.on_cdc_untrusted(mutated(rng, victim.ab.raw[-1]))
                     except ProtocolError:
@@ -346,5 +347,5 @@ def test_mutated_messages_end_at_most_their_own_connection(rng: random.Random) -
         finally:
             victim.close()
             bystander.close()
-    assert aborted > 50
-    assert survived > 10
+    assert aborted > 100
+    assert survived > 50

@@ -8,22 +8,29 @@ a piece is sent, received or peeked at on either side, posted work is delivered,
 messages are flushed. Both sides send all the time; each ends its own direction when it has sent
 its share, by half close, and closes when it has read the other's to the end.
 
+Every third case is a wild one instead: the applications also close and abort at any time, TCP
+resets cross the messages, and in one of ten of them the links are lost.
+
 Checked: the bytes; that nothing is written outside of the window granted (the receiver would
 reset); that nobody is stuck while the other end reads and the links move; that both are CLOSED
-in the end, by FIN, without timers; that everything was given back.
+in the end, by FIN (a wild case: by FIN or RST, no timer needed); that nothing follows the flags
+C and A; that everything was given back.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
 from dataclasses import dataclass
 
-from tests.datapath_pair import FakeChannel, Pair
+from tests.datapath_pair import Cdc, FakeChannel, Pair
+from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
 from trio_smc.datapath.connection import Connection
 
+LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
 _MEMO: dict[int, bytes] = {}
 
 
@@ -84,10 +91,40 @@ class End:
         assert got == self.incoming[self.received : self.received + len(got)], "wrong bytes"
         self.received += len(got)
         if connection.at_eof:
-            assert self.received == len(self.incoming), "the stream ended early"
+            self.at_end()
             if connection.write_closed:
                 self.closed = True
                 connection.close()
+
+    def at_end(self) -> None:
+        assert self.received == len(self.incoming), "the stream ended early"
+
+
+class WildEnd(End):
+    """An application that ends when it likes, and lives with errors."""
+
+    def send(self, rng: random.Random, largest: int) -> None:
+        with contextlib.suppress(OSError):
+            super().send(rng, largest)
+
+    def receive(self, rng: random.Random, largest: int) -> None:
+        with contextlib.suppress(OSError):
+            super().receive(rng, largest)
+
+    def at_end(self) -> None:
+        assert self.received <= len(self.incoming)
+
+    def end(self, rng: random.Random) -> None:
+        """Shut down, close or abort."""
+        kind = rng.randrange(4)
+        if kind == 0:
+            self.connection.shutdown_write()
+            return
+        self.closed = True
+        if kind == 1:
+            self.connection.abort()
+        else:
+            self.connection.close()
 
 
 def text(rng: random.Random, length: int) -> bytes:
@@ -113,12 +150,13 @@ def run_case(rng: random.Random) -> tuple[int, int, int, int]:
         merge=rng.random() < 0.3,
     )
     try:
-        return _run(pair, rng, sizes)
+        return (_run_wild if rng.randrange(3) == 0 else _run)(pair, rng, sizes)
     finally:
         pair.close()
 
 
-def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
+def _crowd(pair: Pair, rng: random.Random) -> None:
+    """Make the links narrow, now and then."""
     for channel in pair.channels:
         if rng.random() < 0.4:
             channel.slots = rng.randint(1, 5)
@@ -126,6 +164,10 @@ def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, i
             channel.work = rng.randint(3, 12)
         if rng.random() < 0.3:
             channel.room = rng.randint(1, 5000)
+
+
+def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
+    _crowd(pair, rng)
     texts = [
         text(rng, rng.choice([0, 1, rng.randrange(6 * size), rng.randrange(30 * size)]))
         for size in (sizes[1], sizes[0])
@@ -158,6 +200,46 @@ def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, i
     wraps = sum(len(t) // (n - 4) for t, n in zip(texts, (sizes[1], sizes[0]), strict=True))
     messages = pair.a.cdcs_sent + pair.b.cdcs_sent
     return moved, messages, wraps, pair.a.window_stalls + pair.b.window_stalls
+
+
+def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
+    _crowd(pair, rng)
+    texts = [text(rng, rng.randrange(1, 20 * size)) for size in (sizes[1], sizes[0])]
+    ends = (WildEnd(pair.a, texts[0], texts[1]), WildEnd(pair.b, texts[1], texts[0]))
+    largest = [max(4, len(t) // 10) for t in texts]
+    weights = [rng.choice([1, 1, 3, 10]) for _ in range(9)]
+    patience = rng.choice([3, 30, 300])
+    resets = [False, False]  # told to the peer's TCP
+    while not (ends[0].closed and ends[1].closed):
+        _step(pair, ends, rng, rng.choices(range(9), weights)[0], largest)
+        side = rng.randrange(2)
+        if rng.randrange(patience) == 0:
+            ends[side].end(rng)
+        if not resets[side] and rng.random() < 0.2 and "reset_tcp" in pair.hosts[side].calls:
+            resets[side] = True
+            pair.connections[1 - side].tcp_reset()
+        if rng.randrange(10 * patience) == 0:
+            for end in ends:
+                end.connection.links_lost()
+            for channel in pair.channels:
+                channel.queue.clear()
+                channel.uncompleted.clear()
+    pair.settle()
+    for end, host, channel in zip(ends, pair.hosts, pair.channels, strict=True):
+        assert end.connection.state == "CLOSED", f"{pair.states()} after both have ended"
+        assert host.calls.count("closed") == 1
+        assert sum(call.endswith("_tcp") for call in host.calls) == 1
+        assert host.timer is None
+        messages = [entry for entry in channel.log if isinstance(entry, Cdc)]
+        last = [i for i, entry in enumerate(messages) if entry.endings & LAST_WORD]
+        assert last in ([], [len(messages) - 1]), "something follows C or A"
+        assert not last or channel.log[-1] is messages[-1]
+    return (
+        ends[0].received + ends[1].received,
+        pair.a.cdcs_sent + pair.b.cdcs_sent,
+        0,
+        pair.a.window_stalls + pair.b.window_stalls,
+    )
 
 
 def _progress(pair: Pair, ends: tuple[End, End]) -> tuple[object, ...]:

@@ -7,12 +7,12 @@ on the Trio thread, and none of these methods may block or call back from within
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from trio_smc.datapath.connection import Connection
+__all__ = ["AnyConnection", "Channel", "Host"]
 
-__all__ = ["Channel", "Host"]
+AnyConnection: TypeAlias = Any
+"""A `trio_smc.datapath.connection.Connection`, which calls out from its base classes too."""
 
 
 class Channel(Protocol):
@@ -32,16 +32,18 @@ class Channel(Protocol):
         RDMA writes of that many bytes together and a CDC message.
         """
 
-    def wait_for_room(self, connection: Connection) -> None:
+    def wait_for_room(self, connection: AnyConnection) -> None:
         """Call ``connection.on_room()`` once, later, when `capacity` is no longer 0."""
 
-    def post_write(self, connection: Connection, data: memoryview, address: int, rkey: int) -> None:
+    def post_write(
+        self, connection: AnyConnection, data: memoryview, address: int, rkey: int
+    ) -> None:
         """RDMA-write ``data`` to ``address`` of the peer's memory, unsignaled.
 
         ``data`` does not change until the next CDC message of this connection is complete.
         """
 
-    def post_cdc(self, connection: Connection, message: bytes) -> None:
+    def post_cdc(self, connection: AnyConnection, message: bytes) -> None:
         """Send a CDC message; its completion calls ``connection.on_cdc_complete(sequence)``.
 
         Completions are reported in order, each once.
@@ -51,20 +53,20 @@ class Channel(Protocol):
 class Host(Protocol):
     """Who owns the connection: link group and stream."""
 
-    def connection_closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: AnyConnection) -> None:
         """The connection is CLOSED and owes nothing: its RMBE and its alert token are free.
 
         ``connection.used`` says how much of the RMBE has to be zeroed.
         """
 
-    def set_timer(self, connection: Connection, seconds: float | None) -> None:
+    def set_timer(self, connection: AnyConnection, seconds: float | None) -> None:
         """(Re)start the connection's one timer: ``connection.on_timer()`` then; None stops it."""
 
-    def reset_tcp(self, connection: Connection) -> None:
+    def reset_tcp(self, connection: AnyConnection) -> None:
         """End the TCP connection by RST."""
 
-    def close_tcp(self, connection: Connection) -> None:
+    def close_tcp(self, connection: AnyConnection) -> None:
         """End the TCP connection by FIN."""
 
-    def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
+    def state_changed(self, connection: AnyConnection, old: str, new: str, event: str) -> None:
         """For observers: the connection's state machine has moved."""

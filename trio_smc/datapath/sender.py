@@ -1,4 +1,4 @@
-"""The sending half of a connection: window, RDMA writes, CDC messages, replay.
+"""The sending half of a connection: window, RDMA writes, replay.
 
 Theory of operation
 -------------------
@@ -24,8 +24,6 @@ Whatever is posted is kept, in order, until the CDC message that announces it is
 as it is; other buffers are copied when they are small. Large ones are only borrowed, since a
 copy would cost more than waiting: `borrowed` is then not 0, and the caller waits until it is, or
 calls `keep_copies` before it lets the buffer go.
-
-A CDC message that finds no room is owed: one flag, since every message tells everything.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath import cdc
 from trio_smc.datapath.cursor import advance_untrusted
-from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.messenger import Messenger
 from trio_smc.datapath.rmb import EYE_CATCHER
 
 if TYPE_CHECKING:
@@ -49,57 +46,33 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
-_LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
-_pack = cdc.LAYOUT.pack
 
-
-class Sender(Receiver):
-    """Base of `Connection`: what it sends, and every CDC message."""
+class Sender(Messenger):
+    """Base of `Connection`: what it sends."""
 
     __slots__ = (
         "_address",
-        "_announced",
-        "_blocked",
-        "_channel",
         "_chunk",
         "_completed",
         "_copy_limit",
         "_delivered",
-        "_flags",
-        "_flush_later",
-        "_flush_pending",
-        "_owed",
-        "_peer_first",
-        "_peer_token",
-        "_peer_usable",
-        "_produced",
         "_replay",
         "_resume",
         "_rkey",
         "_sendable",
-        "_sequence",
-        "_silent",
         "_taken",
         "_taken_offset",
         "_taken_wrap",
-        "_waiting",
         "_wanted",
         "borrowed",
-        "cdcs_sent",
-        "coalesced",
-        "on_writable",
         "send_limit",
         "window_stalls",
         "writes",
     )
 
-    _channel: Channel | None
     _replay: deque[tuple[int, int, memoryview]]
     borrowed: int
     """Bytes of the caller's own, changeable memory that a replay would read."""
-    on_writable: Callable[[], None] | None
-    """Called once, and cleared, when a blocked writer might go on: window, room on the link,
-    everything delivered, nothing borrowed any more, an ending."""
     send_limit: int | None
     """At most this many bytes are unacknowledged at a time; None: as many as fit."""
 
@@ -111,38 +84,21 @@ class Sender(Receiver):
         copy_limit: int,
         flush_later: Callable[[Callable[[], None]], None] | None,
     ) -> None:
-        super().__init__(rmbe)
-        self._channel = None
+        super().__init__(rmbe, flush_later=flush_later)
         self._address = self._rkey = 0  # where the peer's ring starts
-        self._peer_token = 0
-        self._peer_usable = 1
-        self._peer_first = 0
         self._chunk = 0 if chunks else -1  # set by _set_peer
         self._resume = 1
         self._copy_limit = copy_limit
-        self._flush_later = flush_later
-        self._flush_pending = False
-        self._produced = 0
-        self._announced = 0  # produced, in the last CDC message posted
         self._delivered = 0
         self._taken = 0
         self._taken_wrap = self._taken_offset = 0
         self._replay = deque()
-        self._sequence = 0  # of the last CDC message posted
         self._completed = 0  # of the last one completed: SS of 4.6.1
-        self._flags = 0  # D, C, A
         self._sendable = False
-        self._blocked = False  # B is, or is to be, told
         self._wanted = 0  # bytes the blocked writer has left
-        self._owed = False
-        self._waiting = False  # for room on the channel
-        self._silent = False  # C or A was posted: nothing may follow
         self.borrowed = 0
-        self.on_writable = None
         self.send_limit = None
         self.writes = 0
-        self.cdcs_sent = 0
-        self.coalesced = 0
         self.window_stalls = 0
 
     def _set_peer(self, alert_token: int, element_size: int, first: int) -> None:
@@ -253,12 +209,6 @@ class Sender(Receiver):
         for _, end, data in self._replay:
             yield end - len(data), data
 
-    def flush(self) -> None:
-        """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
-        self._flush_pending = False
-        if self._owed:
-            self._owe_cdc()
-
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
         if len(data) <= self._copy_limit:
             return memoryview(bytes(data))
@@ -271,83 +221,15 @@ class Sender(Receiver):
         """One RDMA write at the producer cursor, two where the ring wraps (4.7.4)."""
         start = self._produced % self._peer_usable
         head = self._peer_usable - start
-        # Channels name the whole connection, whose base this class is.
         if length <= head:
-            channel.post_write(self, data, self._address + start, self._rkey)  # type: ignore[arg-type]
+            channel.post_write(self, data, self._address + start, self._rkey)
             self.writes += 1
         else:
-            channel.post_write(self, data[:head], self._address + start, self._rkey)  # type: ignore[arg-type]
-            channel.post_write(self, data[head:], self._address, self._rkey)  # type: ignore[arg-type]
+            channel.post_write(self, data[:head], self._address + start, self._rkey)
+            channel.post_write(self, data[head:], self._address, self._rkey)
             self.writes += 2
         self._produced += length
         self._replay.append(((self._sequence + 1) & 0xFFFF, self._produced, data))
-
-    def _post_cdc(self, channel: Channel) -> None:
-        """Tell the peer everything; the channel has room."""
-        sequence = self._sequence = (self._sequence + 1) & 0xFFFF
-        consumed = self._told = self._consumed
-        wrap, offset = divmod(self._produced, self._peer_usable)
-        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
-        self._announced = self._produced
-        self._owed = False
-        if self._flags & _LAST_WORD:
-            self._silent = True
-        self.cdcs_sent += 1
-        channel.post_cdc(
-            self,  # type: ignore[arg-type]
-            _pack(
-                cdc.HEADER,
-                sequence,
-                self._peer_token,
-                wrap & 0xFFFF,
-                self._peer_first + offset,
-                consumer_wrap & 0xFFFF,
-                self._rmbe.first + consumer_offset,
-                cdc.WRITER_BLOCKED if self._blocked else 0,
-                self._flags,
-            ),
-        )
-
-    def _owe_cdc(self) -> None:
-        """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
-        channel = self._channel
-        if self._silent or channel is None:
-            return
-        if not self._waiting and channel.capacity() > 0:
-            self._post_cdc(channel)
-        else:
-            self._owed = True
-            self._wait_for_room(channel)
-
-    def _may_defer(self, channel: Channel) -> bool:
-        """Whether the CDC message of a write may wait for more.
-
-        Not with a chunk the peer could be reading. And not when the link is full: writes are
-        unsignaled, so with every message put off no completion would ever make room again.
-        """
-        return self._produced - self._announced < self._chunk and channel.capacity() > 0
-
-    def _defer_cdc(self) -> None:
-        """Send one CDC message for all that happens until the scheduler sleeps."""
-        if self._owed:
-            self.coalesced += 1
-            return
-        self._owed = True
-        if not self._flush_pending and self._flush_later is not None:
-            self._flush_pending = True
-            self._flush_later(self.flush)
-
-    def _wait_for_room(self, channel: Channel) -> None:
-        if not self._waiting:
-            self._waiting = True
-            channel.wait_for_room(self)  # type: ignore[arg-type]
-
-    def on_room(self) -> None:
-        """The channel has room again, as `Channel.wait_for_room` promised."""
-        self._waiting = False
-        if self._owed:
-            self._owe_cdc()
-        self._wake_writer()
 
     def _stall(self, wanted: int) -> None:
         """The window is closed, or too small for a writer that was told blocked."""
@@ -356,6 +238,14 @@ class Sender(Receiver):
         if not self._blocked:
             self._blocked = True
             self._owe_cdc()
+
+    def _may_defer(self, channel: Channel) -> bool:
+        """Whether the CDC message of a write may wait for more.
+
+        Not with a chunk the peer could be reading. And not when the link is full: writes are
+        unsignaled, so with every message put off no completion would ever make room again.
+        """
+        return self._produced - self._announced < self._chunk and channel.capacity() > 0
 
     # --- what comes back ---------------------------------------------------------------------
 
@@ -383,7 +273,7 @@ class Sender(Receiver):
         """Follow the peer's consumer cursor; the caller knows that it has moved.
 
         Raises:
-          ProtocolError: it goes back, or beyond what was produced.
+          ProtocolError: it goes back, or beyond what the peer was told of.
         """
         if self._channel is None:
             # A message that outran the Confirm: nothing was produced, either layout is fine.
@@ -396,7 +286,7 @@ class Sender(Receiver):
             offset,
             usable=self._peer_usable,
             first=self._peer_first,
-            limit=self._produced,
+            limit=self._announced,
         )
         self._taken_wrap = wrap
         self._taken_offset = offset
@@ -421,12 +311,6 @@ class Sender(Receiver):
         self._replay.clear()
         self._delivered = self._produced
         self.borrowed = 0
-
-    def _wake_writer(self) -> None:
-        wake = self.on_writable
-        if wake is not None:
-            self.on_writable = None
-            wake()
 
     def _refuse_send(self) -> None:
         """Raise what `send` owes its caller in a connection that takes no data."""

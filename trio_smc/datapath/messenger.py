@@ -1,0 +1,155 @@
+"""Outgoing CDC messages: when one is posted, owed or put off, and what it says.
+
+Theory of operation
+-------------------
+Every CDC message tells everything: both cursors and all flags as they are at that moment. So at
+most one is ever owed, and a later one makes an earlier one unnecessary. One is
+
+- posted at once when the link has room;
+- owed when it has none: `Channel.wait_for_room` was called, and `on_room` posts it;
+- put off when many small sends in one pass of the scheduler may share one: ``flush_later`` was
+  given `flush`, to be called before the scheduler sleeps. This is no Nagle algorithm (4.5.2):
+  nothing waits for time.
+
+Nothing follows a message with C or A (RFC 7609, A.4).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trio_smc.datapath import cdc
+from trio_smc.datapath.receiver import Receiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trio_smc.datapath.channel import Channel
+    from trio_smc.datapath.rmb import Rmbe
+
+__all__ = ["Messenger"]
+
+_LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
+_pack = cdc.LAYOUT.pack
+
+
+class Messenger(Receiver):
+    """Base of `Sender`: the link in use, and the CDC messages it carries for us."""
+
+    __slots__ = (
+        "_announced",
+        "_blocked",
+        "_channel",
+        "_flags",
+        "_flush_later",
+        "_flush_pending",
+        "_owed",
+        "_peer_first",
+        "_peer_token",
+        "_peer_usable",
+        "_produced",
+        "_sequence",
+        "_silent",
+        "_waiting",
+        "cdcs_sent",
+        "coalesced",
+        "on_writable",
+    )
+
+    _channel: Channel | None
+    on_writable: Callable[[], None] | None
+    """Called once, and cleared, when a blocked writer might go on: window, room on the link,
+    everything delivered, nothing borrowed any more, an ending."""
+
+    def __init__(
+        self, rmbe: Rmbe, *, flush_later: Callable[[Callable[[], None]], None] | None
+    ) -> None:
+        super().__init__(rmbe)
+        self._channel = None
+        self._peer_token = 0
+        self._peer_usable = 1
+        self._peer_first = 0
+        self._flush_later = flush_later
+        self._flush_pending = False
+        self._produced = 0  # bytes written into the peer's ring
+        self._announced = 0  # produced, in the last CDC message posted
+        self._sequence = 0  # of the last CDC message posted
+        self._flags = 0  # D, C, A
+        self._blocked = False  # B is, or is to be, told
+        self._owed = False
+        self._waiting = False  # for room on the channel
+        self._silent = False  # C or A was posted: nothing may follow
+        self.on_writable = None
+        self.cdcs_sent = 0
+        self.coalesced = 0
+
+    def flush(self) -> None:
+        """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
+        self._flush_pending = False
+        if self._owed:
+            self._owe_cdc()
+
+    def _post_cdc(self, channel: Channel) -> None:
+        """Tell the peer everything; the channel has room."""
+        sequence = self._sequence = (self._sequence + 1) & 0xFFFF
+        consumed = self._told = self._consumed
+        wrap, offset = divmod(self._produced, self._peer_usable)
+        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
+        self._announced = self._produced
+        self._owed = False
+        if self._flags & _LAST_WORD:
+            self._silent = True
+        self.cdcs_sent += 1
+        channel.post_cdc(
+            self,
+            _pack(
+                cdc.HEADER,
+                sequence,
+                self._peer_token,
+                wrap & 0xFFFF,
+                self._peer_first + offset,
+                consumer_wrap & 0xFFFF,
+                self._rmbe.first + consumer_offset,
+                cdc.WRITER_BLOCKED if self._blocked else 0,
+                self._flags,
+            ),
+        )
+
+    def _owe_cdc(self) -> None:
+        """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
+        channel = self._channel
+        if self._silent or channel is None:
+            return
+        if not self._waiting and channel.capacity() > 0:
+            self._post_cdc(channel)
+        else:
+            self._owed = True
+            self._wait_for_room(channel)
+
+    def _defer_cdc(self) -> None:
+        """Send one CDC message for all that happens until the scheduler sleeps."""
+        if self._owed:
+            self.coalesced += 1
+            return
+        self._owed = True
+        if not self._flush_pending and self._flush_later is not None:
+            self._flush_pending = True
+            self._flush_later(self.flush)
+
+    def _wait_for_room(self, channel: Channel) -> None:
+        if not self._waiting:
+            self._waiting = True
+            channel.wait_for_room(self)
+
+    def on_room(self) -> None:
+        """The channel has room again, as `Channel.wait_for_room` promised."""
+        self._waiting = False
+        if self._owed:
+            self._owe_cdc()
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        wake = self.on_writable
+        if wake is not None:
+            self.on_writable = None
+            wake()
