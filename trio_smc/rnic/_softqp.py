@@ -15,6 +15,7 @@ What the peer had sent before is delivered first.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -61,7 +62,8 @@ _STALLED: Final = -1
 
 _UNLIMITED: Final = 1 << 62
 _MOST_PENDING: Final = 4
-_EDGES: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+_EDGES: Final = select.EPOLLIN | select.EPOLLET
+_BOTH_EDGES: Final = _EDGES | select.EPOLLOUT
 _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 
 _STATUS_OF: Final = {
@@ -97,16 +99,20 @@ class _Peer:
     @classmethod
     def map_untrusted(cls, hello: Hello, fds: list[int]) -> _Peer:
         """Map what came with a Hello.  The descriptors stay the caller's.  ProtocolError."""
-        if os.readlink(f"/proc/self/fd/{fds[2]}") != "anon_inode:[eventfd]":
-            raise ProtocolError("a doorbell that is not an eventfd")
-        ring = PeerMemory.map_untrusted(fds[0], RING_SIZE)
-        try:
+        with contextlib.ExitStack() as undo:
+            ring = PeerMemory.map_untrusted(fds[0], RING_SIZE)
+            undo.callback(ring.close)
             keys = PeerMemory.map_untrusted(fds[1], KEY_PAGE_SIZE)
-        except ProtocolError:
-            ring.close()
-            raise
-        doorbell = os.dup(fds[2])
-        os.set_blocking(doorbell, False)
+            undo.callback(keys.close)
+            try:
+                # Anything else could block, or be a file that the peer wants written to.
+                if os.readlink(f"/proc/self/fd/{fds[2]}") != "anon_inode:[eventfd]":
+                    raise ProtocolError("a doorbell that is not an eventfd")
+                doorbell = os.dup(fds[2])
+            except OSError as problem:
+                raise ProtocolError(f"a doorbell that cannot be kept: {problem}") from problem
+            os.set_blocking(doorbell, False)
+            undo.pop_all()
         return cls(hello, SendRing(ring, doorbell), PeerRegions(keys))
 
     def close(self) -> None:
@@ -125,7 +131,7 @@ class SoftQueuePair(QueuePair):
         self._pd = pd
         self._complete = rnic.done.append
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        rnic.watch(self._doorbell, select.EPOLLIN | select.EPOLLET, None)
+        rnic.watch(self._doorbell, _EDGES, None)
         self._ready = False
         self._closed = False
         self._psn = -1
@@ -154,7 +160,7 @@ class SoftQueuePair(QueuePair):
         self._peer_psn = psn
         if self._rnic.port_active:
             self._speaker = self._rnic.dial(gid)
-            self._rnic.watch(self._speaker.fileno(), _EDGES, self._on_speaker)
+            self._rnic.watch(self._speaker.fileno(), _BOTH_EDGES, self._on_speaker)
             hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
             fds = (self.ring.memory.fd, self._pd.key_page.fd, self._doorbell)
             self._unsaid.append((hello, fds))
@@ -310,7 +316,7 @@ class SoftQueuePair(QueuePair):
             if self.state not in (QpState.RTR, QpState.RTS) or not wanted:
                 raise ProtocolError("not the peer of this queue pair")
             self._peer = _Peer.map_untrusted(hello, fds)
-        except (ProtocolError, OSError):
+        except ProtocolError:
             sock.close()
             return
         finally:
@@ -414,7 +420,8 @@ class SoftQueuePair(QueuePair):
             return
         self._speak()
         if self._queue:
-            self.push()
+            # Not now: `push` may be what looked at the sockets.
+            self._rnic.stalled.add(self)
 
     def _on_hearer(self, _events: int) -> None:
         self._hear()

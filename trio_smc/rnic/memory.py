@@ -14,6 +14,7 @@ from trio_smc._base.errors import ProtocolError
 
 __all__ = ["Memory", "PeerMemory"]
 
+_ZEROES = memoryview(bytes(64 * 1024))
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -53,16 +54,17 @@ class Memory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def zero(self, start: int, length: int) -> None:
-        """Zero a range; whole pages are given back to the system."""
-        page = mmap.PAGESIZE
-        end = start + length
-        first, last = -(-start // page) * page, end // page * page
-        if last > first:
-            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
-            self.view[start:first] = bytes(first - start)
-            self.view[last:end] = bytes(end - last)
-        else:
-            self.view[start:end] = bytes(length)
+        """Zero ``length`` bytes from ``start``; the pages stay in memory.
+
+        Giving pages back to the system instead would cost 25 to 40 times as much at the next use,
+        on each side that has them mapped.
+        """
+        view = self.view
+        while length > 0:
+            piece = min(length, len(_ZEROES))
+            view[start : start + piece] = _ZEROES[:piece]
+            start += piece
+            length -= piece
 
     def close(self) -> None:
         """Unmap and close; views of it become invalid.  Idempotent."""

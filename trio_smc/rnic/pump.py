@@ -245,8 +245,9 @@ class Pump:
                     self._break(problem)
 
     def _break(self, problem: BaseException) -> None:
-        _log.error("the stack cannot go on", exc_info=problem)
-        self.broken = problem
+        if self.broken is None:
+            _log.error("the stack cannot go on", exc_info=problem)
+            self.broken = problem
 
     def before_io_wait(self, timeout: float) -> None:
         """Flush, drain, and before a sleep also spin and arm."""
@@ -262,17 +263,20 @@ class Pump:
             self._flush()
 
     def _idle(self, timeout: float) -> bool:
-        """Spin if that is worth it, then arm; True if completions came after all."""
+        """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
         if self._spin_ns:
             self._tries += 1
             worthwhile = self._misses < _PATIENCE or self._tries % _SELDOM == 0
             if worthwhile and self._spin(min(self._spin_ns, int(min(timeout, 1.0) * 1e9))):
                 return True
-        ready = True
+        armed = True
         for lane in self._lanes:
             if not lane.arm():
-                ready = False
-        return not ready and self.drain()
+                armed = False
+        if not armed:
+            # Also when nothing comes of it: the next pass must arm again before it sleeps.
+            self.drain()
+        return not armed
 
     def after_io_wait(self, timeout: float) -> None:
         """Drain what ended the sleep, before any task runs."""
