@@ -1,0 +1,100 @@
+"""What the README shows and `examples/` and `benchmarks/` hold works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 50
+
+
+def run(*arguments: str) -> str:
+    """Run Python in the project's directory; return its output, or fail with it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_readme_program_runs_over_smc_r() -> None:
+    program = re.search(
+        r"```python\n(import trio\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert program is not None
+    said = run("-c", program[1])
+    assert said.splitlines() == ["bytes travel over smc-r", "b'HELLO'"]
+
+
+async def test_the_echo_examples_talk() -> None:
+    server = await trio.lowlevel.open_process(
+        [sys.executable, "-u", "examples/echo_server.py", "0"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    try:
+        with trio.fail_after(LIMIT):
+            port = (await server.stdout.receive_some()).split()[-1].decode()
+            client = await trio.run_process(
+                [sys.executable, "examples/echo_client.py", port, "127.0.0.1"],
+                cwd=ROOT,
+                capture_stdout=True,
+            )
+    finally:
+        # As Ctrl-C does: a server ended by force could not remove its sockets' names.
+        server.send_signal(signal.SIGINT)
+        await server.wait()
+        await server.stdout.aclose()
+    assert client.stdout == b"hello over smc-r - no fallback\n"
+
+
+def test_the_demo_moves_a_file_over_smc_r() -> None:
+    said = run("examples/demo.py", "--mib", "9", "--rounds", "1")
+    assert "mode        smc-r\n" in said
+    assert "4 of 4 copies have it" in said
+    ratios = [float(ratio) for ratio in re.findall(r"SMC-R/TCP (\d+\.\d+)", said)]
+    assert len(ratios) == 2
+    assert all(ratio > 0 for ratio in ratios)
+
+
+def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples import demo
+
+    def result(sha256: str) -> list[dict[str, object]]:
+        return [
+            {"event": "result", "transport": t, "way": w, "seconds": 1.0, "sha256": sha256}
+            for t in demo.NAMES
+            for w in demo.WAYS
+        ]
+
+    smc = {"event": "mode", "transport": "smc", "mode": "smc-r", "fallback": None}
+    tcp = {"event": "mode", "transport": "smc", "mode": "tcp", "fallback": "no RNIC"}
+    assert demo.report([smc, *result("aa")], "aa", 1)
+    assert not demo.report([smc, *result("bb")], "aa", 1)
+    assert not demo.report([smc, tcp, *result("aa")], "aa", 1)
+    assert "mode        tcp: no RNIC" in capsys.readouterr().out
+
+
+def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    said = run("-m", "benchmarks", "--rounds=1", "--seconds=0.02", "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    assert len(content["ratios"]) == 8
+    assert all(ratio > 0 for ratio in content["ratios"].values())
+    assert "NOT smc-r" not in said
