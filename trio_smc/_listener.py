@@ -149,3 +149,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _put(self, stream: SmcStream | OSError) -> None:
         self._ready.append(stream)
         self._arrived.set()
+
+
+# As for streams: a program that asks for a SocketListener wants its `socket`.
+trio.SocketListener.register(SmcListener)

@@ -56,6 +56,14 @@ class SmcStream(HalfCloseableStream):
         """Counters of this connection; all zero over TCP."""
         raise NotImplementedError
 
+    def is_readable(self) -> bool:
+        """Whether `receive_some` would return or raise at once; never blocks.
+
+        For pools of connections: an idle one that is readable was closed by its peer, or is out
+        of step.  `socket.is_readable` cannot tell: over SMC-R no data comes by the TCP connection.
+        """
+        raise NotImplementedError
+
     def abort(self) -> None:
         """Reset the connection at once: what is under way in both directions is lost.
 
@@ -101,6 +109,10 @@ class TcpStream(SmcStream):
     def statistics(self) -> StreamStatistics:
         """All zero."""
         return StreamStatistics()
+
+    def is_readable(self) -> bool:
+        """As `trio.socket.SocketType.is_readable`."""
+        return self.socket.fileno() < 0 or self.socket.is_readable()
 
     def abort(self) -> None:
         """Close with RST."""
@@ -305,6 +317,12 @@ class RdmaStream(SmcStream):
         """Counters of this connection."""
         return self._core.statistics()
 
+    def is_readable(self) -> bool:
+        """Whether there is data, the end or an error; looks at completions first."""
+        self._drain()
+        core = self._core
+        return bool(self._closed or core.readable or core.at_eof or core.error is not None)
+
     # --- waiting ---------------------------------------------------------------------------
 
     async def _park(self, waiter: str) -> bool:
@@ -349,3 +367,9 @@ class RdmaStream(SmcStream):
         if self._closed:
             return trio.ClosedResourceError("the stream was closed")
         return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")
+
+
+# A program that asks for a SocketStream asks for what both have: `socket` with its names,
+# `setsockopt` and `getsockopt`.  trio-websocket and httpcore refuse TLS streams over anything else.
+trio.SocketStream.register(RdmaStream)
+trio.SocketStream.register(TcpStream)

@@ -1,0 +1,124 @@
+"""A pytest plug-in: test suites of other projects run over SMC-R, none of their lines changed.
+
+`python -m pytest -p smc_for_tcp SUITE` (with this directory on PYTHONPATH) gives the suite
+`trio_smc.open_stream`, `open_listeners` and `serve` where it and the project under test look for
+`trio.open_tcp_stream`, `open_tcp_listeners` and `serve_tcp`.
+
+Every stream handed out is counted by its end and mode. A run in which any stream fell back to
+TCP, or in which no stream was opened, fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+
+COUNTS: Counter[tuple[str, str]] = Counter()
+"""Streams handed out so far, by (end, mode)."""
+
+QUIET = 0.25
+"""Seconds without any event after which a clock that jumps does so."""
+
+# trio_smc itself looks `trio.open_tcp_listeners` up, and then means Trio's.
+_real_open_tcp_listeners = trio.open_tcp_listeners
+_asked_by_us: ContextVar[bool] = ContextVar("asked_by_us", default=False)
+
+
+async def open_tcp_stream(host: str | bytes, port: int, **options: Any) -> trio_smc.SmcStream:
+    """Stand in for `trio.open_tcp_stream`, and count.
+
+    A TCP connection is in the listener's backlog when connect returns; the server's side of an
+    SMC-R handshake ends a moment after the client's (RFC 7609, 3.5.2.1).  Tests that count on
+    the first get it, if the listener is in this run and anybody accepts.
+    """
+    accepted = COUNTS["server", trio_smc.Mode.SMC_R]
+    stream = await trio_smc.open_stream(host, port, **options)
+    COUNTS["client", stream.mode] += 1
+    # Not Trio's clock: the suite may have stopped it.
+    patience = time.monotonic() + QUIET
+    while COUNTS["server", trio_smc.Mode.SMC_R] == accepted and time.monotonic() < patience:
+        await trio.lowlevel.checkpoint()
+    return stream
+
+
+async def open_tcp_listeners(port: int, **options: Any) -> Sequence[trio.abc.Listener[Any]]:
+    """Stand in for `trio.open_tcp_listeners`."""
+    if _asked_by_us.get():
+        return await _real_open_tcp_listeners(port, **options)
+    token = _asked_by_us.set(True)
+    try:
+        return await trio_smc.open_listeners(port, **options)
+    finally:
+        _asked_by_us.reset(token)
+
+
+async def serve_tcp(
+    handler: Callable[[Any], Awaitable[object]],
+    port: int,
+    *,
+    handler_nursery: trio.Nursery | None = None,
+    task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED,
+    **options: Any,
+) -> None:
+    """Stand in for `trio.serve_tcp`."""
+    await trio.serve_listeners(
+        handler,
+        list(await open_tcp_listeners(port, **options)),
+        handler_nursery=handler_nursery,
+        task_status=task_status,
+    )
+
+
+_accept = trio_smc.SmcListener.accept
+
+
+async def accept(listener: trio_smc.SmcListener) -> trio_smc.SmcStream:
+    """Stand in for `SmcListener.accept`, and count."""
+    stream = await _accept(listener)
+    COUNTS["server", stream.mode] += 1
+    return stream
+
+
+class Fixtures:
+    """Fixtures that suites use and that must know about completions."""
+
+    @pytest.fixture
+    def autojump_clock(self) -> trio.testing.MockClock:
+        """Jump when nothing happened for a moment, not at once.
+
+        Like bytes on a real network, completions come from outside of the Trio run: all tasks
+        being blocked does not mean that nothing is under way.
+        """
+        return trio.testing.MockClock(autojump_threshold=QUIET)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put ours in Trio's place, as its public names are looked up when they are called."""
+    for ours in (open_tcp_stream, open_tcp_listeners, serve_tcp):
+        setattr(trio, ours.__name__, ours)
+    setattr(trio_smc.SmcListener, "accept", accept)  # noqa: B010
+    # Registered last, so that it has the last word on fixtures.
+    config.pluginmanager.register(Fixtures(), "smc_for_tcp_fixtures")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run that was not what it claims to be."""
+    ends = {end for (end, mode), count in COUNTS.items() if mode == trio_smc.Mode.SMC_R and count}
+    others = sum(count for (_, mode), count in COUNTS.items() if mode != trio_smc.Mode.SMC_R)
+    if exitstatus == pytest.ExitCode.OK and (others or ends != {"client", "server"}):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was counted, in a form that a caller can read."""
+    for (end, mode), count in sorted(COUNTS.items()):
+        terminalreporter.write_line(f"streams {end} {mode} {count}")

@@ -1,0 +1,71 @@
+"""What other projects ask about a stream before they use it."""
+
+from __future__ import annotations
+
+import trio
+
+import trio_smc
+
+
+async def _pair() -> tuple[trio_smc.SmcStream, trio_smc.SmcStream]:
+    (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
+    async with listener:
+        client = await trio_smc.open_stream(*listener.socket.getsockname())
+        return client, await listener.accept()
+
+
+async def test_streams_and_listeners_pass_for_those_of_sockets() -> None:
+    """trio-websocket and httpcore look for `.socket` only where isinstance says so."""
+    client, server = await _pair()
+    async with client, server:
+        assert client.mode is server.mode is trio_smc.Mode.SMC_R
+        assert isinstance(client, trio.SocketStream)
+        assert client.socket.getpeername() == server.socket.getsockname()
+    (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
+    async with listener:
+        assert isinstance(listener, trio.SocketListener)
+        tcp = await trio.open_tcp_stream(*listener.socket.getsockname())
+        fallen_back = await listener.accept()
+        async with tcp, fallen_back:
+            assert fallen_back.mode is trio_smc.Mode.TCP
+            assert isinstance(fallen_back, trio.SocketStream)
+
+
+async def _until_readable(stream: trio_smc.SmcStream) -> None:
+    with trio.fail_after(10):
+        while not stream.is_readable():
+            await trio.lowlevel.checkpoint()
+
+
+async def test_is_readable_over_smc_r() -> None:
+    client, server = await _pair()
+    async with client, server:
+        assert not client.is_readable()
+        await server.send_all(b"data")
+        await _until_readable(client)
+        assert await client.receive_some() == b"data"
+        assert not client.is_readable()
+        await server.aclose()
+        await _until_readable(client)
+        assert await client.receive_some() == b""
+        assert client.is_readable()
+    assert client.is_readable()
+
+
+async def test_is_readable_tells_of_a_reset() -> None:
+    client, server = await _pair()
+    async with client, server:
+        server.abort()
+        await _until_readable(client)
+
+
+async def test_is_readable_over_tcp() -> None:
+    (listener,) = await trio_smc.open_listeners(0, host="127.0.0.1")
+    async with listener, await trio.open_tcp_stream(*listener.socket.getsockname()) as tcp:
+        stream = await listener.accept()
+        assert stream.mode is trio_smc.Mode.TCP
+        assert not stream.is_readable()
+        await tcp.send_all(b"data")
+        await _until_readable(stream)
+        await stream.aclose()
+        assert stream.is_readable()
