@@ -37,8 +37,8 @@ bench: ready-cli
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 lint: ready-dev
-	@$(BIN)/ruff check .
-	@$(BIN)/lint-imports --no-cache
+	@failed=0; $(BIN)/ruff check . || failed=1; \
+	    $(BIN)/lint-imports --no-cache || failed=1; exit $$failed
 
 types: ready-dev
 	@$(BIN)/mypy
