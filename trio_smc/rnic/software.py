@@ -165,6 +165,8 @@ class SoftRnic(Rnic):
     def _set_port(self, active: bool) -> None:
         if self.port_active == active:
             return
+        # Who had reached us before is connected, and must not notice.
+        self.look()
         self.port_active = active
         self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
         for qp in tuple(self._qps.values()):
