@@ -166,6 +166,8 @@ def main() -> int:
     """Return the exit code."""
     arguments = parse()
     start = time.monotonic()
+    # What else the machine was doing: above 0.5 the absolute numbers say little.
+    load = round(os.getloadavg()[0], 2)
     try:
         numbers, right = measure(arguments.transports, arguments.workloads, arguments)
     except Failed as failure:
@@ -176,6 +178,7 @@ def main() -> int:
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
         "pinned": arguments.pin,
+        "load_before": load,
         "python": platform.python_version(),
         "trio": trio.__version__,
     }
@@ -184,7 +187,7 @@ def main() -> int:
     print(
         f"ratio above 1: better than {BASE}. {arguments.rounds} interleaved rounds of "
         f"{arguments.seconds} s, {'pinned' if arguments.pin else 'not pinned'}, "
-        f"{time.monotonic() - start:.0f} s in all"
+        f"load before {load}, {time.monotonic() - start:.0f} s in all"
     )
     if arguments.json:
         report.save(arguments.json, metrics, numbers, BASE, about)
