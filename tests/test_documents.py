@@ -48,7 +48,10 @@ async def test_the_echo_examples_talk() -> None:
     assert server.stdout is not None
     try:
         with trio.fail_after(LIMIT):
-            port = (await server.stdout.receive_some()).split()[-1].decode()
+            said = b""
+            while b"\n" not in said:
+                said += await server.stdout.receive_some()
+            port = said.split()[-1].decode()
             client = await trio.run_process(
                 [sys.executable, "examples/echo_client.py", port, "127.0.0.1"],
                 cwd=ROOT,
