@@ -348,6 +348,15 @@ def test_cursor_updates_follow_the_rules(
         assert pair.a.window == 65536 - (written - read) * 1024
 
 
+@pytest.mark.parametrize(("read", "told"), [(999, False), (1000, True)])
+def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None:
+    pair = make(pairs, (10_000, 10_000))
+    pair.a.send(memoryview(bytes(6000)))
+    pair.ab.deliver()
+    pair.b.receive(read)
+    assert bool(cdcs(pair.ba)) is told
+
+
 def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
     """A CDC message to B by hand."""
     pair.b.on_cdc_untrusted(pack(sequence, 0xA1, 0, count, 0, 0, flags))

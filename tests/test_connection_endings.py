@@ -452,6 +452,17 @@ def test_data_that_arrived_before_the_links_went_is_still_read() -> None:
             lone.it.send(memoryview(b"x"))
 
 
+def test_data_after_close_is_dropped_with_the_ring() -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.it.close()
+        lone.peer(data=b"nobody reads this")
+        assert lone.it.state == PW1
+        lone.peer(C)
+        assert lone.it.state == "CLOSED"
+        assert lone.it.readable == 0
+
+
 def test_an_abort_drops_what_was_unread() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
