@@ -11,6 +11,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
+from trio_smc.datapath.rmb import EYE_CATCHER
 
 HOST = "127.0.0.1"
 SMALL_RING = 16 * 1024
@@ -22,7 +23,7 @@ class Pairs:
 
     Attributes:
       client, server: the stacks of the two ends; may be one.
-      ring: bytes of each end's RMB element, or None over TCP.
+      ring: bytes that fit into each end's ring, or None over TCP.
     """
 
     def __init__(
@@ -73,10 +74,7 @@ async def _fill_tcp(stream: SmcStream) -> None:
     full = False
     while not full:
         with trio.move_on_after(0.05) as scope:
-            await trio.lowlevel.wait_writable(stream.socket)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    await stream.socket.send(bytes(4096), stdlib_socket.MSG_DONTWAIT)
+            await stream.send_all(bytes(4096))
         full = scope.cancelled_caught
 
 
@@ -93,6 +91,8 @@ async def open_pairs(
         if stacks == 2:
             client = await exits.enter_async_context(trio_smc.open_stack(config))
         ring = config.receive_buffer_for("software") if config.rnics == "auto" else None
+        if ring is not None and config.rmbe_eye_catcher:
+            ring -= len(EYE_CATCHER)
         yield Pairs(client, server, listener, ring)
 
 

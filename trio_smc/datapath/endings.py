@@ -121,6 +121,16 @@ class Endings(Sender):
             return min(self._received, self._rmbe.usable)
         return None
 
+    @property
+    def ending(self) -> bool:
+        """Whether `close` was called and data of ours, or the C after it, may not have reached
+        the peer yet: until then the link must stay."""
+        if self._aborting:
+            return False
+        if self.sent_closed:
+            return self._owed or self._completed != self._sequence
+        return self.close_pending
+
     # --- events that come up here ------------------------------------------------------------
 
     def on_timer(self) -> None:
