@@ -9,6 +9,7 @@ from __future__ import annotations
 from trio_smc._base.config import Config as Config
 from trio_smc._base.errors import ProtocolError as ProtocolError
 from trio_smc._base.errors import SmcUnavailable as SmcUnavailable
+from trio_smc._base.observer import Observer as Observer
 from trio_smc._base.reasons import Fallback as Fallback
 from trio_smc._base.reasons import FallbackReason as FallbackReason
 from trio_smc._base.reasons import Mode as Mode
@@ -22,7 +23,11 @@ from trio_smc._open import open_stream as open_stream
 from trio_smc._open import serve as serve
 from trio_smc._stack import Stack as Stack
 from trio_smc._stream import SmcStream as SmcStream
-from trio_smc.rendezvous.link_group import LinkGroup as LinkGroup
+from trio_smc._tcp_names import SmcSocket as SmcSocket
+from trio_smc._views import LinkGroup as LinkGroup
+from trio_smc._views import LinkGroupKind as LinkGroupKind
+from trio_smc._views import LinkView as LinkView
+from trio_smc._views import RmbView as RmbView
 from trio_smc.rnic.roce import VerbsRnic as VerbsRnic
 from trio_smc.rnic.software import SoftRnic as SoftRnic
 

@@ -14,7 +14,7 @@ from trio_smc._handshake import run_negotiation
 from trio_smc._stream import RdmaStream, SmcStream, TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.negotiation import Established
-from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, plain_address
+from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, is_same_host, plain_address
 from trio_smc.rendezvous.server import ServerNegotiation
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ async def accept_stream(
     """
     try:
         fallback = await _negotiate(stack, sock, config, publication)
+    except _Silent as error:
+        stack.handshakes["failed"] += 1
+        LOGGER.info("connection closed: %s", error)
+        sock.close()
+        return None
     except OSError as error:
         stack.handshakes["failed"] += 1
         LOGGER.info("handshake failed: %s", error)
@@ -71,22 +76,23 @@ async def accept_stream(
 async def _negotiate(
     stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
 ) -> RdmaStream | Fallback:
-    local, remote = sock.getsockname(), sock.getpeername()
-    here, there = plain_address(local[0]), plain_address(remote[0])
-    rnic = stack.rnic_for(here, there)
-    claim = publication.claim((here, local[1]), (there, remote[1]))
+    local, remote = _name(sock.getsockname()), _name(sock.getpeername())
+    if config.discovery == "tcp-option":
+        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
+    rnic = stack.rnic_for(local[0], remote[0])
+    claim = publication.claim(local, remote)
     if claim is not None:
         if isinstance(rnic, FallbackReason):
             claim.refuse(rnic)
             return Fallback.local(rnic)
         if not await claim.confirm(trio.current_time() + _GO_TIMEOUT):
             return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
-    elif config.assumes(here, local[1]) or config.assumes(there, remote[1]):
+    elif config.assumes(local, remote, publication.address):
         if not await _proposal_follows(sock, config.handshake_timeout):
             return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     else:
-        reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
-        return Fallback.local(reason)
+        unavailable = publication.unavailable if is_same_host(local[0], remote[0]) else None
+        return Fallback.local(unavailable or FallbackReason.PEER_NOT_CAPABLE)
     negotiation = ServerNegotiation(
         host=stack,
         rnic=None if isinstance(rnic, FallbackReason) else rnic,
@@ -96,19 +102,28 @@ async def _negotiate(
     stack.handshakes["begun"] += 1
     outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
     if isinstance(outcome, Established):
-        return established_stream(stack, outcome, sock)
+        return established_stream(stack, outcome, sock, config)
     return outcome.fallback
 
 
 def established_stream(
-    stack: Stack, outcome: Established, sock: trio.socket.SocketType
+    stack: Stack, outcome: Established, sock: trio.socket.SocketType, config: Config
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete."""
     endpoint = stack.endpoint_of(outcome.connection)
+    amortised = config.checkpoints == "amortised"
+    endpoint.connection.set_policy(
+        close_timeout=config.close_timeout,
+        flush_later=stack.pump.flush_later if amortised else None,
+    )
     endpoint.adopt(sock)
-    stream = RdmaStream(stack, endpoint, sock)
+    stream = RdmaStream(stack, endpoint, sock, config)
     stack.count_mode(stream, None)
     return stream
+
+
+def _name(sockname: tuple[str, int]) -> tuple[str, int]:
+    return plain_address(sockname[0]), sockname[1]
 
 
 def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
@@ -118,7 +133,7 @@ def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
 def _admit(proposal: clc.Proposal) -> FallbackReason | None:
     """The server's look at a Proposal (RFC 7609, 3.5.1.2)."""
     if not proposal.offers_smc_r:
-        return FallbackReason.VERSION_MISMATCH
+        return FallbackReason.MODE_MISMATCH
     if proposal.ipv6_prefixes:
         common = has_prefix(proposal.ipv6_prefixes)
     else:
@@ -126,30 +141,38 @@ def _admit(proposal: clc.Proposal) -> FallbackReason | None:
     return None if common else FallbackReason.PREFIX_MISMATCH
 
 
+class _Silent(Exception):
+    """Nothing, or not enough to tell, came from a client that is known to speak SMC-R."""
+
+
 async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bool:
     """Whether the first bytes are a CLC eye catcher; they stay unread.
 
-    Raises OSError when nothing comes in time: a late Proposal must never reach an application.
+    Raises _Silent when that cannot be told in time: "assume" is a promise, and a late Proposal
+    must never reach an application.
     """
-    try:
-        sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, _SNIFF)
-        with trio.fail_after(patience):
-            while True:
+    first = b""
+    with trio.move_on_after(patience):
+        try:
+            while len(first) < _SNIFF:
+                # A stream shorter than an eye catcher stays readable without ever growing.
+                sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
-                first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
-                if first != clc.EYE_CATCHER[: len(first)] or not first:
+                longer = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
+                if not longer:
+                    raise _Silent("it ended without a byte")
+                if not clc.EYE_CATCHER.startswith(longer) or _ended(sock, longer):
                     return False
-                if len(first) == _SNIFF:
-                    return True
-                if _ended(sock):
-                    return False
-    except trio.TooSlowError:
-        raise TimeoutError("no byte came from a client that is known to speak SMC-R") from None
-    finally:
-        sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
+                first = longer
+            return True
+        finally:
+            sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
+    raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
 
 
-def _ended(sock: trio.socket.SocketType) -> bool:
-    # A shorter stream than an eye catcher stays readable without ever growing.
+def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:
+    """Whether nothing will follow the first bytes, too few for an eye catcher."""
+    if len(first) == _SNIFF:
+        return False
     state = sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]
     return state == _TCP_CLOSE_WAIT

@@ -7,11 +7,13 @@ On one host the client must announce its source address before it connects (see
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import socket as stdlib_socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
@@ -39,20 +41,38 @@ if TYPE_CHECKING:
 
 __all__ = ["connect_stream"]
 
+LOGGER = logging.getLogger("trio_smc")
+
+_HAPPY_EYEBALLS_DELAY: Final = 0.25
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """A TCP connection, and what discovery said before it was opened."""
+    """A TCP connection, and what discovery said before it was opened.
+
+    Attributes:
+      named: the (host, port) that the user asked for.
+      peer: the address it resolved to.
+    """
 
     sock: trio.socket.SocketType
-    announcement: Announcement | FallbackReason | None
+    named: tuple[str, int]
+    peer: tuple[str, int]
+    announcement: Announcement | FallbackReason | None = None
+
+    def assumed(self, config: Config) -> bool:
+        """Whether the peer is known to speak SMC-R without being asked."""
+        return config.assumes(self.named, self.peer)
 
     def close(self) -> None:
+        self.withdraw()
+        self.sock.close()
+
+    def withdraw(self) -> None:
+        """Discovery is over; idempotent."""
         if isinstance(self.announcement, Announcement):
             self.announcement.close()
-        self.sock.close()
 
 
 async def connect_stream(
@@ -60,44 +80,44 @@ async def connect_stream(
     host: str | bytes,
     port: int,
     *,
-    happy_eyeballs_delay: float,
+    happy_eyeballs_delay: float | None,
     local_address: str | None,
     config: Config,
 ) -> SmcStream:
     """Connect; see `trio_smc.open_stream`."""
-    attempt = await _connect_tcp(stack, host, port, happy_eyeballs_delay, local_address, config)
-    sock = attempt.sock
+    delay = _HAPPY_EYEBALLS_DELAY if happy_eyeballs_delay is None else happy_eyeballs_delay
+    attempt = await _connect_tcp(stack, host, port, delay, local_address, config)
     try:
         outcome = await _negotiate(stack, attempt, config)
-        if isinstance(outcome, RdmaStream):
-            return outcome
-        if config.require_smc:
-            stack.count_mode(None, outcome)
-            raise SmcUnavailable(outcome)
-        stream = TcpStream(sock, outcome)
-    except SmcUnavailable:
-        sock.close()
-        raise
-    except BaseException:
+    except BaseException as error:
         stack.handshakes["failed"] += 1
-        close_with_reset(sock)
+        close_with_reset(attempt.sock)
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            LOGGER.exception("the SMC-R handshake failed")
+            text = "the SMC-R handshake failed by a defect of this side"
+            raise OSError(errno.ECONNRESET, text) from error
         raise
     finally:
-        if isinstance(attempt.announcement, Announcement):
-            attempt.announcement.close()
+        attempt.withdraw()
+    if isinstance(outcome, RdmaStream):
+        return outcome
+    if config.require_smc:
+        attempt.sock.close()
+        stack.count_mode(None, outcome)
+        raise SmcUnavailable(outcome)
+    stream = TcpStream(attempt.sock, outcome)
     stack.count_mode(stream, outcome)
     return stream
 
 
 async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStream | Fallback:
-    sock = attempt.sock
+    sock, announcement = attempt.sock, attempt.announcement
+    if config.discovery == "tcp-option":
+        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
+    if not isinstance(announcement, Announcement) and not attempt.assumed(config):
+        return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = plain_address(sock.getsockname()[0])
-    peer = sock.getpeername()
-    there = plain_address(peer[0])
-    announcement = attempt.announcement
-    if not isinstance(announcement, Announcement) and not config.assumes(there, peer[1]):
-        return _not_announced(announcement)
-    rnic = stack.rnic_for(here, there)
+    rnic = stack.rnic_for(here, attempt.peer[0])
     if isinstance(rnic, FallbackReason):
         # Before "go" is said, after which the server counts on a Proposal.
         return Fallback.local(rnic)
@@ -105,7 +125,7 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
-            return Fallback(reason=refusal, origin=Origin.PEER)
+            return _refused(refusal, said=True)
     negotiation = ClientNegotiation(
         host=stack,
         rnic=rnic,
@@ -116,14 +136,16 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
     negotiation.start()
     outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
     if isinstance(outcome, Established):
-        return established_stream(stack, outcome, sock)
+        return established_stream(stack, outcome, sock, config)
     return outcome.fallback
 
 
-def _not_announced(reason: FallbackReason | None) -> Fallback:
-    if reason in (FallbackReason.HANDSHAKE_LIMIT, FallbackReason.NO_RNIC):
+def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
+    """What same-host discovery came to; ``said``: by the process that has the connection."""
+    ours = reason is FallbackReason.PEER_NOT_CAPABLE
+    if not ours and (said or reason is FallbackReason.HANDSHAKE_LIMIT):
         return Fallback(reason=reason, origin=Origin.PEER)
-    return Fallback.local(reason or FallbackReason.PEER_NOT_CAPABLE)
+    return Fallback.local(reason)
 
 
 def _proposal(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
@@ -153,43 +175,48 @@ async def _connect_tcp(
     stack: Stack, host: str | bytes, port: int, delay: float, local: str | None, config: Config
 ) -> _Attempt:
     """The first connection that succeeds, of attempts staggered by ``delay`` seconds."""
+    if host is None:
+        raise ValueError("host cannot be None")
     if not isinstance(port, int):
         raise TypeError("port must be an integer")
     found = await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
     targets: list[_Target] = _alternate_families(
         [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
     )
+    named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
     winners: list[_Attempt] = []
     errors: list[OSError] = []
 
-    async with trio.open_nursery() as nursery:
+    async def attempt(target: _Target, failed: trio.Event, race: trio.CancelScope) -> None:
+        try:
+            winners.append(await _connect_one(stack, target, named, local, config))
+        except OSError as error:
+            errors.append(error)
+            failed.set()
+        else:
+            race.cancel()
 
-        async def attempt(target: _Target, failed: trio.Event) -> None:
-            try:
-                winner = await _connect_one(stack, target, local, config)
-            except OSError as error:
-                errors.append(error)
-                failed.set()
-                return
-            winners.append(winner)
-            nursery.cancel_scope.cancel()
+    try:
+        async with trio.open_nursery() as nursery:
+            for target in targets:
+                failed = trio.Event()
+                nursery.start_soon(attempt, target, failed, nursery.cancel_scope)
+                with trio.move_on_after(delay):
+                    await failed.wait()
+        if not winners:
+            raise _nothing_connected(named, errors)
+        return winners.pop(0)
+    finally:
+        for loser in winners:
+            loser.close()
 
-        for target in targets:
-            failed = trio.Event()
-            nursery.start_soon(attempt, target, failed)
-            with trio.move_on_after(delay):
-                await failed.wait()
-    for loser in winners[1:]:
-        loser.close()
-    if winners:
-        return winners[0]
-    if len(errors) == 1:
-        raise errors[0]
-    text = f"all attempts to connect to {host!r} port {port} failed: "
-    reason = OSError(errors[0].errno if errors else errno.ECONNREFUSED, text + "; ".join(
-        str(error) for error in errors
-    ))  # fmt: skip
-    raise reason
+
+def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError:
+    """One error for the failure of all attempts; its number is that of the last resort."""
+    texts = "; ".join(dict.fromkeys(str(error) for error in errors))
+    failure = OSError(errors[-1].errno, f"no connection to {named[0]} port {named[1]}: {texts}")
+    failure.__cause__ = errors[0] if len(errors) == 1 else ExceptionGroup(str(failure), errors)
+    return failure
 
 
 def _alternate_families(targets: Sequence[_Target]) -> list[_Target]:
@@ -203,14 +230,13 @@ def _alternate_families(targets: Sequence[_Target]) -> list[_Target]:
 
 
 async def _connect_one(
-    stack: Stack, target: _Target, local: str | None, config: Config
+    stack: Stack, target: _Target, named: tuple[str, int], local: str | None, config: Config
 ) -> _Attempt:
     family, kind, protocol, address = target
     sock = trio.socket.socket(family, kind, protocol)
-    attempt = _Attempt(sock, None)
+    attempt = _Attempt(sock, named, (plain_address(address[0]), address[1]))
     try:
-        sock.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NODELAY, 1)
-        source = _announced_source(stack, address, local, config)
+        source = _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             # A port of its own, known before the connection is.
@@ -218,7 +244,7 @@ async def _connect_one(
             name = sock.getsockname()
             attempt.announcement = await stack.discovery.announce(
                 (name[0], name[1]),
-                (address[0], address[1]),
+                attempt.peer,
                 trio.current_time() + config.handshake_timeout,
             )
         else:
@@ -236,23 +262,27 @@ async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -
     try:
         if late_port:
             # The port is chosen at connect, so that many connections may share one.
-            sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
         await sock.bind((source, 0))
     except OSError as error:
         raise OSError(
-            error.errno, f"local_address={source!r} cannot be used for this connection: {error}"
+            error.errno, f"local address {source!r} cannot be used for this connection: {error}"
         ) from error
 
 
 def _announced_source(
-    stack: Stack, address: Any, local: str | None, config: Config
+    stack: Stack, attempt: _Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
     """The address to announce on this host; why not; or None where it does not apply."""
+    if config.discovery != "auto" or attempt.assumed(config):
+        return None
     host, port = address[0], address[1]
-    if config.discovery != "auto" or config.assumes(plain_address(host), port):
-        return None
     source = local or source_address(host, port)
-    if source is None or not is_same_host(source, host):
-        return None
-    rnic = stack.rnic_for(plain_address(source), plain_address(host))
+    try:
+        if source is None or not is_same_host(source, host):
+            return None
+    except ValueError:
+        return None  # a name as local address
+    rnic = stack.rnic_for(plain_address(source), attempt.peer[0])
     return rnic if isinstance(rnic, FallbackReason) else source

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import trio
 
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
     from trio_smc.datapath.connection import Connection
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous.link_group import LinkGroup
@@ -40,7 +40,7 @@ class Endpoint:
 
     connection: Connection
 
-    def __init__(self, stack: Stack, group: LinkGroup, rmbe: Rmbe) -> None:
+    def __init__(self, stack: StackCore, group: LinkGroup, rmbe: Rmbe) -> None:
         self._stack = stack
         self._timer: Timer | None = None
         self.group = group
@@ -56,6 +56,11 @@ class Endpoint:
         """The rendezvous is complete: the TCP connection ends with the SMC-R connection."""
         self.sock = sock
         self._stack.tcp_watch.add(sock, self)
+
+    def forgotten(self) -> None:
+        """The stream was collected, and nobody had closed it."""
+        self.closed_by_user = True
+        self.connection.abort()
 
     # --- trio_smc.datapath.channel.Host ------------------------------------------------------
 

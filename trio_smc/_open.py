@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 
 import trio
 
 from trio_smc._base.config import Config
-from trio_smc._connect import connect_stream
 from trio_smc._listener import SmcListener
 from trio_smc._stack import Stack
 from trio_smc._stream import SmcStream
@@ -20,7 +20,9 @@ __all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
 LOGGER = logging.getLogger("trio_smc")
 
 _current: ContextVar[Stack | None] = ContextVar("trio_smc.stack", default=None)
-_default: trio.lowlevel.RunVar[_DefaultStack] = trio.lowlevel.RunVar("trio_smc.default_stack")
+_default: trio.lowlevel.RunVar[_DefaultStack | None] = trio.lowlevel.RunVar(
+    "trio_smc.default_stack"
+)
 
 
 class _DefaultStack:
@@ -38,44 +40,43 @@ class _DefaultStack:
                 self.stack = stack
                 self.ready.set()
                 await trio.sleep_forever()
+        except ResourceWarning as warning:
+            LOGGER.error("%s", warning)  # warnings are errors here, and streams were left open
         except Exception as error:
             LOGGER.error("the default stack ended", exc_info=error)
             self.error = error
+        finally:
             self.ready.set()
 
 
 async def _find_stack() -> Stack:
     stack = _current.get()
     if stack is not None:
-        stack.check_usable()
         return stack
-    try:
-        default = _default.get()
-    except LookupError:
+    default = _default.get(None)
+    if default is None:
         default = _DefaultStack()
         _default.set(default)
         trio.lowlevel.spawn_system_task(default.run)
     await default.ready.wait()
     if default.stack is None:
-        raise OSError("trio_smc has no default stack") from default.error
-    default.stack.check_usable()
+        # Descriptors may have run out; the next call tries again.
+        if _default.get(None) is default:
+            _default.set(None)
+        number = default.error.errno if isinstance(default.error, OSError) else None
+        raise OSError(number, "trio_smc has no default stack") from default.error
     return default.stack
-
-
-def _effective(stack: Stack, config: Config | None) -> Config:
-    if config is None:
-        return stack.config
-    config.check_call(stack.config)
-    return config
 
 
 @asynccontextmanager
 async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     """Open RNICs and link groups for the block; calls inside it use this stack.
 
-    Leaving it finishes what closed streams still owe within ``shutdown_timeout`` seconds, aborts
-    streams that are still open (ResourceWarning), terminates the link groups and joins all
-    threads.
+    Leaving it, by whatever way, closes its listeners, finishes what closed streams still owe
+    within ``shutdown_timeout`` seconds, aborts streams that are still open (their peers get
+    BrokenResourceError; here there is a ResourceWarning for each), terminates the link groups
+    and joins all threads.  Calls that use the stack and are under way then, or come later, raise
+    `trio.ClosedResourceError`.  An exception of the block comes out as it is.
 
     Args:
       config: the stack's settings, and the default for the calls inside.
@@ -83,54 +84,70 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     Raises:
       OSError: an RNIC that ``config.rnics`` names cannot be opened.
     """
+    await trio.lowlevel.checkpoint_if_cancelled()
     stack = Stack(config or Config())
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
-        await nursery.start(stack.run)
-        token = _current.set(stack)
         try:
-            yield stack
+            with trio.CancelScope(shield=True):
+                await nursery.start(stack.run)
+            token = _current.set(stack)
+            try:
+                yield stack
+            finally:
+                # A fixture may be finished in another context than it was started in.
+                with suppress(ValueError):
+                    _current.reset(token)
+                await stack.shut_down()
         except BaseException as error:
             # Kept out of the nursery, which would wrap it in an ExceptionGroup.
             failure = error
-        finally:
-            _current.reset(token)
-            await stack.shut_down()
-    if failure is not None:
-        raise failure
+    try:
+        for text in stack.unclosed:
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+    finally:
+        if failure is None:
+            failure = stack.failure
+        if failure is not None:
+            raise failure
 
 
 async def open_stream(
     host: str | bytes,
     port: int,
     *,
-    happy_eyeballs_delay: float = 0.25,
+    happy_eyeballs_delay: float | None = 0.25,
     local_address: str | None = None,
     config: Config | None = None,
 ) -> SmcStream:
     """Connect to ``host`` and ``port``: over SMC-R where both ends can, else over TCP.
 
+    As `trio.open_tcp_stream`.
+
     Args:
       host: name or address.
       port: TCP port.
-      happy_eyeballs_delay: seconds before the next address is tried as well.
+      happy_eyeballs_delay: seconds before the next address is tried as well (RFC 8305); None
+        for the default.
       local_address: local IP address to connect from.
       config: settings for this call only.
 
     Raises:
-      OSError: nothing could be connected; or the handshake broke (ECONNRESET) or timed out
-        (ETIMEDOUT), after which there is no fallback (RFC 7609, C.5, C.6).
-      SmcUnavailable: ``config.require_smc`` is set and SMC-R cannot be used.
+      OSError: the name is unknown, or nothing could be connected; or the handshake broke
+        (ECONNRESET) or timed out (ETIMEDOUT), after which there is no fallback (RFC 7609, C.5,
+        C.6).
+      SmcUnavailable: ``config.require_smc`` is set and SMC-R cannot be used; an OSError, too.
+      trio.ClosedResourceError: the stack was left.
       ValueError: ``config`` changes what belongs to the stack.
+      RuntimeError: called in a forked child.
     """
     stack = await _find_stack()
-    return await connect_stream(
-        stack,
+    return await stack.open_stream(
         host,
         port,
         happy_eyeballs_delay=happy_eyeballs_delay,
         local_address=local_address,
-        config=_effective(stack, config),
+        config=config,
     )
 
 
@@ -144,15 +161,19 @@ async def open_listeners(
     """Listen on ``port``, as `trio.open_tcp_listeners` does, for SMC-R and TCP clients alike.
 
     Args:
-      port: TCP port; 0 for any.
-      host: address or name to listen on; None for all.
-      backlog: of the TCP sockets.
+      port: TCP port; 0 for any, another one for each listener.
+      host: address or name to listen on; None for all, IPv4 and IPv6.
+      backlog: of the TCP sockets; None for as many as the system allows.
       config: settings for connections of these listeners only.
+
+    Raises:
+      OSError: the address cannot be listened on.
+      trio.ClosedResourceError: the stack was left.
+      ValueError: ``config`` changes what belongs to the stack.
+      RuntimeError: called in a forked child.
     """
     stack = await _find_stack()
-    effective = _effective(stack, config)
-    listeners = await trio.open_tcp_listeners(port, host=host, backlog=backlog)
-    return [SmcListener(stack, listener.socket, effective) for listener in listeners]
+    return await stack.open_listeners(port, host=host, backlog=backlog, config=config)
 
 
 async def serve(
@@ -167,9 +188,24 @@ async def serve(
 ) -> None:
     """Listen on ``port`` and run ``handler(stream)`` for each connection, for ever.
 
-    Args and behaviour as of `trio.serve_tcp`, with ``config`` as in `open_listeners`.
+    As `trio.serve_tcp`: a handler's exception ends the server; listeners are closed at the end.
+
+    Args:
+      handler: gets an `SmcStream`, which is closed when it returns.
+      port, host, backlog, config: as of `open_listeners`.
+      handler_nursery: where handlers run; None for one within this call.
+      task_status: ``nursery.start(serve, ...)`` returns the list of `SmcListener`.
+
+    Raises:
+      OSError, trio.ClosedResourceError, ValueError, RuntimeError: as `open_listeners`.
     """
-    listeners = await open_listeners(port, host=host, backlog=backlog, config=config)
-    await trio.serve_listeners(
-        handler, listeners, handler_nursery=handler_nursery, task_status=task_status
+    stack = await _find_stack()
+    await stack.serve(
+        handler,
+        port,
+        host=host,
+        backlog=backlog,
+        config=config,
+        handler_nursery=handler_nursery,
+        task_status=task_status,
     )

@@ -10,8 +10,10 @@ parks has been one by that; one that finds everything ready yields once
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
+import warnings
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -21,11 +23,13 @@ from trio.lowlevel import Abort, RaiseCancelT
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import close_with_reset
+from trio_smc._tcp_names import SmcSocket
 
 if TYPE_CHECKING:
+    from trio_smc._base.config import Config
     from trio_smc._endpoint import Endpoint
     from trio_smc._stack import Stack
-    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc._views import LinkGroup
 
 __all__ = ["RdmaStream", "SmcStream", "TcpStream"]
 
@@ -43,13 +47,14 @@ class SmcStream(HalfCloseableStream):
     Attributes:
       mode: `Mode.SMC_R` or `Mode.TCP`.
       fallback: why the mode is TCP; None exactly when it is SMC-R.
-      socket: the TCP connection, for names and TCP-level options.
+      socket: the TCP connection, for names and TCP-level options; over SMC-R it can neither send
+        nor receive (`SmcSocket`).
       link_group: the link group, or None over TCP.
     """
 
     mode: Mode
     fallback: Fallback | None
-    socket: trio.socket.SocketType
+    socket: trio.socket.SocketType | SmcSocket
     link_group: LinkGroup | None
 
     def statistics(self) -> StreamStatistics:
@@ -80,6 +85,7 @@ class TcpStream(SmcStream):
 
     mode = Mode.TCP
     link_group = None
+    socket: trio.socket.SocketType
 
     def __init__(self, sock: trio.socket.SocketType, fallback: Fallback) -> None:
         self.socket = sock
@@ -124,20 +130,35 @@ class RdmaStream(SmcStream):
 
     mode = Mode.SMC_R
     fallback = None
+    socket: SmcSocket
+    _closed = True  # until there is something to close
 
-    def __init__(self, stack: Stack, endpoint: Endpoint, sock: trio.socket.SocketType) -> None:
-        self.socket = sock
-        self.link_group = endpoint.group
+    def __init__(
+        self, stack: Stack, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+    ) -> None:
+        self.socket = SmcSocket(sock)
+        self.link_group = stack.view(endpoint.group)
         self._endpoint = endpoint
         self._core = endpoint.connection
         self._pump = stack.pump
         self._drain = stack.pump.drain
+        self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._sending = False
         self._receiving = False
-        self._strict = stack.config.checkpoints == "strict"
+        self._strict = config.checkpoints == "strict"
         self._calls = 0
         self._yielded = 0
+
+    def __del__(self) -> None:
+        """A stream that nobody closed is reset."""
+        endpoint = self._endpoint
+        if self._closed or endpoint.abandoned:
+            return
+        # The collector may run in any thread, and in the middle of anything.
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(endpoint.forgotten)
+        warnings.warn(f"unclosed stream {self!r}", ResourceWarning, source=self, stacklevel=1)
 
     # --- sending ---------------------------------------------------------------------------
 
@@ -154,29 +175,40 @@ class RdmaStream(SmcStream):
         self._sending = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
-            core = self._core
-            if self._closed or core.write_closed:
+            if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
             view = memoryview(data)
             if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
-                view = view.cast("B") if view.c_contiguous else memoryview(bytes(view))
-            parked = False
-            if not view:
-                self._check_sendable()
-            while view:
-                sent = self._send_some(view)
-                if sent == len(view):
-                    break
-                view = view[sent:]
-                parked = await self._park(_WRITER) or parked
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
-            if core.borrowed:
-                parked = await self._wait_given_back() or parked
-            if not parked:
+                view = memoryview(bytes(view))
+            if not (await self._send_view(view) if view else self._check_sendable()):
                 await self._yield()
         finally:
             self._sending = False
+
+    async def _send_view(self, view: memoryview) -> bool:
+        """Send all of it; True when that took waiting."""
+        core = self._core
+        parked = False
+        rest = view
+        try:
+            while True:
+                sent = self._send_some(rest)
+                if sent == len(rest):
+                    break
+                rest = rest[sent:]
+                parked = await self._park(_WRITER) or parked
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+            while core.borrowed:
+                parked = await self._park(_WRITER) or parked
+        finally:
+            # The caller may change or resize its buffer, whatever happened here.
+            if core.borrowed:
+                core.keep_copies()
+            if type(view.obj) is not bytes:
+                rest.release()
+                view.release()
+        return parked
 
     def _send_some(self, view: memoryview) -> int:
         try:
@@ -184,21 +216,11 @@ class RdmaStream(SmcStream):
         except OSError as error:
             raise self._translated(error) from error
 
-    def _check_sendable(self) -> None:
+    def _check_sendable(self) -> bool:
         core = self._core
         if core.error is not None or core.got_closed:
             raise trio.BrokenResourceError("the connection is broken") from core.error
-
-    async def _wait_given_back(self) -> bool:
-        """The caller's buffer may change only when nothing would be replayed from it."""
-        core = self._core
-        parked = False
-        try:
-            while core.borrowed:
-                parked = await self._park(_WRITER) or parked
-        finally:
-            core.keep_copies()
-        return parked
+        return False
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
@@ -224,7 +246,11 @@ class RdmaStream(SmcStream):
         """Tell the peer that nothing more will be sent (RFC 7609, 4.8.1); idempotent."""
         if self._sending:
             raise trio.BusyResourceError("another task is sending on this stream")
-        await trio.lowlevel.checkpoint()
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint()
+        finally:
+            self._sending = False
         if self._closed:
             raise trio.ClosedResourceError("the stream was closed")
         if self._core.error is not None:
@@ -277,7 +303,8 @@ class RdmaStream(SmcStream):
     async def aclose(self) -> None:
         """Close: what was sent still arrives, then the peer sees the end (RFC 7609, 4.8.1).
 
-        Returns when own data and the end are on their way, not when the peer has closed too.
+        Returns when own data and the end have reached the peer's memory, so that this process may
+        exit at once; not when the peer has closed too.
         With unread data the connection is reset instead.  Under cancellation it still closes.
         """
         if self._closed:
@@ -286,7 +313,7 @@ class RdmaStream(SmcStream):
         self._close_now()
         core = self._core
         try:
-            while core.close_pending and core.state in ("ACTIVE", "APPCLOSEWAIT1"):
+            while core.ending:
                 await self._park(_WRITER)
         finally:
             await trio.lowlevel.checkpoint()

@@ -7,10 +7,8 @@ idle connection would cost more memory than the rest of it; all share one epoll 
 
 from __future__ import annotations
 
-import fcntl
 import select
 import struct
-import termios
 from typing import Protocol
 
 import trio
@@ -69,5 +67,8 @@ def _look(sock: trio.socket.SocketType, watcher: TcpWatcher, events: int) -> Non
 
 def _unread(sock: trio.socket.SocketType) -> int:
     """Bytes in the receive queue; a FIN is none."""
+    import fcntl  # only where there are any
+    import termios
+
     answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
     return int(struct.unpack("i", answer)[0])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["Config", "RMBE_SIZE_UNIT", "rmbe_size_code", "rmbe_size_of"]
+__all__ = ["RMBE_SIZE_UNIT", "Config", "rmbe_size_code", "rmbe_size_of"]
 
 RMBE_SIZE_UNIT = 16 * 1024
 """Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
@@ -25,8 +25,9 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
     {
-        "rnics", "directory", "spin", "checkpoints", "llc_timeout", "first_contact_timeout",
+        "rnics", "directory", "spin", "llc_timeout", "first_contact_timeout",
         "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
+        # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
     }
 )  # fmt: skip
@@ -53,15 +54,20 @@ def _default_directory() -> Path:
 class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
-    Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``checkpoints`` and the
-    link timers) raise ValueError when a call's own config sets them otherwise than its stack's.
+    Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``rmbe_eye_catcher``,
+    ``shutdown_timeout`` and the timers of links) raise ValueError when a call's own config sets
+    them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
       directory: the user's private directory (mode 0700, owner checked): software RNICs,
         same-host discovery.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.
-      discovery: how this side learns that a peer speaks SMC-R: "auto", "tcp-option", "assume".
+      discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, and
+        `assume`.  "assume": every peer does; a listener looks at the first 4 bytes.
+        "tcp-option": only the TCP option of RFC 7609, 3.1 tells.
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
+        A client compares the host as it was named and as it was resolved; a listener compares
+        its own address, as bound and as accepted, and the client's.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 1 MiB
         on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.
@@ -69,7 +75,7 @@ class Config:
       spin: how long to poll before the scheduler sleeps; 0 = off.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
         always checked, rescheduling only now and then.
-      handshake_timeout: for each CLC message (RFC 7609, C.5).
+      handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
       first_contact_timeout: for each LLC message of a first contact (C.7).
       llc_timeout: for each later LLC reply (C.7).
       test_link_interval: idle time after which a link is tested (4.5.3).
@@ -77,7 +83,8 @@ class Config:
       close_timeout: how long the peer may take to close its side (4.8.1).
       link_group_idle: how long a link group without connections is kept (3.5.4).
       shutdown_timeout: how long a closing stack finishes what closed streams still owe.
-      max_handshakes: handshakes under way at once, per listener.
+      max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
+        further ones wait in the TCP backlog.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
     """
 
@@ -107,17 +114,23 @@ class Config:
         if self.checkpoints not in ("strict", "amortised"):
             raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
         for name in _TIMES:
-            if not getattr(self, name) >= 0:
+            if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
-        if self.max_handshakes < 1:
-            raise ValueError("max_handshakes: at least 1")
+        if not _is_integer(self.max_handshakes) or self.max_handshakes < 1:
+            raise ValueError(f"max_handshakes: {self.max_handshakes!r} is not a number from 1 on")
         if self.receive_buffer is not None and not (
-            1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
+            _is_integer(self.receive_buffer)
+            and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
         ):
             raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
-        _check_assume(self.assume)
+        if not isinstance(self.assume, tuple):
+            raise ValueError("assume: a tuple of networks and (host, port) pairs")
+        for entry in self.assume:
+            if not isinstance(entry, str | tuple):
+                raise ValueError(f"assume: {entry!r} is neither a network nor a (host, port) pair")
+            _parse_assume(entry)
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
@@ -130,17 +143,19 @@ class Config:
         wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
         return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
 
-    def assumes(self, host: str, port: int) -> bool:
-        """Whether the peer or local address is known to speak SMC-R without being asked."""
-        if self.discovery == "assume":
-            return True
-        for entry in self.assume:
-            if isinstance(entry, tuple):
-                if entry == (host, port):
-                    return True
-            elif ipaddress.ip_address(host.partition("%")[0]) in ipaddress.ip_network(entry):
-                return True
-        return False
+    def assumes(self, *addresses: tuple[str, int]) -> bool:
+        """Whether a connection is known to speak SMC-R without being asked.
+
+        Args:
+          addresses: (host, port) of whatever names it: the peer, or the local end.
+        """
+        if self.discovery != "auto":
+            return self.discovery == "assume"
+        return any(
+            _matches(_parse_assume(entry), host, port)
+            for entry in self.assume
+            for host, port in addresses
+        )
 
     def check_call(self, stack: Config) -> None:
         """Raise ValueError when this config of one call changes what belongs to its stack."""
@@ -159,7 +174,39 @@ _TIMES = (
 )  # fmt: skip
 
 
-def _check_assume(entries: Iterable[str | tuple[str, int]]) -> None:
-    for entry in entries:
-        if not isinstance(entry, tuple):
-            ipaddress.ip_network(entry)  # ValueError says what is wrong with it
+_Assumed = ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[str, int]
+
+
+@lru_cache(maxsize=1024)
+def _parse_assume(entry: str | tuple[str, int]) -> _Assumed:
+    """A network, or a pair whose host is in canonical form.  ValueError says what is wrong."""
+    if isinstance(entry, str):
+        return ipaddress.ip_network(entry)
+    match entry:
+        case (str() as host, int() as port) if 0 < port < 65536:
+            return _canonical(host), port
+    raise ValueError(f"assume: {entry!r} is neither a network nor a (host, port) pair")
+
+
+def _matches(entry: _Assumed, host: str, port: int) -> bool:
+    if isinstance(entry, tuple):
+        return entry == (_canonical(host), port)
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]) in entry
+    except ValueError:
+        return False  # a name
+
+
+def _canonical(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        return host.lower()
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)

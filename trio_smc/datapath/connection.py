@@ -134,6 +134,13 @@ class Connection(Endings):
             stale_cdcs=self.stale_cdcs,
         )
 
+    def set_policy(
+        self, *, close_timeout: float, flush_later: Callable[[Callable[[], None]], None] | None
+    ) -> None:
+        """Change what the constructor was given, as the call that opens the connection wants."""
+        self._close_timeout = close_timeout
+        self._flush_later = flush_later
+
     # --- from the rendezvous and the link group ----------------------------------------------
 
     def peer_known(
@@ -209,6 +216,11 @@ class Connection(Endings):
         self._errno = errno.ECONNRESET
         self._machine.send("abort")
 
+    def user_timeout(self) -> None:
+        """Data was not acknowledged for as long as the application is willing to wait."""
+        self._errno = errno.ETIMEDOUT
+        self._machine.send("abort")
+
     # --- from the application ----------------------------------------------------------------
 
     def shutdown_write(self) -> None:
@@ -216,6 +228,7 @@ class Connection(Endings):
         if not self.write_closed:
             self.write_closed = True
             self._sendable = False
+            self.flush()
             self._machine.send("shutdown_wr")
 
     def close(self) -> None:
@@ -228,6 +241,7 @@ class Connection(Endings):
         self.write_closed = True
         self._sendable = False
         self._application_closed = True
+        self.flush()
         self._machine.send("close")
 
     def abort(self) -> None:

@@ -125,7 +125,8 @@ class NewSocket:
         """
         self._private = private
         self._path = f"{namespace_path()}/{name}"
-        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._pid = os.getpid()
+        self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
             root = open_private(private, create=True)
             try:
@@ -148,6 +149,9 @@ class NewSocket:
 
     def remove(self) -> None:
         """Take the name away, and directories that nobody uses; the listener stays open."""
+        if self._pid != os.getpid():
+            os.close(self._directory)
+            return  # a forked child; the listener is its parent's
         with contextlib.suppress(OSError):
             os.unlink(self._name, dir_fd=self._directory)
         os.close(self._directory)

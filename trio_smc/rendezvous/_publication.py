@@ -88,10 +88,17 @@ class Publication:
     """One listening TCP socket that clients on this host can announce connections to.
 
     Attributes:
+      address: the address and port listened on.
       unavailable: why nothing is published, or None.
     """
 
-    def __init__(self, made: NewSocket | None, unavailable: FallbackReason | None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        made: NewSocket | None,
+        unavailable: FallbackReason | None,
+    ) -> None:
+        self.address = address
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()

@@ -69,6 +69,14 @@ class Discovery:
         self._private = private
         self._warned = False
 
+    def unusable(self) -> FallbackReason | None:
+        """What is wrong with the private directory, which is made when it is missing."""
+        try:
+            os.close(directory.open_private(self._private, create=True))
+        except directory.DirectoryUnusable as error:
+            return error.reason
+        return None
+
     def publish(
         self, sockname: tuple[str, int], nursery: trio.Nursery, *, dual_stack: bool = False
     ) -> Publication:
@@ -80,18 +88,22 @@ class Discovery:
 
         Never fails: where nothing can be published, `Publication.unavailable` says why.
         """
+        address = plain_address(sockname[0]), sockname[1]
         if sys.platform != "linux":
-            return Publication(None, FallbackReason.UNSUPPORTED_PLATFORM)
-        name = directory.listener_name(
-            plain_address(sockname[0]), sockname[1], dual_stack=dual_stack
-        )
+            return self.publish_nothing(address, FallbackReason.UNSUPPORTED_PLATFORM)
+        name = directory.listener_name(*address, dual_stack=dual_stack)
         try:
-            publication = Publication(directory.NewSocket(self._private, name, _BACKLOG), None)
+            made = directory.NewSocket(self._private, name, _BACKLOG)
         except directory.DirectoryUnusable as error:
             self._warn(error)
-            return Publication(None, error.reason)
+            return self.publish_nothing(address, error.reason)
+        publication = Publication(address, made, None)
         publication.start(nursery)
         return publication
+
+    def publish_nothing(self, sockname: tuple[str, int], reason: FallbackReason) -> Publication:
+        """The publication of a listener that nobody shall announce connections to, and why."""
+        return Publication((plain_address(sockname[0]), sockname[1]), None, reason)
 
     async def announce(
         self, source: tuple[str, int], destination: tuple[str, int], deadline: float

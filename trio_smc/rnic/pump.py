@@ -104,6 +104,11 @@ class Pump:
                     lane.poller.stop()
                 return
 
+    def abandon(self) -> None:
+        """Touch no RNIC ever again: this process is a forked child, they are its parent's."""
+        self._lanes = []
+        self._flushes = []
+
     def register(self, rnic: Rnic, qp: QueuePair, sink: CompletionSink) -> None:
         """Hand the completions of this queue pair to ``sink.on_completion``.
 

@@ -1,0 +1,419 @@
+"""The inside of a stack: what its links, listeners, streams and negotiations call.
+
+Theory of operation
+-------------------
+A stack is what RFC 7609 calls a peer.  Its background work runs in one nursery: the pump with
+the RNICs' threads, one task for all timers, one for all TCP connections, and what listeners
+need.  Everything else are cores that are called from there or from the user's own tasks, so all
+state changes on the Trio thread.
+
+`open_stack` puts that nursery around the user's block.  Calls outside of any `open_stack` share
+a default stack, which runs in a system task of the Trio run and is closed when the run's main
+task is done.
+
+Leaving a stack (`StackCore.shut_down`): listeners are closed and calls under way end with
+ClosedResourceError; streams still open are aborted with a ResourceWarning; connections whose
+streams were closed get `shutdown_timeout` to finish; link groups are terminated in order; then
+the nursery is cancelled and the RNICs are closed.
+
+A forked child shares the memory, sockets and threads' work of its parent's stacks without being
+able to go on with any of it, so a hook at fork makes all of them unusable there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import trio
+
+from trio_smc._base.config import Config
+from trio_smc._base.reasons import Fallback, FallbackReason, Origin
+from trio_smc._base.statistics import StreamStatistics
+from trio_smc._endpoint import Endpoint
+from trio_smc._tcp_watch import TcpWatch
+from trio_smc._views import LinkGroup as LinkGroupView
+from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.prefixes import is_same_host
+from trio_smc.rendezvous.timers import Timers
+from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.verbs import QueuePair, Rnic
+
+if TYPE_CHECKING:
+    from trio_smc._base.observer import Observer
+    from trio_smc._listener import SmcListener
+    from trio_smc._stream import SmcStream
+    from trio_smc.datapath.rmb import Rmbe
+    from trio_smc.rendezvous import clc
+    from trio_smc.rendezvous.link import Link
+
+__all__ = ["StackCore", "add_statistics"]
+
+LOGGER = logging.getLogger("trio_smc")
+
+
+_FORKED = "trio_smc cannot be used in a forked child; start a new process"
+
+
+class StackCore:
+    """One SMC-R peer, as the other rooms and the rest of the top level see it.
+
+    Attributes:
+      config: the stack's configuration.
+      peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
+      observer: told of every message, write and state change while it is not None.
+      failure: the defect that ended a background task, and with it the stack.
+      unclosed: what `shut_down` found open, for a ResourceWarning each.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.observer: Observer | None = None
+        self.pump = Pump(spin=config.spin)
+        self.timers = Timers(trio.current_time, self._timer_is_earlier)
+        self.tcp_watch: TcpWatch
+        self.discovery = Discovery(config.private_directory())
+        self.handshakes = Counter[str]()
+        self.closing = False
+        self.failure: Exception | None = None
+        self.unclosed: list[str] = []
+        self._scope = trio.CancelScope(shield=True)
+        self._ended = trio.Event()
+        self.nursery: trio.Nursery
+        self._rnics: list[Rnic] = []
+        self._no_rnic = FallbackReason.NO_RNIC
+        self._groups: list[LinkGroup] = []
+        self._endpoints: dict[object, Endpoint] = {}
+        self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
+        self._listeners: set[SmcListener] = set()
+        self._busy: dict[object, trio.CancelScope] = {}
+        self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
+        self._closed_totals: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._timers_changed = trio.Event()
+        self._something_ended = trio.Event()
+        self._forked = False
+        self._supported = sys.platform == "linux"
+        if self._supported:
+            self._open_rnics()
+        mac = self._rnics[0].mac if self._rnics else b"\x02" + secrets.token_bytes(5)
+        self.peer_id = secrets.token_bytes(2) + mac
+        _STACKS.add(self)
+
+    # --- running ---------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the background tasks until `shut_down`; nothing is left afterwards.
+
+        Shielded: what closed streams still owe goes out although the user was cancelled.  A
+        defect in a background task closes the stack and is kept in `failure`.
+        """
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    self.nursery = nursery
+                    if self._supported:
+                        self.tcp_watch = TcpWatch()
+                        await nursery.start(self.pump.run)
+                        nursery.start_soon(self.tcp_watch.run)
+                    nursery.start_soon(self._run_timers)
+                    task_status.started()
+        except ExceptionGroup as group:
+            self.failure = group
+            LOGGER.error("the stack failed", exc_info=group)
+        finally:
+            self.closing = True
+            try:
+                self._free()
+            finally:
+                self._ended.set()
+
+    def _free(self) -> None:
+        if self._forked:
+            return
+        for listener in list(self._listeners):
+            listener.close()
+        for group in list(self._groups):
+            group.machine.send("links_lost")
+        for rnic in self._rnics:
+            self.pump.remove(rnic)
+            rnic.close()
+        if hasattr(self, "tcp_watch"):
+            self.tcp_watch.close()
+
+    async def shut_down(self) -> None:
+        """Finish in order, ``shutdown_timeout`` at most for each of three steps; ends `run`."""
+        if self._forked:
+            return  # all of it belongs to the parent
+        with trio.CancelScope(shield=True):
+            await self._finish()
+            self._scope.cancel()
+            await self._ended.wait()
+
+    async def _finish(self) -> None:
+        self.closing = True
+        for listener in list(self._listeners):
+            listener.close()
+        for scope in list(self._busy.values()):
+            scope.cancel()
+        with trio.move_on_after(self.config.shutdown_timeout):
+            while self._busy:
+                await self._wait_for_an_ending()
+        self._abort_open_streams()
+        with trio.move_on_after(self.config.shutdown_timeout):
+            while any(not endpoint.abandoned for endpoint in self._endpoints.values()):
+                await self._wait_for_an_ending()
+        for group in list(self._groups):
+            group.terminate()
+        with trio.move_on_after(self.config.shutdown_timeout):
+            while self._groups:
+                await self._wait_for_an_ending()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a user's call: leaving the stack ends it with ClosedResourceError."""
+        self.check_usable()
+        scope = trio.CancelScope()
+        with self.busy(scope), scope:
+            yield
+        if scope.cancelled_caught:
+            raise trio.ClosedResourceError("the stack was closed")
+
+    @contextlib.contextmanager
+    def busy(self, scope: trio.CancelScope) -> Iterator[None]:
+        """Around work that leaving the stack cancels and waits for."""
+        key = object()
+        self._busy[key] = scope
+        try:
+            yield
+        finally:
+            del self._busy[key]
+            self._something_ended.set()
+
+    def check_usable(self) -> None:
+        """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
+        self.check_not_forked()
+        if self.closing:
+            raise trio.ClosedResourceError("the stack is closed") from self.failure
+
+    def check_not_forked(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if self._forked:
+            raise RuntimeError(_FORKED)
+
+    def forked(self) -> None:
+        """This process is a forked child: nothing here may touch what the parent works with."""
+        self._forked = self.closing = True
+        self.pump.abandon()
+        for endpoint in self._endpoints.values():
+            endpoint.connection.__class__ = _ForkedConnection
+
+    def _abort_open_streams(self) -> None:
+        for endpoint in list(self._endpoints.values()):
+            if not endpoint.closed_by_user:
+                self.unclosed.append(f"{endpoint.connection!r} was open when its stack was closed")
+                endpoint.abandoned = True
+                endpoint.connection.abort()
+        for stream in list(self._tcp_streams):
+            if stream.socket.fileno() >= 0:
+                self.unclosed.append(f"{stream!r} was open when its stack was closed")
+                stream.abort()
+
+    async def _wait_for_an_ending(self) -> None:
+        self._something_ended = trio.Event()
+        await self._something_ended.wait()
+
+    async def _run_timers(self) -> None:
+        while True:
+            self._timers_changed = trio.Event()
+            with trio.move_on_at(self.timers.next_deadline()):
+                await self._timers_changed.wait()
+            self.timers.run_due()
+
+    def _timer_is_earlier(self) -> None:
+        self._timers_changed.set()
+
+    def view(self, group: LinkGroup) -> LinkGroupView:
+        """What users see of a link group."""
+        return LinkGroupView(group, self.check_not_forked)
+
+    # --- RNICs -----------------------------------------------------------------------------
+
+    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does."""
+        if not self._supported:
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        if not is_same_host(local, remote):
+            return FallbackReason.NO_RNIC
+        software = [rnic for rnic in self._rnics if rnic.kind == "software"]
+        for rnic in software:
+            if rnic.port_active:
+                return rnic
+        return FallbackReason.RNIC_DOWN if software else self._no_rnic
+
+    def _open_rnics(self) -> None:
+        automatic = self.config.rnics == "auto"
+        rnics = (SoftRnic(),) if isinstance(self.config.rnics, str) else self.config.rnics
+        directory = Path(self.config.private_directory())
+        for rnic in rnics:
+            try:
+                rnic.open(directory)
+            except OSError as error:
+                if not automatic:
+                    for opened in self._rnics:
+                        opened.close()
+                    raise
+                self._no_rnic = self._why_not(error)
+                LOGGER.warning("%s cannot be used: %s", rnic.name, error)
+                continue
+            self._rnics.append(rnic)
+            self.pump.add(rnic)
+
+    def _why_not(self, error: OSError) -> FallbackReason:
+        """What to tell users of a software RNIC that cannot be opened."""
+        if error.errno == errno.ENOTSUP:
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        return self.discovery.unusable() or FallbackReason.OUT_OF_RESOURCES
+
+    # --- trio_smc.rendezvous.link_group.GroupHost -----------------------------------------
+
+    def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
+        """Send a queue pair's completions to its link."""
+        self.pump.register(rnic, qp, link)
+
+    def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
+        """Stop doing so."""
+        self.pump.unregister(rnic, qp)
+
+    def group_gone(self, group: LinkGroup) -> None:
+        """A group has freed everything."""
+        self._groups.remove(group)
+        self._counts["allocated"] += group.own_rmbs.pool.allocated
+        self._counts["reused"] += group.own_rmbs.pool.reused
+        self._something_ended.set()
+
+    def count_unknown_token(self) -> None:
+        """A CDC message named no connection."""
+        self._counts["unknown_tokens"] += 1
+
+    # --- trio_smc.rendezvous.negotiation.NegotiationHost ---------------------------------
+
+    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
+        """The client-role group with the link that an SMC Accept names (RFC 7609, 3.5.2.2)."""
+        for group in self._groups:
+            if (
+                group.client
+                and group.peer_id == accept.peer_id
+                and group.usable
+                and group.find_link(accept.gid, accept.mac, accept.qp_number) is not None
+            ):
+                return group
+        return None
+
+    def find_server_group(self, peer_id: bytes, rnic: Rnic) -> LinkGroup | None:
+        """A server-role group with this peer on RNICs of this kind; a usable one first."""
+        forming = None
+        for group in self._groups:
+            if group.client or group.peer_id != peer_id or group.rnic.kind != rnic.kind:
+                continue
+            if group.usable:
+                return group
+            if group.state == "FORMING":
+                forming = group
+        return forming
+
+    def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
+        """A link group that is about to be formed."""
+        group = LinkGroup(
+            client=client, peer_id=peer_id, rnic=rnic, config=self.config, timers=self.timers,
+            host=self,
+        )  # fmt: skip
+        self._groups.append(group)
+        self._counts["link_groups"] += 1
+        return group
+
+    def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> Connection:
+        """A connection that owns ``rmbe``, known to its group by its alert token."""
+        endpoint = Endpoint(self, group, rmbe)
+        connection = endpoint.connection = Connection(
+            alert_token=group.new_token(),
+            rmbe=rmbe,
+            host=endpoint,
+            close_timeout=self.config.close_timeout,
+        )
+        group.add_connection(connection.alert_token, connection)
+        self._endpoints[connection] = endpoint
+        return connection
+
+    # --- connections and listeners ---------------------------------------------------------
+
+    def endpoint_of(self, connection: object) -> Endpoint:
+        """The endpoint that `open_connection` made for this connection."""
+        return self._endpoints[connection]
+
+    def connection_closed(self, endpoint: Endpoint) -> None:
+        """A connection is CLOSED and has given everything back."""
+        del self._endpoints[endpoint.connection]
+        add_statistics(self._closed_totals, endpoint.connection.statistics())
+        self._something_ended.set()
+
+    def count_mode(self, connection: SmcStream | None, fallback: Fallback | None) -> None:
+        """A connection became SMC-R (None) or stays TCP; no connection: it was refused then."""
+        if fallback is None:
+            self._counts["connections"] += 1
+        else:
+            self._fallbacks[fallback.origin, fallback.reason] += 1
+            LOGGER.debug("plain TCP: %s", fallback.message)
+            if connection is not None:
+                self._tcp_streams.add(connection)
+        if self.observer is not None:
+            self.observer.mode(connection, fallback)
+
+    def add_listener(self, listener: SmcListener) -> None:
+        """Close ``listener`` when the stack is left."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: SmcListener) -> None:
+        """It was closed."""
+        self._listeners.discard(listener)
+
+
+class _ForkedConnection(Connection):
+    """What becomes of a connection in a forked child; costs nothing where nobody forks."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        raise RuntimeError(_FORKED)
+
+
+_STACKS: weakref.WeakSet[StackCore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for stack in list(_STACKS):
+        stack.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
+
+
+def add_statistics(totals: Counter[str], statistics: StreamStatistics) -> None:
+    for name in STREAM_COUNTERS:
+        totals[name] += getattr(statistics, name)
