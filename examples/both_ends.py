@@ -1,0 +1,91 @@
+"""What the examples with two ends share: their command line, and a certificate made on the spot.
+
+`python -m examples.NAME` runs both ends, in two processes. `python -m examples.NAME serve [PORT]`
+runs a server until it is interrupted, `python -m examples.NAME connect PORT [CA]` a client; CA is
+the file that a server with TLS names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import trio
+import trustme
+
+import trio_smc
+
+HOST = "localhost"
+Server = Callable[[int, Path], Awaitable[object]]
+Client = Callable[[int, Path], Awaitable[object]]
+
+
+def main(name: str, server: Server, client: Client) -> None:
+    """Do what the command line of the example `examples.NAME` says.
+
+    A server is called with a port (0 for any) and a directory for its certificate; it calls
+    `listening` and serves for ever. A client is called with the port and the CA's file.
+    """
+    match sys.argv[1:]:
+        case []:
+            with server_process(name) as (port, ca):
+                trio.run(client, port, ca)
+        case ["serve", *rest]:
+            with tempfile.TemporaryDirectory(prefix="trio-smc-example-") as directory:
+                try:
+                    trio.run(server, int(rest[0]) if rest else 0, Path(directory))
+                except* KeyboardInterrupt:
+                    print("server: stopped")
+        case ["connect", port, *rest]:
+            trio.run(client, int(port), Path(rest[0] if rest else "ca.pem"))
+        case _:
+            sys.exit(__doc__)
+
+
+@contextlib.contextmanager
+def server_process(name: str) -> Iterator[tuple[int, Path]]:
+    """Run the example's server; the value is its port and its CA's file."""
+    command = [sys.executable, "-u", "-m", f"examples.{name}", "serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        try:
+            if words[:2] != ["listening", "on"]:
+                sys.exit("the server did not start")
+            yield int(words[2]), Path(words[4])
+        finally:
+            process.send_signal(signal.SIGINT)
+            # What it said while the client ran; then it ends.
+            print(process.stdout.read(), end="")
+
+
+def listening(listener: trio_smc.SmcListener, directory: Path) -> None:
+    """Say where a server listens."""
+    port = listener.socket.getsockname()[1]
+    print("listening on", port, "CA", directory / "ca.pem", flush=True)
+
+
+def said(end: str, stream: trio_smc.SmcStream) -> str:
+    """Return how the bytes of a stream travel, in words."""
+    why = f" ({stream.fallback.message})" if stream.fallback else ""
+    return f"{end}: {stream.mode}{why}"
+
+
+def server_context(directory: Path) -> ssl.SSLContext:
+    """Return TLS settings with a certificate for "localhost"; its CA goes to `directory`."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(HOST).configure_cert(context)
+    return context
+
+
+def client_context(ca: Path) -> ssl.SSLContext:
+    """Return TLS settings that trust that CA."""
+    return ssl.create_default_context(cafile=ca)

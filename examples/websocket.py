@@ -1,0 +1,56 @@
+"""WebSockets over SMC-R, by trio-websocket: `python -m examples.websocket`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+from trio_websocket import (
+    ConnectionClosed,
+    WebSocketRequest,
+    WebSocketServer,
+    wrap_client_stream,
+)
+
+import trio_smc
+from examples import both_ends
+
+
+async def echo(request: WebSocketRequest) -> None:
+    """Send every message back."""
+    connection = await request.accept()
+    print("server:", request.path, "asked for by", request.remote)
+    try:
+        while True:
+            await connection.send_message(await connection.get_message())
+    except ConnectionClosed:
+        pass
+
+
+async def serve(port: int, directory: Path) -> None:
+    """Serve until interrupted."""
+    async with trio_smc.open_stack() as stack:
+        listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
+        both_ends.listening(listeners[0], directory)
+        try:
+            # Its annotations know no listeners but Trio's.
+            await WebSocketServer(echo, listeners).run()  # type: ignore[arg-type]
+        finally:
+            print("server: connections over smc-r:", stack.statistics().connections)
+
+
+async def connect(port: int, _: Path) -> None:
+    """Send a message and print what comes back."""
+    stream = await trio_smc.open_stream(both_ends.HOST, port)
+    async with trio.open_nursery() as nursery:
+        host = f"{both_ends.HOST}:{port}"
+        # Its annotations know no streams but Trio's.
+        connection = await wrap_client_stream(nursery, stream, host, "/example")  # type: ignore[arg-type]
+        async with connection:
+            await connection.send_message("hello over a websocket")
+            print(await connection.get_message())
+            print(both_ends.said("client", stream))
+
+
+if __name__ == "__main__":
+    both_ends.main("websocket", serve, connect)

@@ -1,0 +1,117 @@
+"""SMC-R under httpx:
+
+async with httpx.AsyncClient(transport=SmcTransport()) as client:
+    await client.get("http://localhost:8000/")
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpcore
+import httpx
+
+from trio_smc.adapters.httpcore import SmcBackend
+
+if TYPE_CHECKING:
+    import trio_smc
+
+__all__ = ["SmcTransport"]
+
+
+@contextmanager
+def _httpx_errors(request: httpx.Request) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # The two libraries share the names of their exceptions.
+        for kind in type(error).__mro__:
+            same = getattr(httpx, kind.__name__, None)
+            if (
+                isinstance(same, type)
+                and issubclass(same, httpx.TransportError)
+                and kind.__module__.startswith("httpcore")
+            ):
+                raise same(str(error), request=request) from error
+        raise
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, pieces: httpcore.Response, request: httpx.Request) -> None:
+        self._pieces = pieces
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _httpx_errors(self._request):
+            async for piece in self._pieces.aiter_stream():
+                yield piece
+
+    async def aclose(self) -> None:
+        await self._pieces.aclose()
+
+
+class SmcTransport(httpx.AsyncBaseTransport):
+    """Requests over pooled SMC-R connections; over TCP, where a server does not speak SMC-R.
+
+    A response's ``extensions["network_stream"].get_extra_info("smc_stream")`` is the `SmcStream`
+    it came by.
+
+    Args:
+      ssl_context: for https; None: `ssl.create_default_context`.
+      http1: speak HTTP/1.1.
+      http2: speak HTTP/2 where the server does (over TLS, or when ``http1`` is False).
+      limits: of the pool, as for `httpx.AsyncClient`.
+      config: for the connections of this transport; None: the stack's.
+    """
+
+    def __init__(
+        self,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        http1: bool = True,
+        http2: bool = False,
+        limits: httpx.Limits | None = None,
+        config: trio_smc.Config | None = None,
+    ) -> None:
+        limits = limits or httpx.Limits(max_connections=100, max_keepalive_connections=20)
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=ssl_context or ssl.create_default_context(),
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            keepalive_expiry=limits.keepalive_expiry,
+            http1=http1,
+            http2=http2,
+            network_backend=SmcBackend(config),
+        )
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request; called by `httpx.AsyncClient`."""
+        url = request.url
+        with _httpx_errors(request):
+            response = await self._pool.handle_async_request(
+                httpcore.Request(
+                    request.method,
+                    httpcore.URL(
+                        scheme=url.raw_scheme,
+                        host=url.raw_host,
+                        port=url.port,
+                        target=url.raw_path,
+                    ),
+                    headers=request.headers.raw,
+                    content=request.stream,
+                    extensions=request.extensions,
+                )
+            )
+        return httpx.Response(
+            response.status,
+            headers=response.headers,
+            stream=_Body(response, request),
+            extensions=response.extensions,
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._pool.aclose()
