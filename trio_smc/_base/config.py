@@ -181,7 +181,10 @@ _Assumed = ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[str, int]
 def _parse_assume(entry: str | tuple[str, int]) -> _Assumed:
     """A network, or a pair whose host is in canonical form.  ValueError says what is wrong."""
     if isinstance(entry, str):
-        return ipaddress.ip_network(entry)
+        try:
+            return ipaddress.ip_network(entry)
+        except ValueError as error:
+            raise ValueError(f"assume: {error}") from None
     match entry:
         case (str() as host, int() as port) if 0 < port < 65536:
             return _canonical(host), port

@@ -1,0 +1,102 @@
+"""The names users import: all there, all documented, nothing of ours beside them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib.resources import files
+from types import ModuleType
+
+import pytest
+import trio
+
+import trio_smc
+
+NAMES = {
+    "Config", "Fallback", "FallbackReason", "LinkGroup", "LinkGroupKind", "LinkView", "Mode",
+    "Observer", "Origin", "ProtocolError", "RmbView", "SmcListener", "SmcSocket", "SmcStream",
+    "SmcUnavailable", "SoftRnic", "Stack", "StackStatistics", "StreamStatistics", "VerbsRnic",
+    "open_listeners", "open_stack", "open_stream", "serve",
+}  # fmt: skip
+CLASSES = sorted(name for name in NAMES if isinstance(getattr(trio_smc, name), type))
+FUNCTIONS = ("open_stream", "open_listeners", "open_stack", "serve")
+
+
+def public_methods(owner: type) -> list[tuple[str, object]]:
+    return [
+        (name, member)
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+    ]
+
+
+def test_all_names_and_no_others() -> None:
+    assert set(trio_smc.__all__) == NAMES
+    assert len(trio_smc.__all__) == len(NAMES)
+    public = {
+        name
+        for name, value in vars(trio_smc).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public - {"annotations"} == NAMES
+
+
+def test_names_have_been_announced_for_type_checkers() -> None:
+    assert files("trio_smc").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_documented(name: str) -> None:
+    thing = getattr(trio_smc, name)
+    assert inspect.getdoc(thing)
+    assert thing.__doc__ is not None, "its own, not inherited"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_documented(name: str) -> None:
+    for method, member in public_methods(getattr(trio_smc, name)):
+        assert inspect.getdoc(member), f"{name}.{method}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_parameter_is_explained(name: str) -> None:
+    function = getattr(trio_smc, name)
+    text = inspect.getdoc(function) or ""
+    assert "Raises:" in text
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"\b{parameter}\b", text), parameter
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "open_stack"])
+def test_stack_has_the_same_calls(name: str) -> None:
+    here = inspect.signature(getattr(trio_smc, name))
+    there = inspect.signature(getattr(trio_smc.Stack, name))
+    assert list(there.parameters.values())[1:] == list(here.parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("ours", "trios"),
+    [
+        (trio_smc.open_stream, trio.open_tcp_stream),
+        (trio_smc.open_listeners, trio.open_tcp_listeners),
+        (trio_smc.serve, trio.serve_tcp),
+    ],
+)
+def test_calls_are_trios_with_a_config(ours: object, trios: object) -> None:
+    here = dict(inspect.signature(ours).parameters)  # type: ignore[arg-type]
+    there = dict(inspect.signature(trios).parameters)  # type: ignore[arg-type]
+    assert here.pop("config").default is None
+    assert [*here] == [*there]
+    for name, parameter in there.items():
+        assert here[name].kind == parameter.kind, name
+        if name != "task_status":
+            assert here[name].default == parameter.default, name
+
+
+def test_kinds_of_things() -> None:
+    assert issubclass(trio_smc.SmcStream, trio.abc.HalfCloseableStream)
+    assert issubclass(trio_smc.SmcListener, trio.abc.Listener)
+    assert issubclass(trio_smc.SmcUnavailable, OSError)
+    assert [*trio_smc.Mode] == ["smc-r", "tcp"]
+    assert [*trio_smc.Origin] == ["local", "peer"]
+    assert [*trio_smc.LinkGroupKind] == ["single", "asymmetric", "symmetric"]
