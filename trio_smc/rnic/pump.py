@@ -199,7 +199,10 @@ class Pump:
         while self._flushes:
             flushes, self._flushes = self._flushes, []
             for flush in flushes:
-                flush()
+                try:
+                    flush()
+                except Exception as problem:
+                    self._break(problem)
 
     def _sink_failed(self, lane: _Lane, completion: Completion) -> None:
         _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion.qp_num)
