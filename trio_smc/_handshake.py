@@ -1,19 +1,22 @@
 """Running a rendezvous over a TCP connection: the Trio shell around the negotiation cores.
 
 Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
-follow at once.  So a message is read in two exact pieces, header and rest, and the reading task
-is stopped before our last message is sent.
+follow at once.  `rendezvous.clc_reader` tells how many may be taken, and the reading task is
+stopped before our last message is sent; see `rendezvous.negotiation`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import struct
+import termios
 from typing import TYPE_CHECKING
 
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous import clc
+from trio_smc.rendezvous.clc_reader import ClcReader
 from trio_smc.rendezvous.negotiation import Established, Failed
 
 if TYPE_CHECKING:
@@ -39,25 +42,19 @@ async def run_negotiation(
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
     """
-    changed = trio.Event()
-
-    negotiation.changed = lambda: changed.set()
+    reader = ClcReader()
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_messages, negotiation, sock)
-            state, deadline = "", 0.0
-            while negotiation.outcome is None:
-                changed = trio.Event()
-                if negotiation.outgoing:
-                    await _flush(negotiation, sock, patience)
-                if negotiation.state != state:
-                    state, deadline = negotiation.state, trio.current_time() + patience
-                if await _wait(negotiation, changed, deadline):
-                    continue
-                negotiation.timed_out()
+            nursery.start_soon(_read_messages, negotiation, sock, reader)
+            await _run(negotiation, sock, patience)
             nursery.cancel_scope.cancel()
-        if negotiation.outgoing:
-            await _flush(negotiation, sock, patience)
+        if negotiation.outcome is None:
+            await _say_last_word(negotiation, sock, patience, reader)
+        outcome = negotiation.outcome
+        if isinstance(outcome, Established) and reader.halfway:
+            # Bytes on the TCP connection after the switch: the peer is out of step.
+            outcome.connection.abort()
+            raise ConnectionResetError("the server went on sending over TCP")
     except BaseException:
         negotiation.tcp_lost()
         if isinstance(negotiation.outcome, Established):
@@ -65,22 +62,45 @@ async def run_negotiation(
         raise
     finally:
         negotiation.changed = lambda: None
-    outcome = negotiation.outcome
+    if outcome is None:
+        raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
     if isinstance(outcome, Failed):
         raise outcome.error
     return outcome
 
 
-async def _wait(
-    negotiation: ClientNegotiation | ServerNegotiation, changed: trio.Event, deadline: float
-) -> bool:
-    """False when the CLC timer runs and is over before anything changes."""
-    if negotiation.outcome is not None or negotiation.outgoing:
-        return True
-    with trio.move_on_at(deadline if negotiation.awaits_clc else math.inf):
-        await changed.wait()
-        return True
-    return False
+async def _run(
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    patience: float,
+) -> None:
+    """Until there is an outcome, or only our last message is left to send."""
+    state, deadline = "", 0.0
+    while negotiation.outcome is None and not negotiation.has_last_word:
+        changed = trio.Event()
+        negotiation.changed = changed.set
+        if negotiation.outgoing:
+            await _flush(negotiation, sock, patience)
+            continue
+        if negotiation.state != state:
+            state, deadline = negotiation.state, trio.current_time() + patience
+        with trio.move_on_at(deadline if negotiation.awaits_clc else math.inf) as scope:
+            await changed.wait()
+        if scope.cancelled_caught:
+            negotiation.timed_out()
+
+
+async def _say_last_word(
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    patience: float,
+    reader: ClcReader,
+) -> None:
+    """Send what nothing may follow: see `Negotiation.has_last_word`."""
+    if reader.halfway or _unread(sock):
+        negotiation.protocol_error(ProtocolError("the peer went on without waiting for an answer"))
+    else:
+        await _flush(negotiation, sock, patience)
 
 
 async def _flush(
@@ -95,31 +115,31 @@ async def _flush(
             while data:
                 data = data[await sock.send(data) :]
     except (OSError, trio.TooSlowError) as error:
-        cause = error if isinstance(error, OSError) else None
-        negotiation.tcp_lost(cause)
+        negotiation.tcp_lost(error if isinstance(error, OSError) else None)
+    else:
+        negotiation.sent()
 
 
 async def _read_messages(
-    negotiation: ClientNegotiation | ServerNegotiation, sock: trio.socket.SocketType
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    reader: ClcReader,
 ) -> None:
     try:
-        while negotiation.outcome is None:
-            header = await _receive_exactly(sock, clc.HEADER_SIZE)
-            length = clc.message_length_untrusted(header)
-            message = header + await _receive_exactly(sock, length - len(header))
-            negotiation.receive_untrusted(message)
-            negotiation.changed()
+        while negotiation.outcome is None and not negotiation.has_last_word:
+            piece = await sock.recv(reader.wanted)
+            if not piece:
+                raise ConnectionResetError("the peer closed the connection during the handshake")
+            message = reader.feed_untrusted(piece)
+            if message is not None:
+                negotiation.receive_untrusted(message)
     except ProtocolError as error:
         negotiation.protocol_error(error)
     except OSError as error:
         negotiation.tcp_lost(error)
 
 
-async def _receive_exactly(sock: trio.socket.SocketType, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = await sock.recv(count - len(data))
-        if not piece:
-            raise ConnectionResetError("the peer closed the connection during the handshake")
-        data += piece
-    return data
+def _unread(sock: trio.socket.SocketType) -> int:
+    """Bytes in the receive queue; a FIN is none."""
+    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+    return int(struct.unpack("i", answer)[0])

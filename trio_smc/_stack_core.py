@@ -323,13 +323,14 @@ class StackCore:
                 return group
         return None
 
-    def find_server_group(self, peer_id: bytes, rnic: Rnic) -> LinkGroup | None:
-        """A server-role group with this peer on RNICs of this kind; a usable one first."""
+    def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
+        """A server-role group with this peer, on RNICs of this kind, that takes a connection
+        with an element of ``size`` bytes, or else one that is just forming."""
         forming = None
         for group in self._groups:
             if group.client or group.peer_id != peer_id or group.rnic.kind != rnic.kind:
                 continue
-            if group.usable:
+            if group.takes(size):
                 return group
             if group.state == "FORMING":
                 forming = group
@@ -360,9 +361,9 @@ class StackCore:
 
     # --- connections and listeners ---------------------------------------------------------
 
-    def endpoint_of(self, connection: object) -> Endpoint:
-        """The endpoint that `open_connection` made for this connection."""
-        return self._endpoints[connection]
+    def endpoint_of(self, connection: object) -> Endpoint | None:
+        """The endpoint that `open_connection` made for this connection; None once it is CLOSED."""
+        return self._endpoints.get(connection)
 
     def connection_closed(self, endpoint: Endpoint) -> None:
         """A connection is CLOSED and has given everything back."""

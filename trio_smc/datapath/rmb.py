@@ -165,6 +165,10 @@ class RmbPool:
                 return rmbe
         return None
 
+    def has_free(self, size: int) -> bool:
+        """Whether `take` would find an element of ``size`` bytes, which is a size class."""
+        return any(free and rmb.element_size == size for rmb, free in self._free.items())
+
     def release(self, rmbe: Rmbe, used: int | None = None) -> None:
         """Take an element back; its connection is CLOSED and the peer will not write to it.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import FellBack, Negotiation, NegotiationHost
+from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.clc_client import CLC_CLIENT
 
 __all__ = ["ClientNegotiation"]
+
+_AWAITS_CLC = frozenset({"PROPOSED", "LINK_LOST"})
 
 
 class ClientNegotiation(Negotiation):
@@ -38,7 +40,7 @@ class ClientNegotiation(Negotiation):
     @property
     def awaits_clc(self) -> bool:
         """Whether the CLC timer must run (C.5)."""
-        return self.machine.state == "PROPOSED"
+        return self.machine.state in _AWAITS_CLC
 
     @property
     def known_link(self) -> bool:
@@ -48,6 +50,7 @@ class ClientNegotiation(Negotiation):
     def _dispatch_untrusted(self, message: clc.Message) -> None:
         if isinstance(message, clc.Decline):
             self._decline = message
+            self._cause = ProtocolError("SMC Decline out of turn")
             self.machine.send("decline")
             return
         if not isinstance(message, clc.Accept) or self.machine.state != "PROPOSED":
@@ -57,11 +60,10 @@ class ClientNegotiation(Negotiation):
         if not message.first_contact:
             self.group = self._host.find_client_group(message)
             if self.group is not None:
-                self._link = link = self.group.find_link(
-                    message.gid, message.mac, message.qp_number
-                )
-                if link is not None:
-                    self._check_element_untrusted(link, message)
+                self._link = self.group.find_link(message.gid, message.mac, message.qp_number)
+                if self._link is not None and not self.peer_element_known:
+                    # 3.5.5.2.1: it is confirmed before SMC Accept may name it.
+                    raise ProtocolError(f"RKey 0x{message.rkey:08x} was never confirmed")
         self.machine.send("accept")
 
     def send_proposal(self) -> None:
@@ -88,4 +90,3 @@ class ClientNegotiation(Negotiation):
     def decline_out_of_sync(self) -> None:
         """C.4: the server reuses a link group that is gone here."""
         self._send_decline(FallbackReason.OUT_OF_SYNC, out_of_sync=True)
-        self.outcome = FellBack(Fallback.local(FallbackReason.OUT_OF_SYNC))

@@ -4,11 +4,12 @@ Theory of operation
 -------------------
 An exchange is a request of ours that waits for a reply.  What may run when is declared in
 `states.llc_exchange`; this module is that machine's model.  Requests that cannot start yet wait
-in a bounded queue.  An exchange that fails (no reply, link lost) is not repeated on another
+in bounded queues.  An exchange that fails (no reply, link lost) is not repeated on another
 link (RFC 7609, 2.3): its owner is told and may begin anew.
 
-Requests of the peer are answered at once where the table allows it; TEST LINK, DELETE LINK for
-the whole group and notices never come here.
+Requests of the peer are answered at once where the table allows it.  While links change, a
+CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
+changed.  TEST LINK, DELETE LINK for the whole group and notices never come here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ __all__ = ["Exchanges", "RkeyRequest"]
 LOGGER = logging.getLogger("trio_smc.llc")
 
 _MAX_QUEUED: Final = 512
+_MAX_PUT_OFF: Final = 16
 _RETRIES: Final = 3
+_RETRY_DELAY: Final = 0.05
+"""Seconds before the first retry; four times as long before each further one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +66,12 @@ class Exchanges:
         self._link: Link | None = None
         self._timer: Timer | None = None
         self._peer_request: tuple[Link, llc.ConfirmRkey | llc.DeleteRkey] | None = None
+        self._put_off: deque[tuple[Link, llc.DeleteRkey]] = deque()
+        self._retries: dict[RkeyRequest, Timer] = {}
+        # Links to delete and why, by number.
+        self._deletions: dict[int, int] = {}
+        self.deleting = -1
+        """Number of the link that the DELETE LINK under way names."""
 
     @property
     def state(self) -> str:
@@ -87,6 +97,13 @@ class Exchanges:
         self._queue.append(request)
         self.machine.send("queued")
 
+    def delete_link(self, number: int, reason: int) -> None:
+        """Delete a link, now or when the exchange under way is done (3.5.5.3.1); server only."""
+        if self.machine.state == "DELETE_LINK" and number == self.deleting:
+            return
+        self._deletions[number] = reason
+        self.machine.send("queued")
+
     def end(self) -> None:
         """The group is gone: nothing can be exchanged any more."""
         self.machine.send("end")
@@ -101,10 +118,18 @@ class Exchanges:
         self._current = None
         self.machine.send("done")
         if reply.negative and reply.retry and request.tries < _RETRIES:
+            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
+            delay = _RETRY_DELAY * 4**request.tries
             request.tries += 1
-            self.confirm_rkey(request)  # RFC 7609, 3.5.5.3.1: begin anew after the collision
+            self._retries[request] = self._group.timers.call_later(
+                delay, lambda: self._retry(request)
+            )
             return
         request.finished(not reply.negative)
+
+    def _retry(self, request: RkeyRequest) -> None:
+        del self._retries[request]
+        self.confirm_rkey(request)
 
     def on_request(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
         """A CONFIRM RKEY or DELETE RKEY of the peer."""
@@ -115,10 +140,18 @@ class Exchanges:
 
     def start_next(self) -> None:
         """Begin the oldest queued exchange."""
-        if not self._queue:
-            return
+        while self._put_off:
+            self._group.answer_rkeys(*self._put_off.popleft())
         link = self._group.any_active_link()
         if link is None:
+            return
+        if self._deletions:
+            self.deleting, reason = self._deletions.popitem()
+            self._link = link
+            self.machine.send("delete_link")
+            self._group.send_delete_link(link, self.deleting, reason)
+            return
+        if not self._queue:
             return
         self._current = self._queue.popleft()
         self._link = link
@@ -145,8 +178,8 @@ class Exchanges:
             link, message = self._peer_request
             self._group.answer_rkeys(link, message)
 
-    def refuse_rkeys(self) -> None:
-        """RKeys may not change while links do: ask for a retry (3.5.5.3.1)."""
+    def put_off_rkeys(self) -> None:
+        """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
         if self._peer_request is None:
             return
         link, message = self._peer_request
@@ -155,8 +188,11 @@ class Exchanges:
                 reply=True, negative=True, retry=True, rkey=message.rkey, address=message.address
             )
             link.send_llc(refusal)
+        elif len(self._put_off) < _MAX_PUT_OFF:
+            self._put_off.append((link, message))
         else:
-            self._group.answer_rkeys(link, message)
+            LOGGER.warning("%r: the peer does not wait for replies to DELETE RKEY", link)
+            link.machine.send("failed")
 
     def confirm_link_timed_out(self) -> None:
         """First contact only: break the connection (C.7.1)."""
@@ -170,22 +206,35 @@ class Exchanges:
         else:
             self._group.add_link_settled()
 
+    def delete_link_timed_out(self) -> None:
+        """The link over which the message was sent is not usable either (C.7.1)."""
+        self._fail_link("DELETE LINK")
+
     def rkeys_timed_out(self) -> None:
         """The link over which the message was sent has failed (C.7.1)."""
         request, self._current = self._current, None
-        link = self._link
+        self._fail_link("CONFIRM RKEY")
         if request is not None:
             request.finished(False)
+
+    def _fail_link(self, what: str) -> None:
+        link = self._link
         if link is not None:
-            LOGGER.info("%r: CONFIRM RKEY was not answered", link)
+            LOGGER.info("%r: %s was not answered", link, what)
             link.machine.send("failed")
 
     def fail_queued(self) -> None:
         """Tell everybody who waits (2.3)."""
         waiting = [self._current] if self._current is not None else []
         waiting += self._queue
+        waiting += self._retries
+        for timer in self._retries.values():
+            timer.cancel()
         self._current = None
         self._queue.clear()
+        self._retries.clear()
+        self._put_off.clear()
+        self._deletions.clear()
         for request in waiting:
             request.finished(False)
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.rendezvous import llc
-from trio_smc.rnic.verbs import Completion, Rnic, WcOpcode, WcStatus
+from trio_smc.rnic.verbs import Completion, Rnic, RnicError, WcOpcode, WcStatus
 from trio_smc.states.engine import Machine
 from trio_smc.states.link import LINK
 
@@ -183,7 +183,11 @@ class Link:
         observer = self.group.host.observer
         if observer is not None:
             observer.llc(self, True, data)
-        self.qp.post_send(self._wr_id, data)
+        try:
+            self.qp.post_send(self._wr_id, data)
+        except RnicError as error:
+            LOGGER.info("%r: %s", self, error)
+            self.machine.send("failed")
 
     # --- completions -----------------------------------------------------------------------
 
@@ -261,7 +265,12 @@ class Link:
     def start_idle_timer(self) -> None:
         """Look again after the test interval whether anything was heard."""
         self.heard = False
-        self._restart_timer(self.group.config.test_link_interval, "idle_timer")
+        self._restart_timer(self.group.test_interval, "idle_timer")
+
+    def test_interval_shortened(self) -> None:
+        """Do not wait out an interval that is longer than what is wanted now."""
+        if self.machine.state == "ACTIVE":
+            self._restart_timer(self.group.test_interval, "idle_timer")
 
     def send_test_link(self) -> None:
         """Probe an idle link (RFC 7609, 4.5.3)."""

@@ -13,6 +13,9 @@ tried, and whatever the answer the group is formed.  The client mirrors this: `c
 (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request arrives, then the server's
 ADD LINK is answered and the group is formed.
 
+When a first contact fails, `our_turn` tells whether the negotiation may decline: the next LLC
+message was ours to send, or ours was not seen to arrive.  Otherwise the peer knows first (C.7).
+
 LinkGroup is the model of `states.link_group`.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final, Protocol
 
 from trio_smc._base.config import Config
@@ -37,7 +41,7 @@ from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 from trio_smc.states.engine import Machine
 from trio_smc.states.link_group import LINK_GROUP
 
-__all__ = ["FirstContact", "GroupConnection", "GroupHost", "LinkGroup"]
+__all__ = ["FirstContact", "GroupConnection", "GroupFailure", "GroupHost", "LinkGroup"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
@@ -73,14 +77,22 @@ class GroupConnection(LinkConnection, ElementUser, Protocol):
         """No link is left, or the group was terminated."""
 
 
+class GroupFailure(Enum):
+    """Why a first contact failed."""
+
+    LINK_LOST = auto()
+    TIMED_OUT = auto()
+    PROTOCOL_ERROR = auto()
+
+
 class FirstContact(Protocol):
     """The negotiation that is forming the group; told once how it ended."""
 
     def group_formed(self) -> None:
         """Data may flow."""
 
-    def group_failed(self, *, timed_out: bool) -> None:
-        """The link could not be confirmed."""
+    def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
+        """The link could not be confirmed; ``error`` is what the peer did wrong."""
 
 
 class LinkGroup:
@@ -93,6 +105,7 @@ class LinkGroup:
       links: by number.
       connections: by our alert token; closing ones included.
       may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
+      our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
       peer_eye_catcher: whether the peer's RMB elements start with an eye catcher.
     """
 
@@ -112,16 +125,23 @@ class LinkGroup:
         self.exchanges = Exchanges(self)
         self.own_rmbs = OwnRmbs(self)
         self.may_fall_back = True
+        self.our_turn = not client
         self.peer_eye_catcher = True
         self.max_links = _MAX_LINKS
         self.first_contact: FirstContact | None = None
         self.machine = Machine(LINK_GROUP, self)
         self._next_token = secrets.randbits(32)
         self._timer: Timer | None = None
+        self._deletion_timer: Timer | None = None
         self._spare: Link | None = None
+        self._offered = -1
+        """Number of the link that our ADD LINK offered."""
+        self._failure = GroupFailure.LINK_LOST
+        self._error: ProtocolError | None = None
         self._reason = llc.DeleteLinkReason.PROGRAM
         self._settled: list[Callable[[], None]] = []
         self._peer_elements: dict[ElementUser, tuple[PeerRmb, int]] = {}
+        self._keepalive: dict[ElementUser, float] = {}
 
     def __repr__(self) -> str:
         role = "client" if self.client else "server"
@@ -134,8 +154,12 @@ class LinkGroup:
 
     @property
     def usable(self) -> bool:
-        """Whether new connections may use the group."""
+        """Whether connections may use the group."""
         return self.machine.state == "SINGLE" and self.any_active_link() is not None
+
+    def takes(self, size: int) -> bool:
+        """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
+        return self.usable and self.own_rmbs.has_room(size)
 
     def any_active_link(self) -> Link | None:
         """A link that can carry LLC messages and connections."""
@@ -180,26 +204,45 @@ class LinkGroup:
     def remove_connection(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
         del self.connections[token]
+        self._keepalive.pop(user, None)
         element = self._peer_elements.pop(user, None)
         if element is not None and element[0].elements.get(element[1]) is user:
             del element[0].elements[element[1]]
         if not self.connections and self.machine.state == "SINGLE":
             self.start_idle_timer()
 
+    @property
+    def test_interval(self) -> float:
+        """Seconds after which an idle link is tested: one test serves all connections (4.5.3)."""
+        return min([self.config.test_link_interval, *self._keepalive.values()])
+
+    def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
+        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+        before = self.test_interval
+        if seconds is None:
+            self._keepalive.pop(user, None)
+        else:
+            self._keepalive[user] = seconds
+        if self.test_interval < before:
+            for link in self.links.values():
+                link.test_interval_shortened()
+
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
         """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
         rmb = self.peer_rmbs.find(link.number, rkey)
         return rmb is not None and rmb.tokens[link.number].address == address
 
-    def peer_element_untrusted(
+    def take_peer_element(
         self, link: Link, *, rkey: int, address: int, index: int, user: ElementUser
     ) -> None:
         """Give ``user`` the peer's RMB element that SMC Accept or SMC Confirm names.
 
-        A connection that holds it already is reset (RFC 7609, 4.4.2).  Raises ProtocolError.
+        The RMB is known (`knows_rmb`), except at first contact, where the CLC message itself
+        brings its RToken.  A connection that holds the element already is reset (4.4.2).
         """
-        # At first contact the RToken comes with the CLC message itself; later it is known.
-        rmb = self.peer_rmbs.learn_untrusted({link.number: RToken(rkey, address)})
+        rmb = self.peer_rmbs.find(link.number, rkey)
+        if rmb is None:
+            rmb = self.peer_rmbs.learn_untrusted({link.number: RToken(rkey, address)})
         holder = rmb.elements.get(index)
         rmb.elements[index] = user
         self._peer_elements[user] = (rmb, index)
@@ -221,11 +264,20 @@ class LinkGroup:
         link.connect(peer)
         self.exchanges.begin("confirm_link", link)
         if not self.client:
-            link.send_llc(self._confirm_link(link, reply=False))
+            link.send_llc(self._confirm_link(link, reply=False), self._turn_over)
+
+    def _turn_over(self) -> None:
+        self.our_turn = False
+
+    def first_link_failed(self, error: RnicError) -> None:
+        """The first link's queue pair could not be connected."""
+        LOGGER.info("%r: %s", self, error)
+        self.links[_FIRST_LINK].machine.send("failed")
 
     def first_contact_timed_out(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
-        self._fail_first_contact(timed_out=True)
+        self._failure = GroupFailure.TIMED_OUT
+        self.machine.send("links_lost")
 
     def add_link_settled(self) -> None:
         """A second link was refused, or given up (RFC 7609, 3.5.1.6, C.8)."""
@@ -255,19 +307,33 @@ class LinkGroup:
         peer = link.peer
         if peer is None or link.state != "CONFIRMING" or message.reply is self.client:
             raise ProtocolError("CONFIRM LINK out of turn")
-        if (message.gid, message.mac, message.qp_number) != (peer.gid, peer.mac, peer.qp_number):
-            raise ProtocolError("CONFIRM LINK names another queue pair than the CLC message")
-        if self.client:
-            self._renumber(link, message.link_number)
-        elif message.link_number != link.number:
+        named = (message.gid, message.mac, message.qp_number)
+        if named != (peer.gid, peer.mac, peer.qp_number):
+            error = ProtocolError("CONFIRM LINK names another queue pair than the CLC message")
+            if not self.client:
+                raise error
+            # C.7.1 wants a Decline for this one, in place of the reply.
+            LOGGER.warning("%r: %s", link, error)
+            self.our_turn = True
+            link.machine.send("failed")
+            return
+        if not self.client and message.link_number != link.number:
             raise ProtocolError("CONFIRM LINK reply for another link")
+        self.our_turn = True
         link.peer_user_id = message.link_user_id
         self.peer_eye_catcher = not message.no_eye_catcher
-        # Ruling of 3.5.1.5: the lower limit counts, 0 means the server's, 2 is the least.
+        # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
         self.max_links = max(2, min(message.max_links or _MAX_LINKS, _MAX_LINKS))
         if self.client:
-            link.ready_to_send()
-            link.send_llc(self._confirm_link(link, reply=True))
+            self._renumber(link, message.link_number)
+            try:
+                link.ready_to_send()
+            except RnicError as error:
+                self.first_link_failed(error)
+                return
+            link.send_llc(self._confirm_link(link, reply=True), self._turn_over)
+        if link.state != "CONFIRMING":
+            return  # the reply could not be sent
         link.machine.send("confirmed")
         self.exchanges.done()
         self.exchanges.begin("add_link", link)
@@ -283,58 +349,68 @@ class LinkGroup:
         self.links[number] = link
 
     def _send_add_link(self, link: Link) -> None:
+        self._offered = number = link.number + 1
         try:
-            self._spare = spare = Link(self, link.number + 1, self.rnic)
+            self._spare = spare = Link(self, number, self.rnic)
         except RnicError as error:
+            # The client waits for ADD LINK; one without a queue pair is as good as none.
             LOGGER.info("%r: no queue pair for a second link: %s", self, error)
-            self.exchanges.done()
-            self.add_link_settled()
-            return
-        request = llc.AddLink(
-            mac=spare.rnic.mac,
-            gid=spare.rnic.gid,
-            qp_number=spare.qp.qp_num,
-            link_number=spare.number,
-            qp_mtu=spare.rnic.mtu,
-            initial_psn=spare.psn,
-        )
+            request = llc.AddLink(mac=link.rnic.mac, gid=link.rnic.gid, link_number=number)
+        else:
+            request = llc.AddLink(
+                mac=spare.rnic.mac,
+                gid=spare.rnic.gid,
+                qp_number=spare.qp.qp_num,
+                link_number=number,
+                qp_mtu=spare.rnic.mtu,
+                initial_psn=spare.psn,
+            )
         link.send_llc(request, self._past_return)
 
     def _past_return(self) -> None:
         self.may_fall_back = False  # RFC 7609, C.3
 
     def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
-        adding = self.exchanges.state == "ADD_LINK"
         if self.client:
             if message.reply:
                 raise ProtocolError("ADD LINK reply from the server")
-            reason = llc.AddLinkReason.NO_ALTERNATE_PATH
-            if not 1 <= message.qp_mtu <= 5 and message.qp_number:
-                reason = llc.AddLinkReason.INVALID_MTU
-            link.send_llc(
-                llc.AddLink(
-                    reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
-                    gid=link.rnic.gid, link_number=message.link_number,
-                )
-            )  # fmt: skip
-            self._past_return()
-            if adding:
-                self.exchanges.done()
-                self.add_link_settled()
+            self._reject_link(link, message)
         elif message.reply:
-            if not adding:
-                raise ProtocolError("ADD LINK reply without a request")
-            self._past_return()
-            self.exchanges.done()
-            if not message.rejected and self._spare is not None:
-                # The new link is given up before it carries anything (C.7.1, second link).
-                link.send_llc(
-                    llc.DeleteLink(
-                        link_number=self._spare.number, reason=llc.DeleteLinkReason.LOST_PATH
-                    )
-                )
-            self.add_link_settled()
+            self._on_add_link_reply_untrusted(link, message)
         # else: a client's notice of a new RNIC; with one RNIC here no link can come of it.
+
+    def _reject_link(self, link: Link, message: llc.AddLink) -> None:
+        """3.5.1.6.1: with one RNIC a second link would be a parallel one."""
+        self.our_turn = True
+        reason = llc.AddLinkReason.NO_ALTERNATE_PATH
+        if not 1 <= message.qp_mtu <= 5 and message.qp_number:
+            reason = llc.AddLinkReason.INVALID_MTU
+        link.send_llc(
+            llc.AddLink(
+                reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
+                gid=link.rnic.gid, link_number=message.link_number,
+            )
+        )  # fmt: skip
+        if link.state == "DOWN":
+            return
+        self._past_return()
+        if self.exchanges.state == "ADD_LINK":
+            self.exchanges.done()
+            self.add_link_settled()
+
+    def _on_add_link_reply_untrusted(self, link: Link, message: llc.AddLink) -> None:
+        if message.link_number != self._offered:
+            raise ProtocolError("ADD LINK reply without a request")
+        self._past_return()
+        waiting = self.exchanges.state == "ADD_LINK"
+        if waiting:
+            self.exchanges.done()
+        if not message.rejected:
+            # The new link is given up before it carries anything; that must be agreed upon
+            # before data may flow (C.7.1).
+            self.delete_link(self._offered, llc.DeleteLinkReason.LOST_PATH)
+        elif waiting:
+            self.add_link_settled()
 
     # --- LLC messages ------------------------------------------------------------------------
 
@@ -344,9 +420,12 @@ class LinkGroup:
             self._dispatch_untrusted(link, llc.decode_untrusted(data))
         except ProtocolError as error:
             LOGGER.warning("%r: protocol error: %s", link, error)
+            self._failure, self._error = GroupFailure.PROTOCOL_ERROR, error
             link.machine.send("failed")
 
     def _dispatch_untrusted(self, link: Link, message: llc.Message) -> None:
+        if link.state == "CONFIRMING" and not _may_come_first(message):
+            raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
         match message:
             case llc.ConfirmLink():
                 self._on_confirm_link_untrusted(link, message)
@@ -368,34 +447,70 @@ class LinkGroup:
                 raise ProtocolError(f"{type(message).__name__} out of turn")
 
     def _on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:
+        number = message.link_number
         if message.reply:
-            return  # only ever asked for a link that is gone already
-        if message.all_links:
+            self._on_delete_reply(number)
+        elif message.all_links:
             self.machine.send("delete_all")
-        elif (target := self.links.get(message.link_number)) is None:
+        elif number not in self.links:
             link.send_llc(
                 llc.DeleteLink(
-                    reply=True,
-                    link_number=message.link_number,
-                    reason=llc.DeleteLinkReason.UNKNOWN_LINK,
+                    reply=True, link_number=number, reason=llc.DeleteLinkReason.UNKNOWN_LINK
                 )
             )
         elif self.client:
             # The client must agree (3.5.5.1.3); the link is gone once the reply is out.
             link.send_llc(
-                llc.DeleteLink(reply=True, link_number=target.number, reason=message.reason),
-                lambda: self._delete_link(target),
+                llc.DeleteLink(reply=True, link_number=number, reason=message.reason),
+                lambda: self._link_deleted(number),
             )
         else:
             # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
-            link.send_llc(
-                llc.DeleteLink(link_number=target.number, reason=message.reason),
-                lambda: self._delete_link(target),
+            self.delete_link(number, message.reason)
+
+    def delete_link(self, number: int, reason: int = llc.DeleteLinkReason.OPERATOR) -> None:
+        """Delete one link; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+
+        ``reason`` is a 32-bit reason code for the peer.  A group without links ends, and its
+        connections with an error.
+        """
+        if not self.client:
+            self.exchanges.delete_link(number, reason)
+            return
+        link = self.any_active_link()
+        if link is None or self._deletion_timer is not None:
+            return
+        link.send_llc(llc.DeleteLink(orderly=True, link_number=number, reason=reason))
+        if link.state != "DOWN":
+            self._deletion_timer = self.timers.call_later(
+                self.config.llc_timeout, lambda: self._not_deleted(link)
             )
 
-    def _delete_link(self, link: Link) -> None:
-        link.machine.send("delete")
-        self.link_down(link)
+    def send_delete_link(self, link: Link, number: int, reason: int) -> None:
+        """The server's request, when its turn among the exchanges has come."""
+        link.send_llc(llc.DeleteLink(link_number=number, reason=reason))
+
+    def _not_deleted(self, link: Link) -> None:
+        # C.7.1, DELETE LINK from client: the link it was sent over is not usable either.
+        self._deletion_timer = None
+        link.machine.send("failed")
+
+    def _on_delete_reply(self, number: int) -> None:
+        # 3.5.5.1.3: only now the server frees what the link had.
+        if not self.client and self.exchanges.state == "DELETE_LINK":
+            if number != self.exchanges.deleting:
+                return  # not what was asked for
+            self.exchanges.done()
+            if number == self._offered:
+                self.add_link_settled()
+            else:
+                self._link_deleted(number)
+
+    def _link_deleted(self, number: int) -> None:
+        link = self.links.get(number)
+        if link is not None:
+            link.machine.send("delete")
+            self.link_down(link)
 
     def answer_rkeys(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
         """Take over the peer's RKeys and say so (RFC 7609, 3.5.5.2)."""
@@ -438,16 +553,8 @@ class LinkGroup:
 
     def link_down(self, link: Link) -> None:
         """A link failed or was deleted."""
-        if self.state == "FORMING":
-            self._fail_first_contact(timed_out=False)
-        elif self.any_active_link() is None:
+        if self.state == "FORMING" or self.any_active_link() is None:
             self.machine.send("links_lost")
-
-    def _fail_first_contact(self, *, timed_out: bool) -> None:
-        self._timed_out = timed_out
-        self.machine.send("links_lost")
-
-    _timed_out = False
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
@@ -462,8 +569,14 @@ class LinkGroup:
         if not self.connections:
             extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
             self._timer = self.timers.call_later(
-                self.config.link_group_idle + extra, self.terminate
+                self.config.link_group_idle + extra, self._idle_too_long
             )
+
+    def _idle_too_long(self) -> None:
+        if self.own_rmbs.busy:
+            self.start_idle_timer()  # a connection is just coming
+        else:
+            self.terminate()
 
     def start_termination_timer(self) -> None:
         """Do not wait for ever for a peer that is gone."""
@@ -480,17 +593,14 @@ class LinkGroup:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
-            contact.group_failed(timed_out=self._timed_out)
+            contact.group_failed(self._failure, self._error)
 
     def send_delete_all(self) -> None:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
         link = self.any_active_link()
-        if link is None:
-            link = next((e for e in self.links.values() if e.state == "CONFIRMING"), None)
-            if link is None or self.client:
-                return
-        message = llc.DeleteLink(all_links=True, orderly=True, reason=self._reason)
-        link.send_llc(message, None if self.client else self._delete_sent)
+        if link is not None:
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._reason)
+            link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
         self.machine.send("delete_sent")
@@ -506,6 +616,9 @@ class LinkGroup:
     def free_resources(self) -> None:
         """Queue pairs, registrations and memory."""
         self._stop_timer()
+        if self._deletion_timer is not None:
+            self._deletion_timer.cancel()
+            self._deletion_timer = None
         self.exchanges.end()
         self.own_rmbs.close_regions()
         for link in (*self.links.values(), *([self._spare] if self._spare else [])):
@@ -530,3 +643,10 @@ class LinkGroup:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _may_come_first(message: llc.Message) -> bool:
+    """Whether a message may come on a link that is not confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
+    return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or (
+        isinstance(message, llc.DeleteLink) and message.all_links
+    )

@@ -5,7 +5,23 @@ the link group come in; `outgoing` holds the messages to send, in order; `outcom
 Which message or event does what in which state is declared in `states.clc_client` and
 `states.clc_server`.
 
-Whoever runs a negotiation must flush `outgoing` before it acts on `outcome`.
+Theory of operation: how two sides that share one byte stream agree where CLC messages end
+------------------------------------------------------------------------------------------
+After a Decline the application's bytes follow at once, in both directions, and nobody parses them
+(RFC 7609, C.6).  So each side must know of every CLC message that may still come:
+
+- A Decline only takes the place of a message that the peer waits for (C.1), never follows one of
+  ours, and is our last.  Whatever the peer sent before it could know of the Decline is a protocol
+  error: a runner stops reading, looks whether anything came, and only then sends it
+  (`has_last_word`, `sent`).
+- While LLC messages flow (first contact only) either side may decline, and Declines must not
+  cross.  Only the side whose turn it is, because the next LLC message is its own or its last one
+  was not seen to arrive, sends one (C.7: the sender learns of a failure first); the other side
+  waits for it (LINK_LOST), and resets the TCP connection if it does not come.
+- Past the point of no return (C.3) a failure can only reset the TCP connection.
+
+What remains is a link that dies between the delivery of an LLC message and its acknowledgement:
+then both sides believe that it is their turn.  The RFC has no answer to that.
 """
 
 from __future__ import annotations
@@ -23,7 +39,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.link import Link, PeerQueuePair
-from trio_smc.rendezvous.link_group import GroupConnection, LinkGroup
+from trio_smc.rendezvous.link_group import GroupConnection, GroupFailure, LinkGroup
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.engine import Machine
 from trio_smc.states.table import Table
@@ -34,6 +50,12 @@ LOGGER = logging.getLogger("trio_smc.clc")
 
 
 _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
+_LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
+_EVENT_OF = {
+    GroupFailure.LINK_LOST: "group_failed",
+    GroupFailure.TIMED_OUT: "llc_timeout",
+    GroupFailure.PROTOCOL_ERROR: "llc_error",
+}
 
 
 class RdmaConnection(GroupConnection, Protocol):
@@ -42,6 +64,10 @@ class RdmaConnection(GroupConnection, Protocol):
     @property
     def alert_token(self) -> int:
         """What the peer's CDC messages carry."""
+
+    @property
+    def state(self) -> str:
+        """Its state (`trio_smc.states.connection`)."""
 
     def peer_known(
         self, *, alert_token: int, element_size: int, eye_catcher: bool, channel: Link,
@@ -68,8 +94,9 @@ class NegotiationHost(Protocol):
     def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
         """The client-role group that an SMC Accept names (RFC 7609, 3.5.2.2)."""
 
-    def find_server_group(self, peer_id: bytes, rnic: Rnic) -> LinkGroup | None:
-        """A server-role group with this peer, usable or forming; a usable one first."""
+    def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
+        """A server-role group with this peer that has room for an element of ``size`` bytes,
+        or else one that is just forming."""
 
     def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
         """A link group that is about to be formed."""
@@ -104,7 +131,8 @@ class Negotiation:
     """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
 
     Attributes:
-      outgoing: CLC messages that must be sent, oldest first; whoever sends clears it.
+      outgoing: CLC messages that must be sent, oldest first; whoever sends clears it and calls
+        `sent`.
       outcome: None while under way.
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
@@ -123,6 +151,7 @@ class Negotiation:
         self._link: Link | None = None
         self._peer: clc.Accept | clc.Confirm | None = None
         self._decline: clc.Decline | None = None
+        self._fallback: Fallback | None = None
         self._version = 1
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
@@ -134,6 +163,16 @@ class Negotiation:
         """The state (`trio_smc.states.clc_client`, `clc_server`)."""
         return self.machine.state
 
+    @property
+    def has_last_word(self) -> bool:
+        """Whether `outgoing` ends with our last CLC message.
+
+        Before it is sent reading must stop: what the peer sends after it is the application's
+        (Decline) or a violation (Confirm).  If anything came until then, that is a
+        `protocol_error`.
+        """
+        return self.machine.state in _LAST_WORD
+
     def receive_untrusted(self, data: bytes) -> None:
         """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
         observer = self._host.observer
@@ -144,11 +183,15 @@ class Negotiation:
         except ProtocolError as error:
             self.protocol_error(error)
 
+    def sent(self) -> None:
+        """All of `outgoing` was handed to TCP."""
+        if self.has_last_word:
+            self.machine.send("sent")
+
     def protocol_error(self, error: ProtocolError) -> None:
         """The peer's bytes are no CLC message that can come now."""
         self._cause = error
-        if self.machine.can("protocol_error"):
-            self.machine.send("protocol_error")
+        self.machine.send("protocol_error")
 
     def timed_out(self) -> None:
         """The expected CLC message did not come (RFC 7609, C.5)."""
@@ -163,9 +206,11 @@ class Negotiation:
         """The first contact succeeded."""
         self.machine.send("group_formed")
 
-    def group_failed(self, *, timed_out: bool) -> None:
+    def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
         """The first contact failed."""
-        self.machine.send("llc_timeout" if timed_out else "group_failed")
+        if error is not None:
+            self._cause = error
+        self.machine.send(_EVENT_OF[failure])
 
     # --- guards ------------------------------------------------------------------------------
 
@@ -175,9 +220,36 @@ class Negotiation:
         return self.first_contact and self._peer is not None and self._peer.known_mtu is None
 
     @property
+    def may_decline(self) -> bool:
+        """Whether it is for us to decline when the first contact fails (C.2, C.7)."""
+        return self.may_fall_back and self.group is not None and self.group.our_turn
+
+    @property
     def may_fall_back(self) -> bool:
         """Whether the point of no return is still ahead (RFC 7609, C.3)."""
         return self.group is not None and self.group.may_fall_back
+
+    @property
+    def peer_element_known(self) -> bool:
+        """Whether the peer's RMB can be written to: its RKey came before (3.5.5.2.1)."""
+        peer, group, link = self._peer, self.group, self._link
+        return (
+            peer is not None
+            and group is not None
+            and link is not None
+            and group.knows_rmb(link, peer.rkey, peer.rmb_address)
+        )
+
+    @property
+    def usable_connection(self) -> bool:
+        """Whether connection and link survived until our last message was sent."""
+        connection = self._connection
+        return (
+            connection is not None
+            and connection.state != "CLOSED"
+            and self.group is not None
+            and self.group.usable
+        )
 
     # --- actions both sides have -----------------------------------------------------------
 
@@ -193,13 +265,17 @@ class Negotiation:
 
     def decline_unable(self) -> None:
         """C.1: lack of resources."""
-        self.abandon()
         self._send_decline(self._unable)
 
     def decline_link_failed(self) -> None:
         """C.2: the path could not be confirmed."""
-        self.abandon()
         self._send_decline(FallbackReason.LINK_FAILED)
+
+    def fall_back(self) -> None:
+        """Our Decline is out."""
+        if self._fallback is None:
+            raise RuntimeError("no SMC Decline was sent")
+        self.outcome = FellBack(self._fallback)
 
     def note_decline(self) -> None:
         """The peer declined (C.1); no answer is sent."""
@@ -236,23 +312,37 @@ class Negotiation:
             group.first_contact = None
             group.terminate()
 
+    def introduce_peer(self) -> None:
+        """Tell the connection where the peer's element is; see `peer_element_known`."""
+        peer, group, link = self._peer, self.group, self._link
+        connection = self._connection
+        if peer is None or group is None or link is None or connection is None:
+            raise RuntimeError("the peer's element is not known yet")
+        group.take_peer_element(
+            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, user=connection
+        )
+        size = peer.buffer_size
+        connection.peer_known(
+            alert_token=peer.alert_token,
+            element_size=size,
+            eye_catcher=group.peer_eye_catcher,
+            channel=link,
+            address=peer.rmb_address + (peer.rmbe_index - 1) * size,
+            rkey=peer.rkey,
+        )
+
     def establish(self) -> None:
         """Open the connection to its user."""
         connection, group = self._connection, self.group
         if connection is None or group is None:
             raise RuntimeError("nothing to establish")
-        try:
-            self._introduce_peer_untrusted()
-        except ProtocolError as error:
-            self._cause = error
-            self.abandon()
-            self.fail_protocol()
-            return
         connection.established()
         self.outcome = Established(connection, group)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers and the runner."""
+        if new == "FAILED":
+            self.outgoing.clear()  # nothing may follow, least of all a Decline
         if self._host.observer is not None:
             self._host.observer.state(self, old, new, event)
         self.changed()
@@ -267,11 +357,9 @@ class Negotiation:
         if rmbe is None or group is None:
             self.machine.send("unable")
             return
-        if self.machine.state in _OVER:
-            group.own_rmbs.release(rmbe, 0)  # the TCP connection ended meanwhile
-            return
         link = self._link if self._link is not None else group.any_active_link()
-        if link is None:
+        over = self.machine.state in _OVER  # the TCP connection ended meanwhile
+        if over or link is None or not (self.first_contact or group.usable):
             group.own_rmbs.release(rmbe, 0)
             self.machine.send("unable")
             return
@@ -279,29 +367,6 @@ class Negotiation:
         self._rmbe = rmbe
         self._connection = self._host.open_connection(group, rmbe)
         self.machine.send("element_ready")
-
-    def _check_element_untrusted(self, link: Link, peer: clc.Accept | clc.Confirm) -> None:
-        # 3.5.5.2.1: on a subsequent contact the RKey was confirmed before the CLC message.
-        if self.group is None or not self.group.knows_rmb(link, peer.rkey, peer.rmb_address):
-            raise ProtocolError(f"RKey 0x{peer.rkey:08x} was never confirmed")
-
-    def _introduce_peer_untrusted(self) -> None:
-        peer, group, link = self._peer, self.group, self._link
-        connection = self._connection
-        if peer is None or group is None or link is None or connection is None:
-            raise RuntimeError("the peer's element is not known yet")
-        group.peer_element_untrusted(
-            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, user=connection
-        )
-        size = peer.buffer_size
-        connection.peer_known(
-            alert_token=peer.alert_token,
-            element_size=size,
-            eye_catcher=group.peer_eye_catcher,
-            channel=link,
-            address=peer.rmb_address + (peer.rmbe_index - 1) * size,
-            rkey=peer.rkey,
-        )
 
     def _form_group(self, peer_id: bytes, rnic: Rnic) -> bool:
         group = self._host.new_group(client=self._is_client, peer_id=peer_id, rnic=rnic)
@@ -312,7 +377,6 @@ class Negotiation:
             self._link = group.open_first_link()
         except RnicError as error:
             LOGGER.info("%r: %s", group, error)
-            self.abandon()
             self.machine.send("unable")
             return False
         return True
@@ -359,7 +423,9 @@ class Negotiation:
         self.outgoing.append(data)
 
     def _send_decline(self, reason: FallbackReason, *, out_of_sync: bool = False) -> None:
-        fallback = Fallback.local(reason)
+        """Give back everything and queue SMC Decline, our last message."""
+        self.abandon()
+        self._fallback = fallback = Fallback.local(reason)
         self._send(
             clc.Decline(
                 version=self._version,
@@ -368,7 +434,6 @@ class Negotiation:
                 diagnosis=fallback.code or 0,
             )
         )
-        self.outcome = FellBack(fallback)
 
     def _fail(self, number: int, text: str) -> None:
         error = OSError(number, text)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trio_smc._base.config import rmbe_size_code, rmbe_size_of
-from trio_smc.datapath.rmb import Rmb, Rmbe, RmbPool, rmb_elements
+from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.exchanges import RkeyRequest
 
@@ -37,6 +37,18 @@ class OwnRmbs:
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
         self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
         self._waiting: dict[int, list[_Done]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a new RMB."""
+        return bool(self._waiting)
+
+    def has_room(self, size: int) -> bool:
+        """Whether an element of ``size`` bytes is free or can be made (ruling of 2.1: 255 RMBs)."""
+        if len(self._regions) < MAX_RMBS:
+            return True
+        size = rmbe_size_of(rmbe_size_code(size))
+        return size in self._waiting or self.pool.has_free(size)
 
     def request(self, size: int, done: _Done) -> None:
         """Call ``done`` with an element of ``size`` bytes, or with None; now or later."""
@@ -77,6 +89,10 @@ class OwnRmbs:
 
     def _add_rmb(self, size: int, done: _Done) -> None:
         group = self._group
+        if len(self._regions) >= MAX_RMBS:
+            LOGGER.warning("%r: it has %d RMBs, the most there may be", group, MAX_RMBS)
+            done(None)
+            return
         try:
             rmb = self._make_rmb(size)
         except OSError as error:

@@ -9,10 +9,13 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost
+from trio_smc.rendezvous.timers import Timer
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.clc_server import CLC_SERVER
 
 __all__ = ["ServerNegotiation"]
+
+_AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
 
 
 class ServerNegotiation(Negotiation):
@@ -40,11 +43,12 @@ class ServerNegotiation(Negotiation):
         self._proposal: clc.Proposal | None = None
         self._refusal: FallbackReason | None = None
         self._named_link = False
+        self._patience: Timer | None = None
 
     @property
     def awaits_clc(self) -> bool:
         """Whether the CLC timer must run (C.5)."""
-        return self.machine.state in ("LISTENING", "ACCEPTED")
+        return self.machine.state in _AWAITS_CLC
 
     def group_settled(self) -> None:
         """The group that was forming is formed, or gone."""
@@ -61,7 +65,7 @@ class ServerNegotiation(Negotiation):
     def group_usable(self) -> bool:
         """Whether this peer has a link group that takes the connection."""
         group = self._find_group()
-        return group is not None and group.usable
+        return group is not None and group.takes(self._receive_buffer)
 
     @property
     def group_forming(self) -> bool:
@@ -70,9 +74,14 @@ class ServerNegotiation(Negotiation):
         return group is not None and group.state == "FORMING"
 
     @property
+    def group_lost(self) -> bool:
+        """Whether the existing group that was chosen ended meanwhile."""
+        return not self.first_contact and self.group is not None and not self.group.usable
+
+    @property
     def known_link(self) -> bool:
-        """Whether SMC Confirm names an active link of the group (3.5.2.3)."""
-        return self._named_link
+        """Whether SMC Confirm names an active link of the group and an RMB (3.5.2.3)."""
+        return self._named_link and self.usable_connection
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -88,6 +97,19 @@ class ServerNegotiation(Negotiation):
         if group is None:
             raise RuntimeError("no group is forming")
         group.when_settled(self.group_settled)
+        if self._patience is None:
+            # A first contact that takes this long may never end.
+            self._patience = group.timers.call_later(
+                group.config.llc_timeout, self._waited_enough
+            )
+
+    def _waited_enough(self) -> None:
+        self.machine.send("waited_enough")
+
+    def start_over(self) -> None:
+        """Look for a group again: the one chosen is gone."""
+        self.group = self._link = None
+        self.machine.send("group_settled")
 
     def form_group(self) -> None:
         """3.5.1.2: a queue pair in INIT, and an RMB, before SMC Accept."""
@@ -107,9 +129,16 @@ class ServerNegotiation(Negotiation):
             raise RuntimeError("no SMC Confirm was received")
         try:
             self._connect_first(self._peer)
-        except RnicError:
+        except RnicError as error:
             if self.group is not None:
-                self.group.links[1].machine.send("failed")
+                self.group.first_link_failed(error)
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Stop waiting for another connection's group."""
+        if old == "WAITING" and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        super().state_changed(old, new, event)
 
     def decline_refused(self) -> None:
         """C.1."""
@@ -119,7 +148,7 @@ class ServerNegotiation(Negotiation):
 
     def _dispatch_untrusted(self, message: clc.Message) -> None:
         state = self.machine.state
-        if isinstance(message, clc.Decline) and state in ("ACCEPTED", "CONFIRMING_LINK"):
+        if isinstance(message, clc.Decline):
             self._on_decline(message)
         elif isinstance(message, clc.Proposal) and state == "LISTENING":
             self._proposal = message
@@ -127,32 +156,36 @@ class ServerNegotiation(Negotiation):
             self._refusal = self._admit(message)
             self.machine.send("proposal")
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
-            self._peer = message
-            self._name_link_untrusted(message)
-            self.machine.send("confirm")
+            self._on_confirm_untrusted(message)
         else:
             raise ProtocolError(f"SMC {type(message).__name__} out of turn")
 
+    def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
+        if self._proposal is None or confirm.peer_id != self._proposal.peer_id:
+            raise ProtocolError("SMC Confirm of another peer than SMC Proposal")
+        self._peer = confirm
+        group = self.group
+        if group is not None and not self.first_contact:
+            link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
+            self._cause = ProtocolError("SMC Confirm names no active link")
+            if link is not None:
+                self._link = link
+                self._named_link = self.peer_element_known
+                self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")
+        self.machine.send("confirm")
+
     def _on_decline(self, message: clc.Decline) -> None:
         self._decline = message
-        group, out_of_sync = self.group, message.out_of_sync and not self.first_contact
+        self._cause = ProtocolError("SMC Decline out of turn")
+        group, accepted = self.group, self.machine.state == "ACCEPTED"
         self.machine.send("decline")
-        if out_of_sync and group is not None:
+        if message.out_of_sync and accepted and group is not None and not self.first_contact:
             # C.4: the client has lost the link that this side still believes in.
             group.terminate()
-
-    def _name_link_untrusted(self, confirm: clc.Confirm) -> None:
-        group = self.group
-        if group is None or self.first_contact:
-            return
-        link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
-        if link is None:
-            return
-        self._check_element_untrusted(link, confirm)
-        self._named_link = True
-        self._link = link
 
     def _find_group(self) -> LinkGroup | None:
         if self._proposal is None or self._rnic is None:
             return None
-        return self._host.find_server_group(self._proposal.peer_id, self._rnic)
+        return self._host.find_server_group(
+            self._proposal.peer_id, self._rnic, self._receive_buffer
+        )

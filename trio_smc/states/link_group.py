@@ -25,12 +25,11 @@ class LinkGroupChart(Chart):
     edge(FORMING, "links_lost", GONE, do="tell_failed free_resources", rfc="C.2, C.7.1")
     edge(
         FORMING,
-        "terminate",
+        "terminate delete_all",
         GONE,
-        do="send_delete_all tell_failed free_resources",
-        rfc="3.5.1.6.4",
+        do="tell_failed free_resources",
+        rfc="3.5.1.6.4 (the peer learns it from SMC Decline, or from the end of TCP)",
     )
-    edge(FORMING, "delete_all", GONE, do="tell_failed free_resources", rfc="3.5.4")
     edge(SINGLE, "links_lost", GONE, do="end_connections free_resources", rfc="4.8.3")
     edge(
         SINGLE,
