@@ -3,14 +3,16 @@
 Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
 for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
 pair; a doorbell (an eventfd for each queue pair) is rung only when the receiver is asleep.  So
-data needs no system call at all while both sides are busy.  `_ring`, `_softmr`, `_softqp` and
-`_fabric` have the parts; here is the device that holds them together.
+data needs no system call at all while both sides are busy.  Here is the
+device; the parts are `_ring` (sends), `_softmr` (memory), `_softqp` (queue pairs), and `_fabric`,
+`_reception` and `_contact` (how RNICs find and tell each other).
 
 Several can be open in one process, also under one name, and a process may connect to itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
@@ -18,26 +20,23 @@ import secrets
 import select
 import socket
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from trio_smc._base.errors import ProtocolError
-
-from ._fabric import Directory, Hello, close_all, decode_untrusted, receive, same_user
+from ._fabric import Directory
+from ._reception import Reception, socket_name
 from ._ring import SLOTS, ReceiveRing, fence
 from ._softmr import SoftProtectionDomain
 from ._softqp import SoftQueuePair
 from .memory import Memory
-from .verbs import Completion, ProtectionDomain, QpState, Rnic, RnicError, RnicEvent
+from .verbs import Completion, ProtectionDomain, Rnic, RnicError, RnicEvent
 
 __all__ = ["SoftRnic"]
 
 _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 _MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
-_MOST_STRANGERS: Final = 64
 _EVENTS_AT_ONCE: Final = 64
 
 
@@ -68,7 +67,6 @@ class SoftRnic(Rnic):
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._strangers: dict[int, socket.socket] = {}
         # Sockets of queue pairs that ended while the port was down: nobody may notice yet.
         self._limbo: list[socket.socket] = []
         self._events: list[RnicEvent] = []
@@ -88,16 +86,16 @@ class SoftRnic(Rnic):
         # Locally administered, unicast.
         self.mac = b"\x02" + secrets.token_bytes(5)
         self._directory = Directory(directory)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._directory.close)
             self._directory.remove_stale()
-            self._listener = self._directory.listen(_socket_name(self.gid))
-        except BaseException:
-            self._directory.close()
-            raise
-        self._epoll = select.epoll()
-        self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._epoll = select.epoll()
+            undo.callback(self._epoll.close)
+            self._reception = Reception(self, self._directory)
+            undo.callback(self._reception.close)
+            self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
         self.watch(self._self_wake, select.EPOLLIN | select.EPOLLET, None)
-        self.watch(self._listener.fileno(), select.EPOLLIN | select.EPOLLET, self._accept)
         self.port_active = True
         self._open = True
 
@@ -110,14 +108,13 @@ class SoftRnic(Rnic):
             for region in pd.regions:
                 region.close()
             pd.close()
-        for sock in (*self._strangers.values(), *self._limbo, self._listener):
+        self._reception.close()
+        for sock in self._limbo:
             sock.close()
-        self._strangers.clear()
         self._limbo.clear()
         self._handlers.clear()
         self._events.clear()
         self.done.clear()
-        self._directory.remove(_socket_name(self.gid))
         self._directory.close()
         self._epoll.close()
         os.close(self._self_wake)
@@ -240,7 +237,7 @@ class SoftRnic(Rnic):
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
-        return self._directory.dial(_socket_name(gid))
+        return self._directory.dial(socket_name(gid))
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
         """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""
@@ -253,18 +250,24 @@ class SoftRnic(Rnic):
         self._epoll.unregister(fd)
         self._handlers.pop(fd, None)
 
-    def disconnect(self, qp: SoftQueuePair, sockets: Iterable[socket.socket | None]) -> None:
-        """A queue pair went to ERR: nothing comes from or goes to its peer any more."""
+    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
+        """The queue pair of that number."""
+        return self._qps.get(qp_num)
+
+    def retire(self, qp: SoftQueuePair) -> None:
+        """A queue pair went to ERR: it needs no polling any more."""
         self._rings = tuple(ring for ring in self._rings if ring is not qp.ring)
         self.stalled.discard(qp)
-        for sock in sockets:
-            if sock is None:
-                continue
-            self.unwatch(sock.fileno())
-            if self.port_active:
-                sock.close()
-            else:
-                self._limbo.append(sock)
+
+    def hang_up(self, sock: socket.socket | None) -> None:
+        """Close a watched socket; while the port is down the other side may not notice yet."""
+        if sock is None:
+            return
+        self.unwatch(sock.fileno())
+        if self.port_active:
+            sock.close()
+        else:
+            self._limbo.append(sock)
 
     def new_rkey(self) -> int:
         """An RKey that no region of this RNIC has."""
@@ -287,57 +290,6 @@ class SoftRnic(Rnic):
         """A protection domain was destroyed."""
         self._pds.discard(pd)
 
-    # -- who dials us --------------------------------------------------------------------
-
-    def _accept(self, _events: int) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                return  # out of descriptors; the dialler gives up or comes again
-            if not self.port_active or not same_user(sock):
-                sock.close()
-                continue
-            sock.setblocking(False)
-            if len(self._strangers) >= _MOST_STRANGERS:
-                self._drop_stranger(next(iter(self._strangers)))
-            fd = sock.fileno()
-            self._strangers[fd] = sock
-            self.watch(fd, select.EPOLLIN | select.EPOLLET, partial(self._greet, fd))
-            self._greet(fd, 0)
-
-    def _drop_stranger(self, fd: int) -> None:
-        self.unwatch(fd)
-        self._strangers.pop(fd).close()
-
-    def _greet(self, fd: int, _events: int) -> None:
-        """Read the Hello of somebody who dialled us and hand it to its queue pair."""
-        sock = self._strangers.get(fd)
-        packet = None if sock is None else receive(sock)
-        if sock is None or packet is None:
-            return
-        data, fds = packet
-        try:
-            hello = decode_untrusted(data, len(fds))
-            if not isinstance(hello, Hello):
-                raise ProtocolError("a software RNIC that does not say Hello")
-            qp = self._qps.get(hello.peer_qp_num)
-            if qp is None or qp.state is QpState.ERR:
-                raise ProtocolError("no such queue pair")
-        except ProtocolError:
-            close_all(fds)
-            self._drop_stranger(fd)
-            return
-        self.unwatch(fd)
-        del self._strangers[fd]
-        qp.offer(hello, sock, fds)
-
     def _check_open(self) -> None:
         if not self._open:
             raise RnicError(errno.EBADF, f"{self.name} is not open")
-
-
-def _socket_name(gid: bytes) -> str:
-    return f"rnic-{gid.hex()}"
