@@ -41,7 +41,8 @@ def main(name: str, server: Server, client: Client) -> None:
                 try:
                     trio.run(server, int(rest[0]) if rest else 0, Path(directory))
                 except* KeyboardInterrupt:
-                    print("server: stopped")
+                    pass
+                print("server: stopped")
         case ["connect", port, *rest]:
             trio.run(client, int(port), Path(rest[0] if rest else "ca.pem"))
         case _:

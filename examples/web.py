@@ -6,8 +6,9 @@ is ours is the listeners below hypercorn and the transport below httpx.
 
 from __future__ import annotations
 
+import signal
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,30 +46,48 @@ async def length() -> dict[str, int]:
 async def serve_app(
     application: Any,
     listeners: Sequence[trio.abc.Listener[Any]],
+    shutdown_trigger: Callable[[], Awaitable[object]],
     config: hypercorn.config.Config | None = None,
     *,
-    task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve an ASGI application on any listeners, for ever; with `hypercorn.trio.serve` they
-    could only be TCP sockets.
+    """Serve an ASGI application on any listeners; with `hypercorn.trio.serve` they could only be
+    TCP sockets.
 
-    Starts the application up and, when cancelled, shuts it down. `config` gives time-outs, limits
-    and logging; what it says about binding and TLS is not used.
+    Starts the application up, serves until `shutdown_trigger` returns, gives requests under way
+    `config.graceful_timeout` seconds, and shuts the application down. `config` gives time-outs,
+    limits and logging; what it says about binding and TLS is not used.
     """
     config = config or hypercorn.config.Config()
     wrapped = wrap_app(application, config.wsgi_max_body_size, "asgi")
     state = LifespanState({})
     lifespan = Lifespan(wrapped, config, state)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(lifespan.handle_lifespan)
+    context = WorkerContext(None)
+    handler = partial(TCPServer, wrapped, config, context, ConnectionState(state))
+    async with trio.open_nursery() as lifespan_nursery:
+        await lifespan_nursery.start(lifespan.handle_lifespan)
         await lifespan.wait_for_startup()
-        server = partial(TCPServer, wrapped, config, WorkerContext(None), ConnectionState(state))
-        try:
-            await trio.serve_listeners(server, list(listeners), task_status=task_status)
-        finally:
-            with trio.CancelScope(shield=True):
-                await lifespan.wait_for_shutdown()
-            nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as accepting:
+                await accepting.start(
+                    partial(trio.serve_listeners, handler_nursery=connections),
+                    handler,
+                    list(listeners),
+                )
+                task_status.started()
+                await shutdown_trigger()
+                accepting.cancel_scope.cancel()
+            await context.terminated.set()
+            connections.cancel_scope.deadline = trio.current_time() + config.graceful_timeout
+        await lifespan.wait_for_shutdown()
+        lifespan_nursery.cancel_scope.cancel()
+
+
+async def interrupted() -> None:
+    """Return when the process is asked to stop."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            return
 
 
 def over_tls(
@@ -85,10 +104,8 @@ async def serve(port: int, directory: Path) -> None:
     async with trio_smc.open_stack() as stack:
         listeners = await trio_smc.open_listeners(port, host=both_ends.HOST)
         both_ends.listening(listeners[0], directory)
-        try:
-            await serve_app(app, over_tls(listeners, context))
-        finally:
-            print("server: connections over smc-r:", stack.statistics().connections)
+        await serve_app(app, over_tls(listeners, context), interrupted)
+        print("server: connections over smc-r:", stack.statistics().connections)
 
 
 async def connect(port: int, ca: Path) -> None:
