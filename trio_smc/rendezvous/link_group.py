@@ -161,10 +161,10 @@ class LinkGroup:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
         return self.usable and self.own_rmbs.has_room(size)
 
-    def any_active_link(self) -> Link | None:
-        """A link that can carry LLC messages and connections."""
+    def any_active_link(self, but: Link | None = None) -> Link | None:
+        """A link, and not ``but``, that can carry LLC messages and connections."""
         for link in self.links.values():
-            if link.state in ("ACTIVE", "TESTING"):
+            if link is not but and link.state in ("ACTIVE", "TESTING"):
                 return link
         return None
 
@@ -553,7 +553,8 @@ class LinkGroup:
 
     def link_down(self, link: Link) -> None:
         """A link failed or was deleted."""
-        if self.state == "FORMING" or self.any_active_link() is None:
+        # A link that fails is told of before it is DOWN.
+        if self.state == "FORMING" or self.any_active_link(but=link) is None:
             self.machine.send("links_lost")
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:

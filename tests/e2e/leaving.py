@@ -1,0 +1,46 @@
+"""Clients that send, close and are gone at once; for a test and a campaign."""
+
+from __future__ import annotations
+
+import random
+
+from tests.e2e.processes import open_peer
+from tests.e2e.zygote import WAYS
+
+LARGEST = 4 << 20
+
+
+async def leave_at_once(cases: int, seed: int) -> int:
+    """Let ``cases`` clients come and go; returns how many bytes they sent.
+
+    AssertionError when one lost anything, or when the server keeps anything of them.
+    """
+    rng = random.Random(seed)
+    total = 0
+    async with (
+        open_peer({}) as server,
+        open_peer(module="tests.e2e.zygote") as zygote,
+    ):
+        port = (await server.ask("listen", handler="collect"))["port"]
+        before = await server.ask("measure")
+        for case in range(cases):
+            size = int(LARGEST ** rng.random())
+            total += size
+            # Pauses that leave the data in the ring until its sender is gone; and many small
+            # pieces, so that the server has no receive posted for a while.
+            await zygote.ask(
+                "",
+                port=port,
+                way=WAYS[case % len(WAYS)],
+                case=case,
+                size=size,
+                seed=seed + case % 16,
+                pause=rng.choice([0, 0, 0.01, 0.05]),
+                pieces=rng.choice([1, 3, 100, 3000]),
+            )
+            answer = await server.ask("collected", count=1)
+            assert answer == {"cases": [case], "errors": []}, f"{answer}, seed {seed}"
+        after = await server.ask("measure")
+        for what in ("descriptors", "threads", "mappings", "open_connections", "groups"):
+            assert after[what] == before[what], f"{what}: {before[what]} to {after[what]}"
+    return total

@@ -1,0 +1,54 @@
+"""Very many connections between two processes, and what they leave; for tests and a campaign."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.processes import open_peer
+
+_Both = tuple[dict[str, Any], dict[str, Any]]
+
+
+async def echo_at_once(connections: int) -> tuple[_Both, _Both]:
+    """Hold that many connections and echo over all of them at once.
+
+    Returns what (server, client) held before, and while all were open.
+    """
+    async with open_peer({}, patience=30) as server, open_peer({}, patience=30) as client:
+        for peer in (server, client):
+            await peer.ask("raise_limit")
+        port = (await server.ask("listen", handler="echo"))["port"]
+        await client.ask("churn", port=port, count=1, seed=0)
+        before = await server.ask("measure"), await client.ask("measure")
+        answer = await client.ask("echo", port=port, connections=connections, rounds=2)
+        assert answer["modes"] == ["smc-r"]
+        during = await server.ask("measure"), await client.ask("measure")
+        await client.ask("close")
+        assert (await server.ask("errors"))["errors"] == []
+    return before, during
+
+
+async def open_and_close(warm_up: int, count: int, seed: int) -> tuple[_Both, _Both]:
+    """Open and close connections one after the other.
+
+    Returns what (server, client) held after the warm-up, and at the end.
+    """
+    async with open_peer({}) as server, open_peer({}) as client:
+        for peer in (server, client):
+            await peer.ask("trace")
+        port = (await server.ask("listen", handler="echo"))["port"]
+        await client.ask("churn", port=port, count=warm_up, seed=seed)
+        before = await server.ask("measure"), await client.ask("measure")
+        await client.ask("churn", port=port, count=count, seed=seed + 1)
+        after = await server.ask("measure"), await client.ask("measure")
+        assert (await server.ask("errors"))["errors"] == []
+    return before, after
+
+
+def check_nothing_left(before: _Both, after: _Both, *, traced: int, rss: int) -> None:
+    """AssertionError when a process holds more than before; memory may grow by so many bytes."""
+    for side, was, now in zip(("server", "client"), before, after, strict=True):
+        for what, allowed in {"traced": traced, "rss": rss}.items():
+            assert now[what] - was[what] <= allowed, f"{side}: {what} {was[what]} to {now[what]}"
+        for what in was.keys() - {"traced", "rss"}:
+            assert now[what] == was[what], f"{side}: {what} {was[what]} to {now[what]}"

@@ -1,0 +1,40 @@
+"""Both directions at once between two processes; used by a test and by a campaign."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+
+from tests.e2e.processes import open_peer
+
+RINGS = [16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024]
+
+
+async def transfer(ring: int, total: int, small: int, seed: int) -> dict[str, Any]:
+    """Move ``total`` bytes each way; AssertionError when a byte is wrong.  Returns what the client
+    saw."""
+    settings: dict[str, object] = {"receive_buffer": ring}
+    async with open_peer(settings) as server, open_peer(settings) as client:
+        there = {"send_seed": seed, "receive_seed": seed + 1}
+        back = {"send_seed": seed + 1, "receive_seed": seed}
+        sizes = {"total": total, "small": small}
+        port = (await server.ask("listen", handler="exchange", **back, **sizes))["port"]
+        answers: dict[str, Any] = {}
+
+        async def ask_client() -> None:
+            answers["client"] = await client.ask("exchange", port=port, **there, **sizes)
+
+        async def ask_server() -> None:
+            answers["server"] = await server.ask("exchanged")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_client)
+            nursery.start_soon(ask_server)
+    one, other = answers["client"], answers["server"]
+    assert one["mode"] == other["mode"] == "smc-r"
+    assert one["sent"] == other["received"]
+    assert other["sent"] == one["received"]
+    assert min(one["small_writes"], other["small_writes"]) >= small
+    result: dict[str, Any] = one
+    return result
