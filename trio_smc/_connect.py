@@ -186,6 +186,7 @@ async def _connect_tcp(
     named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
     winners: list[_Attempt] = []
     errors: list[OSError] = []
+    defects: list[Exception] = []
 
     async def attempt(target: _Target, failed: trio.Event, race: trio.CancelScope) -> None:
         try:
@@ -193,6 +194,9 @@ async def _connect_tcp(
         except OSError as error:
             errors.append(error)
             failed.set()
+        except Exception as defect:
+            defects.append(defect)  # out of the nursery as it is, not in a group
+            race.cancel()
         else:
             race.cancel()
 
@@ -203,6 +207,8 @@ async def _connect_tcp(
                 nursery.start_soon(attempt, target, failed, nursery.cancel_scope)
                 with trio.move_on_after(delay):
                     await failed.wait()
+        if defects:
+            raise defects[0]
         if not winners:
             raise _nothing_connected(named, errors)
         return winners.pop(0)
@@ -280,9 +286,10 @@ def _announced_source(
     host, port = address[0], address[1]
     source = local or source_address(host, port)
     try:
-        if source is None or not is_same_host(source, host):
-            return None
+        plain = plain_address(source or "")
     except ValueError:
-        return None  # a name as local address
-    rnic = stack.rnic_for(plain_address(source), attempt.peer[0])
+        return None  # no route, or a name as local address
+    if source is None or not is_same_host(plain, host):
+        return None
+    rnic = stack.rnic_for(plain, attempt.peer[0])
     return rnic if isinstance(rnic, FallbackReason) else source
