@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket as stdlib_socket
 from typing import TYPE_CHECKING, Final, Literal
@@ -11,6 +12,7 @@ import trio
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
+from trio_smc._option_actions import receive_buffer_for
 from trio_smc._stream import RdmaStream, SmcStream, TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.negotiation import Established
@@ -97,7 +99,7 @@ async def _negotiate(
         host=stack,
         rnic=None if isinstance(rnic, FallbackReason) else rnic,
         admit=lambda proposal: rnic if isinstance(rnic, FallbackReason) else _admit(proposal),
-        receive_buffer=config.receive_buffer_for(_kind(rnic)),
+        receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
     )
     stack.handshakes["begun"] += 1
     outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
@@ -109,8 +111,13 @@ async def _negotiate(
 def established_stream(
     stack: Stack, outcome: Established, sock: trio.socket.SocketType, config: Config
 ) -> RdmaStream:
-    """The stream of a connection whose rendezvous is complete."""
+    """The stream of a connection whose rendezvous is complete.
+
+    Raises OSError when it has ended since, before anybody could use it.
+    """
     endpoint = stack.endpoint_of(outcome.connection)
+    if endpoint is None:
+        raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
     amortised = config.checkpoints == "amortised"
     endpoint.connection.set_policy(
         close_timeout=config.close_timeout,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Endpoint", "close_with_reset"]
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -89,6 +90,9 @@ class Endpoint:
         """End the TCP connection by FIN, after the SMC-R connection (4.8.1)."""
         sock = self._let_go()
         if sock is not None:
+            # Lingering was the stream's affair; here it would make a reset of the FIN.
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
             sock.close()
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:

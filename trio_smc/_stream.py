@@ -11,7 +11,10 @@ parks has been one by that; one that finds everything ready yields once
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import operator
+import os
 import time
 import warnings
 from typing import TYPE_CHECKING, Final
@@ -23,9 +26,12 @@ from trio.lowlevel import Abort, RaiseCancelT
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import close_with_reset
+from trio_smc._options import StreamOptions
 from trio_smc._tcp_names import SmcSocket
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from trio_smc._base.config import Config
     from trio_smc._endpoint import Endpoint
     from trio_smc._stack import Stack
@@ -59,6 +65,26 @@ class SmcStream(HalfCloseableStream):
 
     def statistics(self) -> StreamStatistics:
         """Counters of this connection; all zero over TCP."""
+        raise NotImplementedError
+
+    def setsockopt(
+        self, level: int, option: int, value: int | Buffer | None, length: int | None = None
+    ) -> None:
+        """Set a socket option, as `trio.SocketStream.setsockopt` does.
+
+        docs/socket-options.md says what each does over SMC-R.
+
+        Raises:
+          OSError: as from `socket.socket.setsockopt`; EBADF on a closed stream.
+        """
+        raise NotImplementedError
+
+    def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """The value of a socket option, as `trio.SocketStream.getsockopt` returns it.
+
+        Raises:
+          OSError: as from `socket.socket.getsockopt`; EBADF on a closed stream.
+        """
         raise NotImplementedError
 
     def is_readable(self) -> bool:
@@ -116,6 +142,20 @@ class TcpStream(SmcStream):
         """All zero."""
         return StreamStatistics()
 
+    def setsockopt(
+        self, level: int, option: int, value: int | Buffer | None, length: int | None = None
+    ) -> None:
+        """As `trio.SocketStream.setsockopt`."""
+        if length is None and value is not None:
+            self._stream.setsockopt(level, option, value)
+        else:
+            # It knows what is wrong with the rest of the combinations.
+            self._stream.setsockopt(level, option, value, length)  # type: ignore[arg-type]
+
+    def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """As `trio.SocketStream.getsockopt`."""
+        return self._stream.getsockopt(level, option, buffersize)
+
     def is_readable(self) -> bool:
         """As `trio.socket.SocketType.is_readable`."""
         return self.socket.fileno() < 0 or self.socket.is_readable()
@@ -149,6 +189,13 @@ class RdmaStream(SmcStream):
         self._strict = config.checkpoints == "strict"
         self._calls = 0
         self._yielded = 0
+        self._options = StreamOptions(
+            self._core,
+            endpoint.group,
+            sock,
+            stack.timers,
+            None if self._strict else stack.pump.flush_later,
+        )
 
     def __del__(self) -> None:
         """A stream that nobody closed is reset."""
@@ -306,15 +353,21 @@ class RdmaStream(SmcStream):
         Returns when own data and the end have reached the peer's memory, so that this process may
         exit at once; not when the peer has closed too.
         With unread data the connection is reset instead.  Under cancellation it still closes.
+        SO_LINGER bounds the wait; with 0 s it makes this an `abort`.
         """
         if self._closed:
             await trio.lowlevel.checkpoint()
             return
-        self._close_now()
+        patience = self._options.linger
+        if patience == 0:
+            self.abort()
+        else:
+            self._close_now()
         core = self._core
         try:
-            while core.ending:
-                await self._park(_WRITER)
+            with trio.move_on_after(math.inf if patience is None else patience):
+                while core.ending:
+                    await self._park(_WRITER)
         finally:
             await trio.lowlevel.checkpoint()
 
@@ -343,6 +396,22 @@ class RdmaStream(SmcStream):
     def statistics(self) -> StreamStatistics:
         """Counters of this connection."""
         return self._core.statistics()
+
+    def setsockopt(
+        self, level: int, option: int, value: int | Buffer | None, length: int | None = None
+    ) -> None:
+        """Set a socket option; docs/socket-options.md says what each does."""
+        self._check_descriptor()
+        self._options.set(level, option, value, length)
+
+    def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """The value of a socket option."""
+        self._check_descriptor()
+        return self._options.get(level, option, buffersize)
+
+    def _check_descriptor(self) -> None:
+        if self._closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     def is_readable(self) -> bool:
         """Whether there is data, the end or an error; looks at completions first."""

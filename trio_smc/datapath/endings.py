@@ -204,6 +204,7 @@ class Endings(Sender):
         self._leave_ring()
         self._drop_unsent()
         self._channel = None
+        self._flush_later = None
         self._machine = _CLOSED
         host = self._host
         del self._host  # which knows us: no cycle, and CLOSED calls nobody

@@ -55,7 +55,9 @@ class Sender(Messenger):
         "_chunk",
         "_completed",
         "_copy_limit",
+        "_corked",
         "_delivered",
+        "_flush_when_delivered",
         "_replay",
         "_resume",
         "_rkey",
@@ -90,6 +92,7 @@ class Sender(Messenger):
         self._resume = 1
         self._copy_limit = copy_limit
         self._delivered = 0
+        self._corked = self._flush_when_delivered = False
         self._taken = 0
         self._taken_wrap = self._taken_offset = 0
         self._replay = deque()
@@ -113,7 +116,23 @@ class Sender(Messenger):
     @property
     def can_send(self) -> bool:
         """Whether `send` would post at least one byte now."""
-        return self._sendable and self.window > 0 and not self._waiting
+        limit = self.send_limit
+        return (
+            self._sendable
+            and self.window > 0
+            and not self._waiting
+            and (limit is None or self._produced - self._delivered < limit)
+        )
+
+    @property
+    def starved(self) -> bool:
+        """Whether a task waits to send and nothing can be posted."""
+        return self.on_writable is not None and self._sendable and not self.can_send
+
+    @property
+    def peer_ring(self) -> int:
+        """Bytes the peer's ring holds."""
+        return self._peer_usable
 
     @property
     def window(self) -> int:
@@ -157,7 +176,7 @@ class Sender(Messenger):
         if not self._sendable:
             self._refuse_send()
         if self.send_limit is not None:
-            data = data[: max(0, self.send_limit - self._produced + self._delivered)]
+            data = self._within_limit(data, self.send_limit)
         total = left = len(data)
         window = self._peer_usable - self._produced + self._taken
         if window < left and (not window or (self._blocked and window < self._resume)):
@@ -195,6 +214,38 @@ class Sender(Messenger):
         self._wanted = left
         return total - left
 
+    def merge_messages(
+        self,
+        flush_later: Callable[[Callable[[], None]], None] | None,
+        *,
+        when_delivered: bool = False,
+        corked: bool = False,
+    ) -> None:
+        """From now on put CDC messages of sends smaller than a chunk off, or no longer.
+
+        What was put off so far is sent now.
+
+        Args:
+          flush_later: as for the constructor.
+          when_delivered: flush also as soon as everything told of before has arrived.
+          corked: that may be long: a piece smaller than a chunk is always copied, so that its
+            sender need not wait.
+        """
+        self._flush_later = flush_later
+        self._flush_when_delivered = when_delivered
+        self._corked = corked
+        self.flush()
+
+    def limit_unacknowledged(self, limit: int | None) -> None:
+        """Have at most ``limit`` bytes unacknowledged at a time; None: as many as fit."""
+        self.send_limit = limit
+        self._wake_writer()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all that the peer was told of has arrived there."""
+        return self._delivered == self._announced
+
     def keep_copies(self) -> None:
         """Copy what is `borrowed`: the caller takes its buffer back (a cancelled send)."""
         if self.borrowed:
@@ -210,10 +261,16 @@ class Sender(Messenger):
             yield end - len(data), data
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
-        if len(data) <= self._copy_limit:
+        if len(data) <= self._copy_limit or (self._corked and len(data) < self._chunk):
             return memoryview(bytes(data))
         self.borrowed += len(data)
         return data
+
+    def _within_limit(self, data: memoryview, limit: int) -> memoryview:
+        allowed = max(0, limit - self._produced + self._delivered)
+        if not allowed and self._flush_pending:
+            self.flush()  # nothing else would make it more before the message is due
+        return data if allowed >= len(data) else data[:allowed]
 
     # --- posting -----------------------------------------------------------------------------
 
@@ -265,6 +322,8 @@ class Sender(Messenger):
                 self._wake_writer()
 
     def _after_delivery(self) -> None:
+        if self._flush_when_delivered and self._delivered == self._announced:
+            self.flush()
         if self._produced == self._delivered:
             self._all_delivered()
             self._wake_writer()
