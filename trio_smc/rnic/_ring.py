@@ -119,14 +119,6 @@ class ReceiveRing:
         self.tail = 0
         self.posted = 0
 
-    def post(self, count: int) -> None:
-        """Count ``count`` more receives, without telling the peer yet."""
-        self.posted += count
-
-    def room(self) -> int:
-        """How many receives can still be posted."""
-        return SLOTS - (self.posted - self.tail)
-
     def tell(self, word: int) -> bool:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
         words = self._words

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._contact import Contact
 from ._fabric import Hello, Message, close_all
-from ._ring import CLOSED, PORT_DOWN, ReceiveRing, Sent, ring_doorbell
+from ._ring import CLOSED, PORT_DOWN, SLOTS, ReceiveRing, Sent, ring_doorbell
 from ._softmr import SoftProtectionDomain
 from .verbs import (
     RECEIVE_SIZE,
@@ -49,6 +49,10 @@ _OK: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
 _STALLED: Final = -1
+
+# Looking a member up in its class costs more than the comparison.
+_RESET: Final = QpState.RESET
+_ERR: Final = QpState.ERR
 
 _UNLIMITED: Final = 1 << 62
 _STATUS_OF: Final = {
@@ -143,15 +147,17 @@ class SoftQueuePair(QueuePair):
     # -- work ----------------------------------------------------------------------------
 
     def post_receive(self, count: int) -> None:
-        if self.state is QpState.RESET or self._closed:
+        state = self.state
+        if state is _RESET or self._closed:
             raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} takes no receives")
         ring = self.ring
-        if count > ring.room():
+        posted = ring.posted + count
+        if posted - ring.tail > SLOTS:
             raise QueueFull
-        if self.state is QpState.ERR:
+        if state is _ERR:
             return
-        ring.posted += count
-        if self._rnic.port_active and ring.tell(ring.posted):
+        ring.posted = posted
+        if self._rnic.port_active and ring.tell(posted):
             self._ring_peer()
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
