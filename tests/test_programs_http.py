@@ -6,7 +6,9 @@ import gc
 import hashlib
 import math
 import random
+import socket
 import ssl
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -296,6 +298,35 @@ async def test_httpcore_by_itself(
         assert stream.get_extra_info("unknown") is None
         content = b"".join([piece async for piece in response.aiter_stream()])
         assert content == bytes(BIG)
+
+
+async def test_httpcore_socket_options() -> None:
+    """They go to the stream: over SMC-R the TCP connection carries no data to apply them to."""
+    async with site() as server:
+        stream = await SmcBackend().connect_tcp(
+            HOST,
+            server.port,
+            timeout=30,
+            socket_options=[
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+                (socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 7)),
+            ],
+        )
+        smc = stream.transport
+        assert smc.mode is trio_smc.Mode.SMC_R
+        assert smc.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        linger = smc.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)
+        assert linger == struct.pack("ii", 1, 7)
+        await stream.aclose()
+
+
+async def test_httpcore_socket_options_that_are_refused() -> None:
+    """The connection ends with the attempt: an open one would warn when it is collected."""
+    async with site() as server:
+        with pytest.raises(httpcore.ConnectError):
+            await SmcBackend().connect_tcp(
+                HOST, server.port, socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, b"")]
+            )
 
 
 async def test_httpcore_unix_sockets_are_refused() -> None:

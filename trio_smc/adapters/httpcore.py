@@ -146,8 +146,12 @@ class SmcBackend(httpcore.AsyncNetworkBackend):
             stream = await trio_smc.open_stream(
                 host, port, local_address=local_address, config=self._config
             )
-            for option in socket_options or ():
-                stream.socket.setsockopt(*option)
+            try:
+                for option in socket_options or ():
+                    stream.setsockopt(*option)
+            except BaseException:
+                await trio.aclose_forcefully(stream)
+                raise
         return SmcNetworkStream(stream)
 
     async def connect_unix_socket(
