@@ -6,12 +6,14 @@ reads a line and then does what MODE says; it ends when its standard input ends.
 
 echo: sends every message back, sleeping in between.
 burst: writes and sends 50 messages without being asked, prints "sent", and does nothing more.
+fork: leaves a forked child behind that lives until standard input ends.
 deaf: connects and never looks at its RNIC again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import subprocess
@@ -99,6 +101,12 @@ def main() -> None:
         echo(end, random.Random(seed))
     elif mode == "burst":
         burst(end, peer)
+    elif mode == "fork":
+        if os.fork() == 0:
+            rnic.abandon()
+            sys.stdin.read()
+            os._exit(0)
+        tell("forked")
     sys.stdin.read()
     end.close()
     rnic.close()

@@ -187,6 +187,20 @@ class TestSecondProcess:
         end.close()
         sweep(directory)
 
+    def test_a_forked_child_does_not_hide_its_parents_end(
+        self, rnic: SoftRnic, directory: Path
+    ) -> None:
+        end = make_end(rnic)
+        with Peer("fork", directory) as peer:
+            peer.connect(end)
+            assert peer.line() == "forked"
+            nothing_comes(end)
+            os.kill(peer.process.pid, signal.SIGKILL)
+            peer.process.wait()
+            until(lambda: bool(end.flushed), end)
+        end.close()
+        sweep(directory)
+
     def test_posting_to_a_killed_process(self, rnic: SoftRnic, directory: Path) -> None:
         """Noticed by the post, or as if the bytes had arrived just before: never an exception."""
         end = make_end(rnic)

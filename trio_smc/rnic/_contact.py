@@ -175,6 +175,12 @@ class Contact:
             close_all(fds)
         self._pending.clear()
 
+    def abandon(self) -> None:
+        """In a forked child: close this process's sockets and nothing else."""
+        for sock in (self._speaker, self._hearer, *(sock for _, sock, _ in self._pending)):
+            if sock is not None:
+                sock.close()
+
     def _on_speaker(self, events: int) -> None:
         if events & _ENDED:
             self._rnic.gone.append(self._owner)

@@ -49,6 +49,11 @@ class Reception:
         self._listener.close()
         self._directory.remove(self._name)
 
+    def abandon(self) -> None:
+        """In a forked child: close this process's descriptors and nothing else."""
+        for sock in (*self._strangers.values(), self._listener):
+            sock.close()
+
     def _accept(self, _events: int) -> None:
         while True:
             try:

@@ -240,6 +240,10 @@ class SoftQueuePair(QueuePair):
         self._complete(Completion(self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
         self._enter_err()
 
+    def abandon(self) -> None:
+        """In a forked child: close this process's sockets and nothing else."""
+        self._contact.abandon()
+
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
         """Tell the peer of a memory region, before anything that is sent later."""
         self._contact.say(message, fds)

@@ -106,6 +106,8 @@ class Pump:
 
     def abandon(self) -> None:
         """Touch no RNIC ever again: this process is a forked child, they are its parent's."""
+        for lane in self._lanes:
+            lane.rnic.abandon()
         self._lanes = []
         self._flushes = []
 

@@ -121,6 +121,16 @@ class SoftRnic(Rnic):
         self.port_active = False
         self._open = False
 
+    def abandon(self) -> None:
+        # Only descriptors are closed: a changed epoll set or a removed name would be the parent's.
+        if self._open:
+            self._open = False
+            self._reception.abandon()
+            for qp in self._qps.values():
+                qp.abandon()
+            for sock in self._limbo:
+                sock.close()
+
     def alloc_memory(self, size: int) -> Memory:
         return Memory(size)
 

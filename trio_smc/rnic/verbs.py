@@ -247,6 +247,10 @@ class Rnic(ABC):
     def close(self) -> None:
         """Close the device and all that was made from it.  Idempotent."""
 
+    def abandon(self) -> None:  # noqa: B027 - most devices have nothing to let go of
+        """This process is a forked child, the device is its parent's: let go of what keeps
+        peers from noticing the parent's end.  Never used again here, nor closed."""
+
     @abstractmethod
     def alloc_memory(self, size: int) -> Memory:
         """Zeroed memory of ``size`` bytes, the only one that can be registered with this RNIC.
