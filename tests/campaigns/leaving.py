@@ -52,7 +52,7 @@ def main() -> int:
     start = time.perf_counter()
     result = run(arguments.cases, seed)
     print(
-        f"leaving: {result.clients} processes sent {result.bytes_sent} bytes and were gone at once, "
+        f"leaving: {result.clients} processes sent {result.bytes_sent} bytes and were gone, "
         f"nothing lost, seed {seed}, {time.perf_counter() - start:.1f} s"
     )
     return 0

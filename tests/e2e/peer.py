@@ -209,6 +209,9 @@ class Program:
         while True:
             await stream.send_all(bytes(10_000))
 
+    async def _sleep(self, stream: SmcStream) -> None:
+        await trio.sleep_forever()
+
     async def _swallow(self, stream: SmcStream) -> None:
         """Read as long as somebody sends."""
         while await stream.receive_some():
