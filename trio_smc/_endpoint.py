@@ -105,6 +105,7 @@ class Endpoint:
 
     def tcp_reset(self) -> None:
         """4.8.2: a reset of the TCP connection is an abort."""
+        self._stack.pump.drain()  # what the peer said before
         self.connection.tcp_reset()
 
     def tcp_data(self) -> None:

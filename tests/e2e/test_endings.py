@@ -16,6 +16,7 @@ from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
+from trio_smc._stream import RdmaStream
 
 PROMPT = 5.0
 """Seconds after which an error is no longer prompt; it takes milliseconds on an idle machine."""
@@ -191,6 +192,21 @@ async def test_close_while_the_peer_is_blocked_in_a_send(pairs: Pairs, first: st
             nursery.start_soon(parked)
             await wait_all_tasks_blocked()
             await a.aclose()
+    await b.aclose()
+
+
+@FIRST
+async def test_a_reset_of_tcp_after_the_close_loses_nothing(pairs: Pairs, first: str) -> None:
+    """A peer that has closed, and then gives up waiting for our answer."""
+    a, b = both_orders(await pairs.make(), first)
+    assert isinstance(a, RdmaStream)
+    await a.send_all(b"whole")
+    await a.aclose()
+    a._core.links_lost()
+    await wait_all_tasks_blocked(0.05)
+    assert await read_all(b) == b"whole"
+    with pytest.raises(trio.BrokenResourceError):
+        await b.send_all(b"x")
     await b.aclose()
 
 

@@ -212,9 +212,16 @@ class Connection(Endings):
         self._release_if_due()
 
     def tcp_reset(self) -> None:
-        """The TCP connection was reset by the peer (4.8.2)."""
+        """The TCP connection was reset by the peer (4.8.2).
+
+        A peer that had closed has only given up waiting for our answer: there is nobody to abort,
+        and all it sent can still be read, as when its links are lost (4.8.3).
+        """
         self._errno = errno.ECONNRESET
-        self._machine.send("abort")
+        if self.got_closed:
+            self.links_lost()
+        else:
+            self._machine.send("abort")
 
     def user_timeout(self) -> None:
         """Data was not acknowledged for as long as the application is willing to wait."""
