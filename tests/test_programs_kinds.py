@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import trio
 
 import trio_smc
@@ -74,3 +77,12 @@ async def test_is_readable_over_tcp() -> None:
         await _until_readable(stream)
         await stream.aclose()
         assert stream.is_readable()
+
+
+def test_nobody_needs_what_adapters_adapt() -> None:
+    code = "import sys, trio_smc, trio_smc.adapters; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    assert "trio_smc.adapters" in modules
+    assert not modules & {"anyio", "httpcore", "httpx", "hypercorn", "trio_websocket"}
