@@ -1,0 +1,375 @@
+"""An RNIC in plain memory: no descriptors, no threads, and every message waits for its delivery.
+
+All RNICs of one `Fabric` reach each other.  What is posted lies in the fabric until
+`Fabric.deliver`; on its way a test may look at it, change it, lose it or break the link.  Made
+for tests of link groups: what the fabric still holds at the end was not freed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.verbs import (
+    Completion,
+    MemoryRegion,
+    ProtectionDomain,
+    QpState,
+    QueueFull,
+    QueuePair,
+    Rnic,
+    RnicError,
+    WcOpcode,
+    WcStatus,
+)
+
+__all__ = ["Fabric", "MemoryRnic", "PlainMemory", "PlainQueuePair", "Work"]
+
+# A write takes one request or two; far more than a test posts without delivering.
+DEPTH = 128
+
+
+class PlainMemory(Memory):
+    """Memory without a descriptor."""
+
+    def __init__(self, size: int, fabric: Fabric) -> None:
+        self.size = size
+        self.fd = -1
+        self._bytes = bytearray(size)
+        self.view = memoryview(self._bytes)
+        self._slices = []
+        self._fabric = fabric
+        fabric.held["memory"] += 1
+
+    def zero(self, start: int, length: int) -> None:
+        self.view[start : start + length] = bytes(length)
+
+    def close(self) -> None:
+        if self.size:
+            self.size = 0
+            for piece in self._slices:
+                piece.release()
+            self._slices.clear()
+            self.view.release()
+            self._fabric.held["memory"] -= 1
+
+
+class Work(NamedTuple):
+    """One posted request on its way."""
+
+    qp: PlainQueuePair
+    wr_id: int
+    signaled: bool
+    message: bytes | None
+    pieces: tuple[memoryview, ...] = ()
+    address: int = 0
+    rkey: int = 0
+
+
+class Fabric:
+    """The wire between RNICs.
+
+    Attributes:
+      held: how many objects of each kind are open.
+      tells_death: whether a queue pair learns at once that its peer's is gone; if not, it learns
+        when its next request fails, as on a real wire.
+      tamper: called with each SEND on its way; returns the messages to deliver in its place
+        (the sender's completion is good all the same), or None to let the request fail.
+    """
+
+    def __init__(self, *, tells_death: bool = True) -> None:
+        self.held = {"memory": 0, "pd": 0, "region": 0, "qp": 0}
+        self.tells_death = tells_death
+        self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
+        self.flight: deque[Work] = deque()
+        self.rnics: dict[bytes, MemoryRnic] = {}
+        self.numbers = 1
+
+    def number(self) -> int:
+        """A number that nothing here has had: of queue pairs, RKeys, addresses."""
+        self.numbers += 1
+        return self.numbers
+
+    def deliver(self, count: int | None = None) -> int:
+        """Do up to ``count`` posted requests (all by default); how many were done."""
+        done = 0
+        flight = self.flight
+        while flight and (count is None or done < count):
+            flight.popleft().qp.execute()
+            done += 1
+        return done
+
+
+class _Region(MemoryRegion):
+    def __init__(self, domain: _Domain, memory: Memory) -> None:
+        fabric = domain.rnic.fabric
+        self.rkey = fabric.number() << 8
+        self.address = fabric.number() << 32
+        self.length = memory.size
+        self.memory = memory
+        self._domain = domain
+        domain.regions[self.rkey] = self
+        fabric.held["region"] += 1
+
+    def close(self) -> None:
+        if self._domain.regions.pop(self.rkey, None) is not None:
+            self._domain.rnic.fabric.held["region"] -= 1
+
+
+class _Domain(ProtectionDomain):
+    def __init__(self, rnic: MemoryRnic) -> None:
+        self.rnic = rnic
+        self.regions: dict[int, _Region] = {}
+        self.closed = False
+        rnic.fabric.held["pd"] += 1
+
+    def register(self, memory: Memory) -> _Region:
+        if self.closed:
+            raise RnicError(errno.EBADF, "the protection domain is closed")
+        return _Region(self, memory)
+
+    def close(self) -> None:
+        if not self.closed:
+            assert not self.regions, "regions must be closed before their domain"
+            self.closed = True
+            self.rnic.fabric.held["pd"] -= 1
+
+
+class PlainQueuePair(QueuePair):
+    """A queue pair; `log` has the states it went through."""
+
+    def __init__(self, rnic: MemoryRnic, domain: _Domain) -> None:
+        self.rnic = rnic
+        self.domain = domain
+        self.qp_num = rnic.fabric.number()
+        self.state = QpState.RESET
+        self.log = ["RESET"]
+        self.remote: tuple[bytes, int] | None = None
+        self.receives = 0
+        self.mtu = 0
+        self._psns: tuple[int, int] = (-1, -1)
+        self._work: deque[Work] = deque()
+        self._closed = False
+        rnic.qps[self.qp_num] = self
+        rnic.fabric.held["qp"] += 1
+
+    def _to(self, old: QpState, new: QpState) -> None:
+        if self.state is not old or self._closed:
+            raise RnicError(errno.EINVAL, f"a queue pair in {self.state}, not in {old}")
+        self.state = new
+        self.log.append(new.value)
+
+    def to_init(self) -> None:
+        self._to(QpState.RESET, QpState.INIT)
+
+    def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
+        if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
+            raise RnicError(errno.EINVAL, "no such address of a queue pair")
+        if gid not in self.rnic.fabric.rnics:
+            raise RnicError(errno.EHOSTUNREACH, "no such RNIC")
+        self._to(QpState.INIT, QpState.RTR)
+        self.remote = (gid, qp_num)
+        self._psns = (-1, psn)
+        self.mtu = mtu
+
+    def to_rts(self, *, psn: int) -> None:
+        self._to(QpState.RTR, QpState.RTS)
+        self._psns = (psn, self._psns[1])
+
+    def to_err(self) -> None:
+        if self.state is QpState.ERR:
+            return
+        self.state = QpState.ERR
+        self.log.append("ERR")
+        for work in self._work:
+            self._complete(work, WcStatus.WR_FLUSH_ERR)
+        self._work.clear()
+        if self.receives:
+            status = int(WcStatus.WR_FLUSH_ERR)
+            self.rnic.done.append(Completion(self.qp_num, int(WcOpcode.RECV), status, 0, None))
+        if self.rnic.fabric.tells_death:
+            peer = self.peer()
+            if peer is not None:
+                peer.to_err()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.to_err()
+            del self.rnic.qps[self.qp_num]
+            self.rnic.done = [each for each in self.rnic.done if each.qp_num != self.qp_num]
+            self.rnic.fabric.held["qp"] -= 1
+
+    def post_receive(self, count: int) -> None:
+        if self.state is QpState.RESET or self._closed:
+            raise RnicError(errno.EINVAL, "no receives in this state")
+        self.receives += count
+        assert self.receives <= self.rnic.receive_depth
+
+    def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+        self._post(Work(self, wr_id, signaled, bytes(data)))
+
+    def post_write(
+        self,
+        wr_id: int,
+        data: memoryview,
+        more: memoryview | None,
+        *,
+        address: int,
+        rkey: int,
+        signaled: bool = False,
+    ) -> None:
+        pieces = (data,) if more is None else (data, more)
+        self._post(Work(self, wr_id, signaled, None, pieces, address, rkey))
+
+    def write_capacity(self) -> int:
+        return 1 << 62
+
+    def _post(self, work: Work) -> None:
+        if self._closed:
+            raise RnicError(errno.EINVAL, "the queue pair is closed")
+        if self.state is QpState.ERR:
+            self._complete(work, WcStatus.WR_FLUSH_ERR)
+            return
+        if self.state is not QpState.RTS:
+            raise RnicError(errno.EINVAL, f"no sends in {self.state}")
+        if len(self._work) >= self.rnic.send_depth:
+            raise QueueFull
+        self._work.append(work)
+        self.rnic.fabric.flight.append(work)
+
+    def _complete(self, work: Work, status: WcStatus) -> None:
+        if work.signaled or status:
+            opcode = WcOpcode.RDMA_WRITE if work.message is None else WcOpcode.SEND
+            completion = Completion(self.qp_num, int(opcode), int(status), work.wr_id, None)
+            self.rnic.done.append(completion)
+
+    def peer(self) -> PlainQueuePair | None:
+        """The other end, if it is connected to this one."""
+        if self.remote is None:
+            return None
+        rnic = self.rnic.fabric.rnics.get(self.remote[0])
+        peer = rnic.qps.get(self.remote[1]) if rnic is not None else None
+        if peer is None or peer.remote != (self.rnic.gid, self.qp_num):
+            return None
+        return peer
+
+    def execute(self) -> None:
+        """Do the oldest request."""
+        if not self._work:
+            return  # flushed meanwhile
+        work = self._work.popleft()
+        peer = self.peer()
+        status = WcStatus.RETRY_EXC_ERR
+        if peer is not None and self._reaches(peer):
+            status = self._write(peer, work) if work.message is None else self._send(peer, work)
+        self._complete(work, status)
+        if status:
+            self.to_err()
+
+    def _reaches(self, peer: PlainQueuePair) -> bool:
+        ports = self.rnic.port_active and peer.rnic.port_active
+        ready = peer.state in (QpState.RTR, QpState.RTS)
+        return ports and ready and peer._psns[1] == self._psns[0]
+
+    def _send(self, peer: PlainQueuePair, work: Work) -> WcStatus:
+        assert work.message is not None
+        messages: list[bytes] | None = [work.message]
+        if self.rnic.fabric.tamper is not None:
+            messages = self.rnic.fabric.tamper(self, work.message)
+        if messages is None:
+            return WcStatus.RETRY_EXC_ERR
+        for message in messages:
+            if not peer.receives:
+                return WcStatus.RNR_RETRY_EXC_ERR
+            peer.receives -= 1
+            peer.rnic.done.append(Completion(peer.qp_num, int(WcOpcode.RECV), 0, 0, bytes(message)))
+        return WcStatus.SUCCESS
+
+    def _write(self, peer: PlainQueuePair, work: Work) -> WcStatus:
+        region = peer.domain.regions.get(work.rkey)
+        size = sum(map(len, work.pieces))
+        if region is not None:
+            start = work.address - region.address
+            if start >= 0 and start + size <= region.length:
+                for piece in work.pieces:
+                    region.memory.view[start : start + len(piece)] = piece
+                    start += len(piece)
+                return WcStatus.SUCCESS
+        peer.to_err()
+        return WcStatus.REM_ACCESS_ERR
+
+
+class MemoryRnic(Rnic):
+    """An RNIC port of a fabric.
+
+    Args:
+      fabric: what it is connected to.
+      kind: what it says it is: "roce" makes RMBs with few elements.
+      most_qps: queue pairs that can be open at a time; None: any number.
+    """
+
+    copies_on_post = False
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        *,
+        kind: Literal["software", "roce"] = "roce",
+        most_qps: int | None = None,
+        name: str = "memory0",
+    ) -> None:
+        self.fabric = fabric
+        self.kind = kind
+        self.name = name
+        self.most_qps = most_qps
+        number = fabric.number()
+        self.gid = b"\xfd" + number.to_bytes(15, "big")
+        self.mac = b"\x02" + number.to_bytes(5, "big")
+        self.mtu = 5
+        self.port_active = False
+        self.on_event = None
+        self.send_depth = self.receive_depth = DEPTH
+        self.qps: dict[int, PlainQueuePair] = {}
+        self.done: list[Completion] = []
+        self.no_memory = False
+        """Whether `alloc_memory` fails."""
+
+    def open(self, directory: Path) -> None:
+        self.fabric.rnics[self.gid] = self
+        self.port_active = True
+
+    def close(self) -> None:
+        self.fabric.rnics.pop(self.gid, None)
+        self.port_active = False
+
+    def alloc_memory(self, size: int) -> Memory:
+        if self.no_memory:
+            raise OSError(errno.ENOMEM, "no memory")
+        return PlainMemory(size, self.fabric)
+
+    def alloc_pd(self) -> ProtectionDomain:
+        return _Domain(self)
+
+    def create_qp(self, pd: ProtectionDomain) -> QueuePair:
+        assert isinstance(pd, _Domain)
+        if self.most_qps is not None and len(self.qps) >= self.most_qps:
+            raise RnicError(errno.ENOMEM, "no more queue pairs")
+        return PlainQueuePair(self, pd)
+
+    def poll(self) -> list[Completion]:
+        taken, self.done = self.done, []
+        return taken
+
+    def arm(self) -> bool:
+        return not self.done
+
+    def wait_fd(self) -> int:
+        return -1
+
+    def service(self) -> None:
+        pass
