@@ -436,6 +436,15 @@ class RnicContract:
         assert a.sent == [(index, WcStatus.WR_FLUSH_ERR) for index in (1, 2, 3)]
         a.qp.post_receive(1)
 
+    def test_to_err_keeps_what_was_received(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        for index in range(1, 4):
+            a.qp.post_send(index, b"%d" % index)
+        until(lambda: a.sent == [(1, 0), (2, 0), (3, 0)], a)
+        b.qp.to_err()
+        until(lambda: bool(b.flushed), b)
+        assert b.received == [b"1", b"2", b"3"]
+
     def test_what_was_sent_before_the_end_is_received(self, pair: tuple[End, End]) -> None:
         a, b = pair
         a.write(1, b, 0, b"data")
