@@ -76,6 +76,16 @@ class _Request(NamedTuple):
     address: int = 0
     rkey: int = 0
 
+    def kept(self) -> _Request:
+        """As it is, but of memory that nobody changes."""
+        return self._replace(data=_kept(self.data), more=_kept(self.more))
+
+
+def _kept(data: memoryview | None) -> memoryview | None:
+    if data is None or type(data.obj) is bytes:
+        return data
+    return memoryview(bytes(data))
+
 
 class SoftQueuePair(QueuePair):
     """A queue pair; made by `SoftRnic.create_qp`."""
@@ -289,6 +299,9 @@ class SoftQueuePair(QueuePair):
         if len(self._queue) == 1:
             self._ready = False
             self.push()
+        if self._queue and self._queue[-1] is request:
+            # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
+            self._queue[-1] = request.kept()
 
     def _execute(self, request: _Request) -> int:
         """Do one request; returns a `WcStatus` or `_STALLED`."""
