@@ -79,9 +79,7 @@ async def _fill_tcp(stream: SmcStream) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_pairs(
-    config: Config, *, stacks: int = 1, host: str = HOST
-) -> AsyncIterator[Pairs]:
+async def open_pairs(config: Config, *, stacks: int = 1, host: str = HOST) -> AsyncIterator[Pairs]:
     """Listen on one stack and connect from it (``stacks`` 1) or from another (2)."""
     async with contextlib.AsyncExitStack() as exits:
         # Calls use the stack that was opened last.

@@ -143,9 +143,7 @@ async def wait_and_send(stream: SmcStream) -> None:
     await send_for_ever(stream)
 
 
-async def expect_broken(
-    call: Callable[[], Awaitable[object]], cause: Callable[[], object]
-) -> None:
+async def expect_broken(call: Callable[[], Awaitable[object]], cause: Callable[[], object]) -> None:
     """``call`` is parked, ``cause`` breaks it."""
 
     async def parked() -> None:

@@ -1,5 +1,5 @@
-"""A peer process that is stopped for a while: nothing is lost, nothing is taken from memory that its
-owner has taken back."""
+"""A peer process that is stopped for a while: nothing is lost, and nothing is read from memory that
+its owner has taken back."""
 
 from __future__ import annotations
 
