@@ -1,4 +1,4 @@
-"""Figures 16-19 of RFC 7609, 4.7, to the byte.
+"""Figures 16-21 of RFC 7609, 4.7, to the byte.
 
 A 10,000-byte element with an eye catcher, so 9,996 bytes of ring; sends are not cut into chunks,
 which the figures do not do. The figures' arithmetic is what counts; their printed slips are
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath_pair import Cdc, Pair, Write
-from trio_smc.datapath.cdc import WRITER_BLOCKED
+from trio_smc.datapath.cdc import URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
 
 RECEIVE = 10_000  # "application has issued a recv for 10,000 bytes"
 
@@ -121,6 +121,99 @@ def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
     pair.ab.deliver()
     assert pair.b.receive(RECEIVE) == data[19_992:]
     assert len(pair.ba.log) == 2, "B is clear again and the window wide"
+
+
+def at_1000(pair: Pair) -> None:
+    """ "Existing SMC-R connection": both cursors at 1000 with wrap 1, the window fully open."""
+    for length in (5500, 5492):
+        assert pair.a.send(text(length)) == length
+        pair.settle()
+        assert pair.b.receive(RECEIVE) == text(length)
+        pair.settle()
+    # The second was too little to be told by the rules of 4.5.1.
+    pair.b.send(text(1))
+    pair.settle()
+    pair.a.receive(1)
+    assert pair.a.window == 9996
+    pair.ab.log.clear()
+    pair.ba.log.clear()
+
+
+def test_figure_20_urgent_data_with_an_open_window(pair: Pair) -> None:
+    at_1000(pair)
+    urgent, normal = text(500), text(1000)
+    assert pair.a.send_urgent(urgent) == 500
+    assert pair.ab.log == [  # rows 1 and 2
+        Write(1000, 1499),
+        Cdc(3, producer=(1500, 1), consumer=(5, 0), flags=URGENT_PENDING | URGENT_PRESENT),
+    ]
+    assert pair.a.send(normal) == 0, "not before the urgent byte is acknowledged"
+    assert len(pair.ab.log) == 2, "nor is the writer blocked by the window"
+    assert not pair.a.can_send
+    pair.ab.deliver()
+    assert pair.b.urgent == "present"
+    assert pair.b.receive(RECEIVE) == urgent[:499]
+    assert pair.b.receive_urgent() == urgent[499]
+    assert pair.ba.log == [Cdc(4, producer=(5, 0), consumer=(1500, 1))]  # row 3
+
+    pair.ba.deliver()
+    assert pair.a.send(normal) == 1000  # rows 4 and 5
+    assert pair.ab.log[2:] == [
+        Write(1500, 2499),
+        Cdc(4, producer=(2500, 1), consumer=(5, 0)),
+    ]
+    pair.ab.deliver()
+    assert pair.b.urgent == "none"
+    assert pair.b.receive(RECEIVE) == normal
+    assert len(pair.ba.log) == 1, "no need for a consumer cursor update"
+
+
+def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
+    at_1000(pair)
+    full, urgent, normal = text(9996), text(500), text(1000)
+    assert pair.a.send(text(9997)) == 9996  # row 0
+    assert pair.ab.log == [
+        Write(1000, 9999),
+        Write(4, 999),
+        Cdc(3, producer=(1000, 2), consumer=(5, 0), flags=WRITER_BLOCKED),
+    ]
+    pair.ab.deliver()
+    pair.ab.log.clear()
+
+    assert pair.a.send_urgent(urgent) == 0
+    both = WRITER_BLOCKED | URGENT_PENDING
+    assert pair.ab.log == [Cdc(4, producer=(1000, 2), consumer=(5, 0), flags=both)]  # row 1
+    assert pair.a.send_urgent(urgent) == 0
+    assert len(pair.ab.log) == 1, "told once is enough"
+    pair.ab.deliver()
+    assert pair.b.urgent == "pending"
+    assert pair.b.receive_urgent() is None
+    assert pair.b.receive(RECEIVE) == full
+    assert pair.ba.log == [Cdc(4, producer=(5, 0), consumer=(1000, 2))]  # row 2
+
+    pair.ba.deliver()
+    assert pair.a.send_urgent(urgent) == 500
+    assert pair.ab.log[1:] == [  # rows 3 and 4
+        Write(1000, 1499),
+        Cdc(5, producer=(1500, 2), consumer=(5, 0), flags=URGENT_PENDING | URGENT_PRESENT),
+    ]
+    assert pair.a.send(normal) == 0
+    pair.ab.deliver()
+    assert pair.b.urgent == "present"
+    assert pair.b.receive_urgent() == urgent[499]
+    assert len(pair.ba.log) == 1, "what comes before the urgent byte is still to be read"
+    assert pair.b.receive(RECEIVE) == urgent[:499]
+    assert pair.ba.log[1:] == [Cdc(5, producer=(5, 0), consumer=(1500, 2))]  # row 5
+
+    pair.ba.deliver()
+    assert pair.a.send(normal) == 1000
+    # Row 7 prints A's consumer cursor as 1000: it is 1500 since row 5.
+    assert pair.ab.log[3:] == [
+        Write(1500, 2499),
+        Cdc(6, producer=(2500, 2), consumer=(5, 0)),
+    ]
+    pair.ab.deliver()
+    assert pair.b.receive(RECEIVE) == normal
 
 
 def test_the_messages_are_the_right_bytes(pair: Pair) -> None:

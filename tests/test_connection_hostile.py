@@ -194,14 +194,74 @@ def test_all_flags_at_once_are_an_abort(pair: Pair) -> None:
         pair.b.receive(1)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 500])
-def test_urgent_flags_are_kept_and_disturb_nothing(pair: Pair, offset: int) -> None:
-    """Also urgent data "present" where no byte is new."""
-    both = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
-    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1001 + offset), flags=both))
-    assert pair.b.urgent_flags == both
+BOTH = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
+
+
+@pytest.mark.parametrize("new", [1, 2, 500])
+def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1001 + new), flags=BOTH))
+    assert pair.b.urgent == "present"
     assert pair.b.state == "ACTIVE"
-    assert len(pair.b.receive(1000)) == offset
+    assert len(pair.b.receive(1000)) == new - 1 if new > 1 else pair.b.receive(1) == b""
+    assert pair.b.receive_urgent() == 0
+    assert not pair.b.unread
+
+
+def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
+    with pytest.raises(ProtocolError, match="urgent"):
+        pair.b.on_cdc_untrusted(message(pair, flags=cdc.URGENT_PRESENT))
+    assert pair.b.state in ABORTED
+    assert pair.b.urgent == "none"
+
+
+def test_urgent_data_before_any_data_is_a_lie() -> None:
+    fresh = Pair()
+    with pytest.raises(ProtocolError, match="urgent"):
+        fresh.b.on_cdc_untrusted(cdc.pack(1, TOKEN, 0, 0, 0, 0, BOTH))
+    assert fresh.b.state in ABORTED
+    fresh.close()
+
+
+def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
+    """U without a byte that is new, but with one that nobody has read."""
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011)))
+    assert pair.b.readable == 10
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), sequence=4, flags=BOTH))
+    assert (pair.b.urgent, pair.b.readable) == ("present", 9)
+    assert len(pair.b.receive(100)) == 9
+    assert not pair.b.unread
+
+
+def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
+    """Some peers leave P and U set until the mark was reached, or until they send again."""
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), flags=BOTH))
+    assert pair.b.receive_urgent() == 0
+    for sequence in (4, 5):
+        pair.b.on_cdc_untrusted(
+            message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH)
+        )
+        assert pair.b.urgent == "none"
+    assert len(pair.ba.log) == 1, "the mark was told"
+    assert pair.b.state == "ACTIVE"
+
+
+def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), flags=BOTH))
+    with pytest.raises(ProtocolError, match="urgent"):
+        pair.b.on_cdc_untrusted(message(pair, producer=(0, 1012), sequence=4))
+    assert pair.b.state in ABORTED
+    with pytest.raises(ConnectionAbortedError):
+        pair.b.receive_urgent()
+
+
+def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
+    for sequence in range(3, 50):
+        flags = cdc.URGENT_PENDING
+        pair.b.on_cdc_untrusted(message(pair, sequence=sequence, flags=flags))
+        assert pair.b.urgent == "pending"
+    assert pair.ba.log == []
+    pair.b.on_cdc_untrusted(message(pair, sequence=50))
+    assert pair.b.urgent == "none"
 
 
 # --- failover validation ---------------------------------------------------------------------

@@ -184,7 +184,8 @@ class Connection(Endings):
         self._address = address + self._peer_first
         self._rkey = rkey
         self._waiting = False
-        if self._owed:
+        self._tell_urgent_again()
+        if self._owed or self._told < self._urgent_mark <= self._consumed:
             self._owe_cdc()
 
     def established(self) -> None:
@@ -235,6 +236,7 @@ class Connection(Endings):
         if not self.write_closed:
             self.write_closed = True
             self._sendable = False
+            self._urgent_goal = 0
             self.flush()
             self._machine.send("shutdown_wr")
 
@@ -248,6 +250,8 @@ class Connection(Endings):
         self.write_closed = True
         self._sendable = False
         self._application_closed = True
+        self._urgent_goal = 0
+        self.urgent_inline = True  # an urgent byte that comes now is data without a reader, too
         self.flush()
         self._machine.send("close")
 
@@ -286,8 +290,9 @@ class Connection(Endings):
                         self._drop_unread()
                 if taken_offset != self._taken_offset or taken_wrap != self._taken_wrap:
                     self._consumer_untrusted(taken_wrap, taken_offset)
-                self._tell_all = bool(flags & _TELL_ALL)
-                self.urgent_flags = flags & _URGENT
+                if (flags | self._urgent_flags) & _URGENT:
+                    self._urgent_untrusted(flags & _URGENT, arrived)
+                self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
                 if flags & UPDATE_REQUESTED and self._consumed != self._told:
                     self._owe_cdc()
         except ProtocolError as exc:

@@ -18,7 +18,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
-from trio_smc.datapath.sender import Sender
+from trio_smc.datapath.urgent_sender import UrgentSender
 from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
 
@@ -49,7 +49,7 @@ class _Nobody:
 _CLOSED = Machine(CONNECTION, _Nobody(), state="CLOSED")
 
 
-class Endings(Sender):
+class Endings(UrgentSender):
     """Base of `Connection`: its states."""
 
     __slots__ = (
@@ -156,13 +156,13 @@ class Endings(Sender):
         super().on_room()
         self._release_if_due()
 
-    def _refuse_send(self) -> None:
-        if self.error is None and not self.write_closed:
+    def _refuse_send(self) -> int:
+        if not self._sendable and self.error is None and not self.write_closed:
             if not self._open_to_application:
                 raise OSError(errno.ENOTCONN, "the rendezvous is not complete")
             # The peer has closed: data cannot reach a reader any more.
             self._machine.send("abort")
-        super()._refuse_send()
+        return super()._refuse_send()
 
     # --- hooks of the halves -----------------------------------------------------------------
 
@@ -193,6 +193,7 @@ class Endings(Sender):
             self._release_if_due()
         self._wake_reader()
         self._wake_writer()
+        self._wake_urgent()
 
     def _release_if_due(self) -> None:
         """Give the RMBE back once the state is CLOSED and the last word is posted."""
@@ -232,6 +233,7 @@ class Endings(Sender):
             self._machine.send("abort_sent")
             return
         self._blocked = False
+        self._urgent_goal = 0
         self._flags |= ABNORMAL_CLOSE
         self._owe_cdc()
 
@@ -302,3 +304,4 @@ class Endings(Sender):
     def wake_receivers(self) -> None:
         """Action."""
         self._wake_reader()
+        self._wake_urgent()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trio_smc.datapath import cdc
-from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.urgent_receiver import UrgentReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ _LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
 _pack = cdc.LAYOUT.pack
 
 
-class Messenger(Receiver):
+class Messenger(UrgentReceiver):
     """Base of `Sender`: the link in use, and the CDC messages it carries for us."""
 
     __slots__ = (
@@ -50,6 +50,8 @@ class Messenger(Receiver):
         "_produced",
         "_sequence",
         "_silent",
+        "_urgent_end",
+        "_urgent_goal",
         "_waiting",
         "cdcs_sent",
         "coalesced",
@@ -79,6 +81,8 @@ class Messenger(Receiver):
         self._owed = False
         self._waiting = False  # for room on the channel
         self._silent = False  # C or A was posted: nothing may follow
+        self._urgent_goal = 0  # not 0: urgent data up to this count is to be sent
+        self._urgent_end = 0  # not 0: nothing may be written before the peer has taken so much
         self.on_writable = None
         self.cdcs_sent = 0
         self.coalesced = 0
@@ -96,6 +100,9 @@ class Messenger(Receiver):
         wrap, offset = divmod(self._produced, self._peer_usable)
         consumer_wrap, consumer_offset = divmod(consumed, self._usable)
         self._announced = self._produced
+        flags = cdc.WRITER_BLOCKED if self._blocked else 0
+        if self._urgent_goal:
+            flags |= self._tell_urgent()
         self._owed = False
         if self._flags & _LAST_WORD:
             self._silent = True
@@ -110,7 +117,7 @@ class Messenger(Receiver):
                 self._peer_first + offset,
                 consumer_wrap & 0xFFFF,
                 self._rmbe.first + consumer_offset,
-                cdc.WRITER_BLOCKED if self._blocked else 0,
+                flags,
                 self._flags,
             ),
         )
@@ -153,3 +160,9 @@ class Messenger(Receiver):
         if wake is not None:
             self.on_writable = None
             wake()
+
+    # --- supplied by the classes built on this one -------------------------------------------
+
+    def _tell_urgent(self) -> int:
+        """P and U of the message that is just made; there is urgent data to send."""
+        raise NotImplementedError

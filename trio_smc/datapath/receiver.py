@@ -19,7 +19,7 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
-  until that data is taken (4.7.5).
+  until that data is taken (4.7.5; `trio_smc.datapath.urgent_receiver`).
 
 Every other CDC message carries it for free.
 
@@ -51,6 +51,7 @@ class Receiver:
     __slots__ = (
         "_consumed",
         "_eye_catcher",
+        "_hidden",
         "_least_update",
         "_open_to_application",
         "_peer_done",
@@ -63,19 +64,16 @@ class Receiver:
         "_rmbe",
         "_tell_all",
         "_told",
+        "_urgent_mark",
         "_usable",
         "error",
         "on_readable",
-        "urgent_flags",
     )
 
     error: OSError | None
     """Why the connection failed; None while it has not."""
     on_readable: Callable[[], None] | None
     """Called once, and cleared, when a blocked reader might go on."""
-    urgent_flags: int
-    """P and U of the last CDC message (`trio_smc.datapath.cdc`): urgent data is to be
-    noticed here, between the cursors and the connection flags (RFC 7609, 4.7.5)."""
 
     def __init__(self, rmbe: Rmbe) -> None:
         self._rmbe = rmbe
@@ -90,19 +88,22 @@ class Receiver:
         self._consumed = 0
         self._told = 0
         self._tell_all = False  # the peer waits for each cursor update: B, R, P or U
+        self._urgent_mark = 0  # the count behind the last urgent byte
+        self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
         self._peer_done = False
         self._purged = False
         self._open_to_application = False
         self.error = None
         self.on_readable = None
-        self.urgent_flags = 0
 
     # --- what the application sees -----------------------------------------------------------
 
     @property
     def readable(self) -> int:
         """Bytes that `receive` can return now; 0 before the connection is established."""
-        return self._received - self._consumed if self._open_to_application else 0
+        if not self._open_to_application:
+            return 0
+        return self._received - self._consumed - self._hidden
 
     @property
     def at_eof(self) -> bool:
@@ -165,7 +166,7 @@ class Receiver:
             raise ValueError("a positive number of bytes is wanted")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             self._protocol_error(ProtocolError(_OVERWRITTEN))
-        length = self._received - self._consumed
+        length = self._received - self._consumed - self._hidden
         if not length or not self._open_to_application:
             if self.error is not None and not (self._peer_done and not self._purged):
                 raise self._failure(self.error)
@@ -188,7 +189,14 @@ class Receiver:
             2 * (self._usable - self._received + self._told) < self._usable
             and consumed - self._told >= self._least_update
         ):
+            if self._hidden and consumed + 1 == self._received:
+                self._skip_hidden()
             self._owe_cdc()
+
+    def _skip_hidden(self) -> None:
+        """The urgent byte is the next one: it was remembered, nobody reads it here."""
+        self._hidden = 0
+        self._consumed += 1
 
     # --- what the peer says ------------------------------------------------------------------
 
@@ -209,6 +217,8 @@ class Receiver:
         )
         if self._peer_done and count != self._received:
             raise ProtocolError("data after the end of the data")
+        if self._urgent_mark > self._told:
+            raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
         self._received = count
@@ -220,6 +230,7 @@ class Receiver:
     def _drop_unread(self) -> None:
         """Nobody will read what is there."""
         self._consumed = self._received
+        self._hidden = 0
 
     def _leave_ring(self) -> None:
         """The RMBE goes back to its pool: what the application may still read is copied, so

@@ -121,6 +121,7 @@ class Sender(Messenger):
             self._sendable
             and self.window > 0
             and not self._waiting
+            and not self._urgent_end
             and (limit is None or self._produced - self._delivered < limit)
         )
 
@@ -173,8 +174,8 @@ class Sender(Messenger):
         Raises:
           OSError: the connection has failed, or (EPIPE) its writing side was shut down.
         """
-        if not self._sendable:
-            self._refuse_send()
+        if not self._sendable or self._urgent_end:
+            return self._refuse_send()
         if self.send_limit is not None:
             data = self._within_limit(data, self.send_limit)
         total = left = len(data)
@@ -301,8 +302,13 @@ class Sender(Messenger):
 
         Not with a chunk the peer could be reading. And not when the link is full: writes are
         unsignaled, so with every message put off no completion would ever make room again.
+        Nor with urgent data.
         """
-        return self._produced - self._announced < self._chunk and channel.capacity() > 0
+        return (
+            self._produced - self._announced < self._chunk
+            and channel.capacity() > 0
+            and not self._urgent_goal
+        )
 
     # --- what comes back ---------------------------------------------------------------------
 
@@ -355,6 +361,8 @@ class Sender(Messenger):
             while replay and replay[0][1] <= self._taken:
                 self._release(replay)
             self._after_delivery()
+        if self._urgent_end and self._taken >= self._urgent_end:
+            self._urgent_end = 0
         if self._blocked:
             window = self._peer_usable - self._produced + self._taken
             if window < self._resume and window < self._wanted:
@@ -371,8 +379,11 @@ class Sender(Messenger):
         self._delivered = self._produced
         self.borrowed = 0
 
-    def _refuse_send(self) -> None:
-        """Raise what `send` owes its caller in a connection that takes no data."""
+    def _refuse_send(self) -> int:
+        """Raise what `send` owes its caller in a connection that takes no data; 0 in one that
+        does, only not before the peer has taken an urgent byte (4.7.5, step 3)."""
+        if self._sendable:
+            return 0
         if self.error is not None:
             raise self._failure(self.error)
         raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
