@@ -112,7 +112,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.PREFIX_MISMATCH: _Explanation(
         "client and server are not on one IP subnet",
-        "SMC-R version 1 needs both ends in one subnet or IPv6 prefix",
+        "connect within one subnet or IPv6 prefix; SMC-R version 1 cannot do more",
         Diagnosis.PREFIX_MISMATCH,
     ),
     FallbackReason.OUT_OF_RESOURCES: _Explanation(
@@ -177,7 +177,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "this operating system offers nothing that SMC-R could use",
-        "run on Linux",
+        "run both ends on Linux on x86-64",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DECLINED: _Explanation(
