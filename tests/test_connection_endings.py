@@ -602,6 +602,37 @@ def test_a_tcp_reset_is_the_peers_doing() -> None:
         assert lone.it.state == "CLOSED"
 
 
+@pytest.mark.parametrize("before", ["open data+C", "open data+C shut", "open shut data+C"])
+def test_a_tcp_reset_after_the_peers_close_takes_nothing(before: str) -> None:
+    """It has given up waiting, or gone: it is answered, and what it sent can be read."""
+    with lone_connection() as lone:
+        for step in before.split():
+            STEPS[step](lone)
+        lone.it.tcp_reset()
+        assert lone.it.state == PROCESS
+        lone.complete()
+        assert lone.it.state == "CLOSED"
+        assert flags_since(lone.channel, 0) in ("A", "DA")
+        read(lone)
+        assert lone.it.at_eof
+        with pytest.raises(ConnectionResetError):
+            lone.it.send(memoryview(b"x"))
+
+
+def test_a_tcp_reset_does_not_keep_a_from_a_peer_that_waits_for_it() -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        send(lone)
+        lone.channel.room = 0
+        lone.peer(C)
+        assert lone.it.state == PROCESS
+        lone.it.tcp_reset()
+        assert lone.it.state == PROCESS
+        lone.channel.room = 1 << 20
+        lone.it.on_room()
+        assert [entry.endings for entry in lone.channel.log if isinstance(entry, Cdc)] == [0, A]
+
+
 def test_a_protocol_error_is_the_cause_of_what_the_application_gets() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)

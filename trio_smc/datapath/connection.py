@@ -215,14 +215,12 @@ class Connection(Endings):
     def tcp_reset(self) -> None:
         """The TCP connection was reset by the peer (4.8.2).
 
-        A peer that had closed has only given up waiting for our answer: there is nobody to abort,
-        and all it sent can still be read, as when its links are lost (4.8.3).
+        A peer that had closed has only given up waiting for our answer: it gets one, and all it
+        sent can still be read, as when its links are lost (4.8.3).
         """
         self._errno = errno.ECONNRESET
-        if self.got_closed:
-            self.links_lost()
-        else:
-            self._machine.send("abort")
+        self._spare_unread = self.got_closed
+        self._machine.send("abort")
 
     def user_timeout(self) -> None:
         """Data was not acknowledged for as long as the application is willing to wait."""

@@ -63,6 +63,7 @@ class Endings(UrgentSender):
         "_machine",
         "_peer_flags",
         "_released",
+        "_spare_unread",
         "_tcp_ended",
         "_timer",
         "close_pending",
@@ -95,6 +96,7 @@ class Endings(UrgentSender):
         self._heard_all = True
         self._application_closed = False
         self._released = False
+        self._spare_unread = False
         self._tcp_ended = False
         self.write_closed = False
         self.sent_closed = False
@@ -251,9 +253,10 @@ class Endings(UrgentSender):
 
     def purge(self) -> None:
         """Action: drop unread and unsent data."""
-        self._purged = True
-        self._drop_unread()
         self._drop_unsent()
+        if not self._spare_unread:
+            self._purged = True
+            self._drop_unread()
 
     def purge_unsent(self) -> None:
         """Action: drop unsent data; what was received whole can still be read."""
@@ -268,8 +271,8 @@ class Endings(UrgentSender):
         self._fail(errno.ECONNRESET)
 
     def fail_links_lost(self) -> None:
-        """Action: no way to the peer."""
-        self._fail(errno.ECONNABORTED)
+        """Action: no way to the peer, whose doing it is when TCP was reset."""
+        self._fail(self._errno)
 
     def fail_handshake(self) -> None:
         """Action: for whoever waits for the rendezvous."""
