@@ -6,6 +6,7 @@ Lines of text over TLS, all of it AnyIO's own: only the stream and the listener 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import anyio
@@ -19,14 +20,13 @@ from trio_smc.adapters import anyio as smc_anyio
 
 async def shout(stream: TLSStream) -> None:
     """Answer every line of one client in capital letters."""
+    print(both_ends.said("server", transport_of(stream)))
     lines = BufferedByteReceiveStream(stream)
     async with stream:
-        try:
+        with contextlib.suppress(anyio.EndOfStream, anyio.IncompleteRead):
             while True:
                 line = await lines.receive_until(b"\n", 1024)
                 await stream.send(line.upper() + b"\n")
-        except (anyio.EndOfStream, anyio.IncompleteRead):
-            print(both_ends.said("server", transport_of(stream)))
 
 
 def transport_of(stream: TLSStream) -> SmcStream:

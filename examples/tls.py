@@ -14,9 +14,9 @@ SmcTls = trio.SSLStream[trio_smc.SmcStream]
 
 async def shout(stream: SmcTls) -> None:
     """Answer one client in capital letters."""
+    print(both_ends.said("server", stream.transport_stream))
     async for data in stream:
         await stream.send_all(data.upper())
-    print(both_ends.said("server", stream.transport_stream))
 
 
 async def serve(port: int, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,27 @@ def test_example(name: str) -> None:
     lines = done.stdout.splitlines()
     assert set(SAID[name]) <= set(lines), done.stdout
     assert lines[-1] == "server: stopped"
+
+
+def test_server_and_client_by_themselves() -> None:
+    """As from two terminals; the server's first line tells what the client has to be told."""
+    command = [sys.executable, "-W", "error", "-u", "-m", "examples.tls"]
+    with subprocess.Popen([*command, "serve"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as end:
+        assert end.stdout is not None
+        *_, port, _, ca = end.stdout.readline().split()
+        try:
+            client = [*command, "connect", port, ca]
+            done = subprocess.run(client, cwd=ROOT, capture_output=True, text=True, check=False)
+        finally:
+            end.send_signal(signal.SIGINT)
+        rest = end.stdout.read()
+    assert done.stdout.splitlines() == ["HELLO OVER TLS - TLSv1.3", "client: smc-r"], done
+    assert rest.splitlines() == ["server: smc-r", "server: stopped"]
+    assert end.returncode == 0
+
+
+def test_a_wrong_command_line_shows_the_right_one() -> None:
+    command = [sys.executable, "-m", "examples.tls", "sevre"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "serve [PORT]" in done.stderr
