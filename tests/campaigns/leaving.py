@@ -2,9 +2,9 @@
 
     python -m tests.campaigns.leaving --cases N --seed S
 
-In turn with `open_stack` and with the default stack, by the interpreter's own end and by
-`os._exit` right after `aclose`; 1 byte to 4 MiB, in 1 to 3,000 pieces; the server begins to read at
-once or when the client is gone. 50,000 cases are 1,000 clients.
+Clients and servers, in turn with `open_stack` and with the default stack, by the interpreter's own
+end and by `os._exit` right after `aclose`; 1 byte to 4 MiB, in 1 to 3,000 pieces; the other process
+begins to read at once or when the sender is gone. 50,000 cases are 1,000 processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients that send, close and are gone at once; for a test and a campaign."""
+"""Processes that send, close and are gone at once; for a test and a campaign."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGEST = 4 << 20
 
 
 async def leave_at_once(cases: int, seed: int) -> int:
-    """Let ``cases`` clients come and go; returns how many bytes they sent.
+    """Let ``cases`` processes come and go; returns how many bytes they sent.
 
     AssertionError when one lost anything, or when the server keeps anything of them.
     """
@@ -23,22 +23,29 @@ async def leave_at_once(cases: int, seed: int) -> int:
     ):
         port = (await server.ask("listen", handler="collect"))["port"]
         before = await server.ask("measure")
-        for case in range(cases):
+        for case in range(cases + 1):
             size = int(LARGEST ** rng.random())
             total += size
             # Pauses that leave the data in the ring until its sender is gone; and many small
             # pieces, so that the server has no receive posted for a while.
-            await zygote.ask(
+            listens = rng.random() < 0.3
+            await zygote.tell(
                 "",
-                port=port,
-                way=WAYS[case % len(WAYS)],
+                port=None if listens else port,
+                # The last leaves in order: it removes the socket of one before that did not.
+                way=WAYS[case % len(WAYS) if case < cases else 0],
                 case=case,
                 size=size,
                 seed=seed + case % 16,
                 pause=rng.choice([0, 0, 0.01, 0.05]),
                 pieces=rng.choice([1, 3, 100, 3000]),
             )
-            answer = await server.ask("collected", count=1)
+            if listens:
+                there = (await zygote.answer())["port"]
+                answer = await server.ask("collect_from", port=there)
+            else:
+                answer = await server.ask("collected", count=1)
+            await zygote.answer()
             assert answer == {"cases": [case], "errors": []}, f"{answer}, seed {seed}"
         after = await server.ask("measure")
         for what in ("descriptors", "threads", "mappings", "open_connections", "groups"):

@@ -31,7 +31,7 @@ from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
 HEADER = struct.Struct("!QQQd")
-"""What a client says first to `_collect`: case, bytes, seed, seconds to wait before reading."""
+"""What a sender says first to `_collect`: case, bytes, seed, seconds to wait before reading."""
 LIMIT = 600
 """Seconds after which anything counts as hung."""
 
@@ -176,7 +176,7 @@ class Program:
     # --- endings -----------------------------------------------------------------------------
 
     async def _collect(self, stream: SmcStream) -> None:
-        """Take what a client of `zygote` sends, to the end, as slowly as it asks for."""
+        """Take what a process of `zygote` sends, to the end, as slowly as it asks for."""
         header = b""
         while len(header) < HEADER.size and (piece := await stream.receive_some(HEADER.size)):
             header += piece
@@ -190,6 +190,12 @@ class Program:
         assert stream.mode == "smc-r"
         self._collected.append(case)
         self._ended.set()
+
+    async def collect_from(self, port: int) -> dict[str, Any]:
+        """Connect, and take what the other end sends."""
+        async with await trio_smc.open_stream(HOST, port) as stream:
+            await self._collect(stream)
+        return await self.collected(1)
 
     async def collected(self, count: int) -> dict[str, Any]:
         """The cases that arrived whole, once there are that many or an error."""

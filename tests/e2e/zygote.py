@@ -1,8 +1,8 @@
-"""Starts short-lived clients quickly: `python -m tests.e2e.zygote` has everything imported, and
-forks for each client before Trio or trio_smc ran in it.
+"""Starts short-lived processes quickly: `python -m tests.e2e.zygote` has everything imported, and
+forks for each before Trio or trio_smc ran in it.
 
-For each JSON line it forks a client that connects, sends, closes its stream and is gone at once;
-then it answers with the exit code.
+For each JSON line it forks a process that connects, or listens and says its port, sends, closes
+its stream and is gone at once; then it answers whether the exit code was 0.
 """
 
 from __future__ import annotations
@@ -17,27 +17,50 @@ import trio
 import trio_smc
 from tests.e2e.bytes_by_position import Text
 from tests.e2e.peer import HEADER, HOST
+from trio_smc import Config, SmcStream
 
-WAYS = ["open_stack", "default stack", "_exit in open_stack", "_exit in default stack"]
+WAYS = [
+    "open_stack",
+    "default stack",
+    "_exit in open_stack",
+    "_exit in default stack",
+    "_exit in open_stack, amortised",
+]
 
 
-async def send_and_leave(
-    port: int, way: str, case: int, size: int, seed: int, pause: float, pieces: int
-) -> None:
-    """One client's life."""
-    if way.endswith("open_stack"):
-        async with trio_smc.open_stack():
-            await _send(port, case, size, seed, pause, pieces)
+async def send_and_leave(port: int | None, way: str, **settings: Any) -> None:
+    """One process's life."""
+    if "open_stack" in way:
+        config = Config(checkpoints="amortised" if "amortised" in way else "strict")
+        async with trio_smc.open_stack(config):
+            await _send(await _connect(port), **settings)
             if way.startswith("_exit"):
                 os._exit(0)
     else:
-        await _send(port, case, size, seed, pause, pieces)
+        await _send(await _connect(port), **settings)
         if way.startswith("_exit"):
             os._exit(0)
 
 
-async def _send(port: int, case: int, size: int, seed: int, pause: float, pieces: int) -> None:
-    stream = await trio_smc.open_stream(HOST, port)
+async def _connect(port: int | None) -> SmcStream:
+    if port is not None:
+        return await trio_smc.open_stream(HOST, port)
+    [listener] = await trio_smc.open_listeners(0, host=HOST)
+    say({"port": listener.socket.getsockname()[1]})
+    stream = await listener.accept()
+    await listener.aclose()
+    return stream
+
+
+def say(answer: dict[str, Any]) -> None:
+    """One line to whoever asked."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+async def _send(
+    stream: SmcStream, case: int, size: int, seed: int, pause: float, pieces: int
+) -> None:
     await stream.send_all(HEADER.pack(case, size, seed, pause))
     text = Text(seed)
     step = -(-size // pieces)
@@ -65,8 +88,7 @@ def main() -> None:
     """Serve until the input ends."""
     while line := sys.stdin.buffer.readline():
         code = fork_client(json.loads(line))
-        sys.stdout.write(json.dumps({} if code == 0 else {"error": f"exit code {code}"}) + "\n")
-        sys.stdout.flush()
+        say({} if code == 0 else {"error": f"exit code {code}"})
 
 
 if __name__ == "__main__":
