@@ -6,10 +6,11 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench states campaigns clean ready-cli ready-dev ready-docs
+.PHONY: help demo example test lint types bench states campaigns clean ready-cli ready-dev ready-docs
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
+	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
 	@echo 'make bench      compare with plain Trio TCP; ARGS=--short for a quick look'
 	@echo 'make lint       ruff and the import rules between rooms'
@@ -29,6 +30,9 @@ ready-docs:
 
 demo: ready-cli
 	@$(BIN)/python -m examples.demo $(ARGS)
+
+example: ready-dev
+	@$(BIN)/python -m examples.$(or $(NAME),web) $(ARGS)
 
 test: ready-docs
 	@$(BIN)/python -m pytest $(ARGS)
