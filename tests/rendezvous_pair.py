@@ -157,6 +157,8 @@ class Tcp:
         if not self.cut:
             # As a real socket: unread bytes make a reset of every close.
             self.cut = "rst" if self.inbox else how
+            if self.silent:
+                return
             self.peer.ended = self.peer.ended or self.cut
             if self.cut == "rst":
                 self.peer.ended = "rst"
@@ -273,12 +275,6 @@ class End:
         if negotiation.outcome is not None:
             self._over()
             return True
-        if negotiation.has_last_word:
-            if self.reader.halfway or self.tcp.inbox:
-                negotiation.protocol_error(ProtocolError("spoke out of turn"))
-            else:
-                self._flush()
-            return True
         if negotiation.outgoing:
             self._flush()
             return True
@@ -288,6 +284,9 @@ class End:
 
     def _flush(self) -> None:
         negotiation = self.negotiation
+        if self.reader.halfway or self.tcp.inbox:
+            negotiation.protocol_error(ProtocolError("spoke out of turn"))
+            return
         messages = list(negotiation.outgoing)
         negotiation.outgoing.clear()
         try:

@@ -46,10 +46,10 @@ async def run_negotiation(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_read_messages, negotiation, sock, reader)
-            await _run(negotiation, sock, patience)
+            await _run(negotiation, sock, patience, reader)
             nursery.cancel_scope.cancel()
         if negotiation.outcome is None:
-            await _say_last_word(negotiation, sock, patience, reader)
+            await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
         if isinstance(outcome, Established) and reader.halfway:
             # Bytes on the TCP connection after the switch: the peer is out of step.
@@ -73,6 +73,7 @@ async def _run(
     negotiation: ClientNegotiation | ServerNegotiation,
     sock: trio.socket.SocketType,
     patience: float,
+    reader: ClcReader,
 ) -> None:
     """Until there is an outcome, or only our last message is left to send."""
     state, deadline = "", 0.0
@@ -80,7 +81,7 @@ async def _run(
         changed = trio.Event()
         negotiation.changed = changed.set
         if negotiation.outgoing:
-            await _flush(negotiation, sock, patience)
+            await _answer(negotiation, sock, patience, reader)
             continue
         if negotiation.state != state:
             state, deadline = negotiation.state, trio.current_time() + patience
@@ -90,24 +91,16 @@ async def _run(
             negotiation.timed_out()
 
 
-async def _say_last_word(
+async def _answer(
     negotiation: ClientNegotiation | ServerNegotiation,
     sock: trio.socket.SocketType,
     patience: float,
     reader: ClcReader,
 ) -> None:
-    """Send what nothing may follow: see `Negotiation.has_last_word`."""
+    """Send what is outgoing, unless the peer went on without waiting for it."""
     if reader.halfway or _unread(sock):
-        negotiation.protocol_error(ProtocolError("the peer went on without waiting for an answer"))
-    else:
-        await _flush(negotiation, sock, patience)
-
-
-async def _flush(
-    negotiation: ClientNegotiation | ServerNegotiation,
-    sock: trio.socket.SocketType,
-    patience: float,
-) -> None:
+        negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
+        return
     data = b"".join(negotiation.outgoing)
     negotiation.outgoing.clear()
     try:

@@ -10,10 +10,10 @@ Theory of operation: how two sides that share one byte stream agree where CLC me
 After a Decline the application's bytes follow at once, in both directions, and nobody parses them
 (RFC 7609, C.6).  So each side must know of every CLC message that may still come:
 
-- A Decline only takes the place of a message that the peer waits for (C.1), never follows one of
-  ours, and is our last.  Whatever the peer sent before it could know of the Decline is a protocol
-  error: a runner stops reading, looks whether anything came, and only then sends it
-  (`has_last_word`, `sent`).
+- CLC messages alternate, and a Decline only takes the place of one that the peer waits for (C.1).
+  So whatever came before our answer was sent is a protocol error: a runner looks whether
+  anything did, and only then sends.  Before our last message it also stops reading
+  (`has_last_word`), for what comes after a Decline is the application's.
 - While LLC messages flow (first contact only) either side may decline, and Declines must not
   cross.  Only the side whose turn it is, because the next LLC message is its own or its last one
   was not seen to arrive, sends one (C.7: the sender learns of a failure first); the other side
@@ -131,8 +131,8 @@ class Negotiation:
     """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
 
     Attributes:
-      outgoing: CLC messages that must be sent, oldest first; whoever sends clears it and calls
-        `sent`.
+      outgoing: CLC messages that must be sent; whoever sends first looks whether bytes of the
+        peer are unread, which is a `protocol_error`, then clears it, sends and calls `sent`.
       outcome: None while under way.
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
@@ -165,11 +165,10 @@ class Negotiation:
 
     @property
     def has_last_word(self) -> bool:
-        """Whether `outgoing` ends with our last CLC message.
+        """Whether `outgoing` is our last CLC message.
 
         Before it is sent reading must stop: what the peer sends after it is the application's
-        (Decline) or a violation (Confirm).  If anything came until then, that is a
-        `protocol_error`.
+        (Decline) or a violation (Confirm).
         """
         return self.machine.state in _LAST_WORD
 
@@ -179,6 +178,8 @@ class Negotiation:
         if observer is not None:
             observer.clc(self, False, data)
         try:
+            if self.outgoing:
+                raise ProtocolError("a CLC message that did not wait for an answer")
             self._dispatch_untrusted(clc.decode_untrusted(data))
         except ProtocolError as error:
             self.protocol_error(error)
