@@ -620,11 +620,12 @@ class LinkGroup:
         if self._deletion_timer is not None:
             self._deletion_timer.cancel()
             self._deletion_timer = None
-        self.exchanges.end()
         self.own_rmbs.close_regions()
         for link in (*self.links.values(), *([self._spare] if self._spare else [])):
             link.close()
         self._spare = None
+        # Who is told now finds a group that cannot be used any more.
+        self.exchanges.end()
         for connection in list(self.connections.values()):
             connection.links_lost()
         self.own_rmbs.close()
