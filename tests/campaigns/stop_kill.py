@@ -1,0 +1,75 @@
+"""500 rounds of stopping one of two processes at random moments of a transfer.
+
+    python -m tests.campaigns.stop_kill --cases N --seed S [--round K]
+
+Half of them by SIGKILL, half by SIGSTOP, past the timers (links are tested after 0.2 s, and given
+up 0.2 s later), and then SIGCONT. The survivor's calls all raise BrokenResourceError within the
+configured time; then it has the descriptors, threads, mappings, memory and files it had before.
+50,000 cases are 500 rounds; --round runs one alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import tracemalloc
+
+import trio
+
+from tests.e2e.stop_kill import Outcome, stop_and_kill
+
+CASES_PER_ROUND = 100
+TRACED = 64 << 10
+RESIDENT = 2 << 20
+
+
+def run(cases: int, seed: int, only: int | None = None) -> Outcome:
+    """Stop and kill; AssertionError when the survivor is the worse for it."""
+    rounds = max(4, cases // CASES_PER_ROUND)
+    tracemalloc.start()
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        outcome = trio.run(stop_and_kill, rounds, seed, only)
+    assert outcome.early <= rounds // 20, f"{outcome.early} links given up with nobody stopped"
+    if rounds >= 100:
+        assert outcome.traced <= TRACED, f"{outcome.traced} bytes more of Python memory"
+        assert outcome.rss <= RESIDENT, f"{outcome.rss} bytes more resident"
+    return outcome
+
+
+def _seconds(name: str, times: list[float]) -> str:
+    if not times:
+        return f"{name} 0 times"
+    return (
+        f"{name} {len(times)} times, noticed after {sum(times) / len(times):.3f} s "
+        f"({max(times):.3f} s at most)"
+    )
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--round", type=int, default=None, help="run this one only")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    print(f"stop_kill: seed {seed}", flush=True)
+    start = time.perf_counter()
+    outcome = run(arguments.cases, seed, arguments.round)
+    print(
+        f"stop_kill: {_seconds('killed', outcome.killed)}; {_seconds('stopped', outcome.stopped)}; "
+        f"{outcome.early} given up before; {outcome.received} bytes checked; memory "
+        f"{outcome.traced} traced, {outcome.rss} resident; {time.perf_counter() - start:.1f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

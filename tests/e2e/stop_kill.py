@@ -1,0 +1,190 @@
+"""Rounds of stopping or killing one of two processes at a random moment of a transfer.
+
+Even rounds end with SIGKILL, odd ones with SIGSTOP, past the timers of the links, and SIGCONT when
+the survivor has noticed. Several victims live at a time, each with its own link group; the survivor
+is this process and the same stack for all rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import tracemalloc
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+import trio_smc
+from tests import leaks
+from tests.e2e.processes import Peer, open_peer
+from tests.e2e.victim import HOST, config, text_seeds, transfer_until_broken
+from trio_smc import Config, SmcStream, Stack
+
+__all__ = ["LANES", "SETTINGS", "Outcome", "stop_and_kill"]
+
+LANES = 4
+SETTINGS = {"test_link_interval": 0.2, "test_link_timeout": 0.2, "close_timeout": 2.0}
+CONFIGURED = 2 * SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"]
+"""Seconds a survivor of SIGSTOP needs at most by its settings: an interval in which the last
+message came, one without any, and the time for the answer."""
+SLACK = 3.0
+"""Seconds more for a machine that has other things to do."""
+_STREAMS = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What happened.
+
+    Attributes:
+      killed, stopped: seconds from the signal until the survivor's last call had raised.
+      received: bytes the survivor got and checked.
+      early: rounds whose link was given up before the signal; links are tested with times that a
+        busy machine may exceed.
+      traced, rss: bytes by which the survivor's memory grew between the warm-up and the end.
+    """
+
+    killed: list[float] = field(default_factory=list)
+    stopped: list[float] = field(default_factory=list)
+    received: int = 0
+    early: int = 0
+    traced: int = 0
+    rss: int = 0
+
+
+class Survivor:
+    """The process that goes on."""
+
+    def __init__(self, stack: Stack, seed: int, outcome: Outcome) -> None:
+        self._stack = stack
+        self._seed = seed
+        self._outcome = outcome
+
+    async def round(self, number: int, zygote: Peer) -> None:
+        """One victim from its birth to its end."""
+        rng = random.Random(f"{self._seed}/{number}")
+        listens = rng.random() < 0.5
+        count = rng.randint(1, _STREAMS)
+        seed = rng.getrandbits(30)
+        kill = number % 2 == 0
+        listener = None
+        port = None
+        if not listens:
+            [listener] = await trio_smc.open_listeners(0, host=HOST)
+            port = listener.socket.getsockname()[1]
+        begun = await zygote.ask("start", port=port, streams=count, seed=seed, settings=SETTINGS)
+        pid = begun["pid"]
+        try:
+            if listener is None:
+                there = (await zygote.answer())["port"]
+                streams = [await trio_smc.open_stream(HOST, there) for _ in range(count)]
+            else:
+                streams = [await listener.accept() for _ in range(count)]
+                await listener.aclose()
+            await self._transfer(streams, pid, seed, rng, kill=kill)
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)  # it may be stopped; its zygote has not reaped it
+            raise
+        code = (await zygote.ask("wait"))["code"]
+        # One that was stopped finds all its streams broken, and ends by itself.
+        assert code == (-signal.SIGKILL if kill else 0), f"the victim's exit code is {code}"
+
+    async def _transfer(
+        self, streams: list[SmcStream], pid: int, seed: int, rng: random.Random, *, kill: bool
+    ) -> None:
+        ends: list[float] = []
+
+        async def use(index: int) -> None:
+            ours = text_seeds(seed, index)[::-1]
+            when, came = await transfer_until_broken(
+                streams[index], (ours[0], ours[1]), random.Random(seed + index)
+            )
+            ends.append(when)
+            self._outcome.received += came
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(streams)):
+                nursery.start_soon(use, index)
+            await trio.sleep(rng.random() * 0.15)
+            early = len(ends) > 0
+            at = trio.current_time()
+            os.kill(pid, signal.SIGKILL if kill else signal.SIGSTOP)
+            nursery.cancel_scope.deadline = at + CONFIGURED + SLACK
+        if nursery.cancel_scope.cancelled_caught:
+            raise AssertionError("somebody still waited after the configured time")
+        if early:
+            self._outcome.early += 1
+        else:
+            (self._outcome.killed if kill else self._outcome.stopped).append(max(ends) - at)
+        if not kill:
+            await trio.sleep(rng.random() * 0.1)
+            os.kill(pid, signal.SIGCONT)
+
+    async def at_rest(self) -> None:
+        """Wait until the survivor is done with all victims; nothing tells when."""
+        with trio.fail_after(10):
+            while self._stack.statistics().open_connections or self._stack.link_groups:  # noqa: ASYNC110
+                await trio.sleep(0.005)
+
+
+async def stop_and_kill(rounds: int, seed: int, only: int | None = None) -> Outcome:
+    """Run ``rounds`` rounds (or round number ``only``); AssertionError says which round failed."""
+    outcome = Outcome()
+    directory = Path(Config().private_directory())
+    async with contextlib.AsyncExitStack() as exits:
+        zygotes = [
+            await exits.enter_async_context(open_peer(module="tests.e2e.victim"))
+            for _ in range(LANES)
+        ]
+        stack = await exits.enter_async_context(trio_smc.open_stack(config(**SETTINGS)))
+        survivor = Survivor(stack, seed, outcome)
+        before = leaks.take()
+        await _clean(directory)
+        files = set(os.listdir(directory))
+        memory: tuple[int, int] | None = None
+        numbers = list(range(rounds)) if only is None else [only]
+        for first in range(0, len(numbers), LANES):
+            batch = numbers[first : first + LANES]
+            async with trio.open_nursery() as nursery:
+                for number, zygote in zip(batch, zygotes, strict=False):
+                    nursery.start_soon(_annotated, survivor, number, zygote)
+            await survivor.at_rest()
+            left = leaks.leaked(before, leaks.take())
+            if left:
+                gc.collect()
+                left = leaks.leaked(before, leaks.take())
+            assert not left, f"after rounds {batch}: {left}"
+            if first >= len(numbers) // 5 and memory is None:
+                memory = _memory()
+        await _clean(directory)
+        assert set(os.listdir(directory)) == files, "files are left"
+        if memory is not None:
+            now = _memory()
+            outcome.traced, outcome.rss = now[0] - memory[0], now[1] - memory[1]
+    return outcome
+
+
+async def _annotated(survivor: Survivor, number: int, zygote: Peer) -> None:
+    try:
+        await survivor.round(number, zygote)
+    except BaseException as error:
+        error.add_note(f"round {number}")
+        raise
+
+
+async def _clean(directory: Path) -> None:
+    """What killed processes left in the directory goes when the next one comes."""
+    async with trio_smc.open_stack(config()):
+        [listener] = await trio_smc.open_listeners(0, host=HOST)
+        await listener.aclose()
+
+
+def _memory() -> tuple[int, int]:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return (tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0), resident

@@ -1,0 +1,14 @@
+"""One of two processes is stopped or killed at random moments of a transfer, again and again."""
+
+from __future__ import annotations
+
+from tests.e2e.stop_kill import CONFIGURED, stop_and_kill
+
+
+async def test_twenty_rounds(seed: int) -> None:
+    outcome = await stop_and_kill(20, seed)
+    assert len(outcome.killed) + len(outcome.stopped) + outcome.early == 20
+    assert outcome.early <= 2, "links are tested with times that a busy machine may exceed"
+    assert outcome.received > 0
+    # It is not the slack of a busy machine that they live on.
+    assert min(outcome.stopped) < CONFIGURED
