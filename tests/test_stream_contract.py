@@ -276,6 +276,25 @@ async def test_two_receivers_are_told(pairs: Pairs) -> None:
     await close_both(pair)
 
 
+async def test_a_send_during_a_half_close_is_told(pairs: Pairs) -> None:
+    a, b = pair = await pairs.make()
+    told: list[str] = []
+
+    async def call(name: str) -> None:
+        try:
+            await _senders(a)[name]()
+        except trio.BusyResourceError:
+            told.append(name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call, "send_eof")
+        nursery.start_soon(call, "send_all")
+    # Whichever came second.
+    assert len(told) == 1
+    assert await b.receive_some() == (b"" if told == ["send_all"] else b"x")
+    await close_both(pair)
+
+
 async def test_sending_and_receiving_at_once_is_fine(pairs: Pairs) -> None:
     pair = await pairs.make()
     async with trio.open_nursery() as nursery:
@@ -463,6 +482,31 @@ async def test_a_cancelled_receive_loses_nothing(pairs: Pairs) -> None:
                 scope.cancel()
         await a.send_all(bytes([number]))
         assert await b.receive_some() == bytes([number])
+    await close_both(pair)
+
+
+async def test_a_loop_of_calls_lets_others_run(pairs: Pairs) -> None:
+    """Also when each finds all it needs, and however checkpoints are counted."""
+    a, b = pair = await pairs.make()
+    await b.send_all(bytes(2000))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        for call in (lambda: a.send_all(b"x"), lambda: a.receive_some(1)):
+            before = turns
+            for _ in range(1000):
+                await call()
+            assert turns - before >= 10
+        nursery.cancel_scope.cancel()
+    assert await read(b, 1000) == b"x" * 1000
+    assert len(await read(a, 1000)) == 1000
     await close_both(pair)
 
 
