@@ -40,8 +40,6 @@ class _DefaultStack:
                 self.stack = stack
                 self.ready.set()
                 await trio.sleep_forever()
-        except ResourceWarning as warning:
-            LOGGER.error("%s", warning)  # warnings are errors here, and streams were left open
         except Exception as error:
             LOGGER.error("the default stack ended", exc_info=error)
             self.error = error

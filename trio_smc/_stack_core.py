@@ -121,6 +121,7 @@ class StackCore:
         Shielded: what closed streams still owe goes out although the user was cancelled.  A
         defect in a background task closes the stack and is kept in `failure`.
         """
+        started = False
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -130,8 +131,11 @@ class StackCore:
                         await nursery.start(self.pump.run)
                         nursery.start_soon(self.tcp_watch.run)
                     nursery.start_soon(self._run_timers)
+                    started = True
                     task_status.started()
         except ExceptionGroup as group:
+            if not started:
+                raise _sole(group) from None
             self.failure = group
             LOGGER.error("the stack failed", exc_info=group)
         finally:
@@ -355,6 +359,7 @@ class StackCore:
             host=endpoint,
             close_timeout=self.config.close_timeout,
         )
+        connection.urgent_inline = self.config.urgent_inline
         group.add_connection(connection.alert_token, connection)
         self._endpoints[connection] = endpoint
         return connection
@@ -390,6 +395,13 @@ class StackCore:
     def remove_listener(self, listener: SmcListener) -> None:
         """It was closed."""
         self._listeners.discard(listener)
+
+
+def _sole(error: Exception) -> Exception:
+    """What is in a group of one."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 class _ForkedConnection(Connection):
