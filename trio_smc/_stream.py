@@ -460,7 +460,7 @@ class RdmaStream(SmcStream):
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _translated(self, error: OSError) -> Exception:
-        if self._closed:
+        if self._closed or self._endpoint.abandoned:
             return trio.ClosedResourceError("the stream was closed")
         return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")
 
