@@ -70,7 +70,7 @@ async def accept_stream(
         LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
         sock.close()
         return None
-    stream = TcpStream(sock, fallback)
+    stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
     stack.count_mode(stream, fallback)
     return stream
 
@@ -123,6 +123,7 @@ def established_stream(
         close_timeout=config.close_timeout,
         flush_later=stack.pump.flush_later if amortised else None,
     )
+    endpoint.connection.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     stream = RdmaStream(stack, endpoint, sock, config)
     stack.count_mode(stream, None)

@@ -105,7 +105,7 @@ async def connect_stream(
         attempt.sock.close()
         stack.count_mode(None, outcome)
         raise SmcUnavailable(outcome)
-    stream = TcpStream(attempt.sock, outcome)
+    stream = TcpStream(attempt.sock, outcome, urgent_inline=config.urgent_inline)
     stack.count_mode(stream, outcome)
     return stream
 

@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import TYPE_CHECKING
 
+from trio_smc._base.errors import ProtocolError
+
 if TYPE_CHECKING:
     import trio
 
@@ -110,7 +112,7 @@ class Endpoint:
 
     def tcp_data(self) -> None:
         """Bytes on the TCP connection after the switch: the peer is out of step."""
-        self.connection.abort()
+        self.connection.protocol_error(ProtocolError("data on the TCP connection"))
 
     def _let_go(self) -> trio.socket.SocketType | None:
         sock, self.sock = self.sock, None

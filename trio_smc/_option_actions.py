@@ -211,6 +211,14 @@ class OptionActions:
         else:
             flush()
 
+    def set_urgent_inline(self, value: int) -> None:
+        """SO_OOBINLINE."""
+        self._core.urgent_inline = bool(value)
+
+    def urgent_inline(self) -> int:
+        """SO_OOBINLINE: 0 or 1."""
+        return int(self._core.urgent_inline)
+
     # --- keepalive ---------------------------------------------------------------------------
 
     def set_keepalive(self, value: int) -> None:

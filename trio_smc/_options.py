@@ -202,6 +202,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
         write=StreamOptions.set_user_timeout, read=StreamOptions.user_timeout,
     ),
     Option(
+        level="SOL_SOCKET", name="SO_OOBINLINE", owner=Owner.DATA_PATH,
+        meaning="On: urgent bytes that arrive from now on stay in the stream, and "
+        "receive_urgent() has none. At first as Config.urgent_inline says.",
+        write=StreamOptions.set_urgent_inline, read=StreamOptions.urgent_inline,
+    ),
+    Option(
         level="SOL_SOCKET", name="SO_ERROR", owner=Owner.DATA_PATH,
         meaning="Read: the error number that ended the connection, else 0. It stays.",
         read=_error,

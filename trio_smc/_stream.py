@@ -28,6 +28,7 @@ from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import close_with_reset
 from trio_smc._options import StreamOptions
 from trio_smc._tcp_names import SmcSocket
+from trio_smc._urgent import URGENT, RdmaUrgent, TcpUrgent, UrgentState
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,7 +43,7 @@ __all__ = ["RdmaStream", "SmcStream", "TcpStream"]
 _DEFAULT_RECEIVE: Final = 65536
 _YIELD_EVERY_CALLS: Final = 32
 _YIELD_EVERY_NS: Final = 200_000
-# The core's two waiters.
+# Waiters of the core; `URGENT` is another.
 _READER: Final = "on_readable"
 _WRITER: Final = "on_writable"
 
@@ -65,6 +66,47 @@ class SmcStream(HalfCloseableStream):
 
     def statistics(self) -> StreamStatistics:
         """Counters of this connection; all zero over TCP."""
+        raise NotImplementedError
+
+    async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of ``data``; its last byte is urgent (RFC 7609, 4.7.5).
+
+        Over SMC-R whatever is sent next waits until the peer has taken everything up to that
+        byte.  Cancelled, some of ``data`` may be sent, without anything being urgent.
+
+        Raises:
+          ValueError: ``data`` is empty.
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `send_all`.
+        """
+        raise NotImplementedError
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait until the peer has urgent data.
+
+        Returns:
+          "present": the byte is there.  "pending": the peer waits to send it, most likely for
+          this side to receive what came before; `receive_urgent` waits for it.  Over TCP
+          "pending" ends no wait, it is only noticed at the call.
+
+        Raises:
+          trio.EndOfChannel: the peer has ended its side.
+          trio.ClosedResourceError: this side closed the stream.
+          trio.BrokenResourceError: the connection failed.
+          trio.BusyResourceError: another task waits for urgent data.
+        """
+        raise NotImplementedError
+
+    async def receive_urgent(self) -> bytes:
+        """Receive the urgent byte, waiting for it; of several not received, the last.
+
+        It is not in the stream, unless ``Config(urgent_inline=True)`` (or SO_OOBINLINE) leaves
+        it there: then `receive_some` has it, and this raises OSError (EINVAL).
+
+        Raises:
+          trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError,
+            trio.BusyResourceError: as `wait_urgent`.
+        """
         raise NotImplementedError
 
     def setsockopt(
@@ -113,13 +155,18 @@ class TcpStream(SmcStream):
     link_group = None
     socket: trio.socket.SocketType
 
-    def __init__(self, sock: trio.socket.SocketType, fallback: Fallback) -> None:
+    def __init__(
+        self, sock: trio.socket.SocketType, fallback: Fallback, *, urgent_inline: bool = False
+    ) -> None:
         self.socket = sock
         self.fallback = fallback
         self._stream = trio.SocketStream(sock)
+        self._urgent = TcpUrgent(sock, urgent_inline)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """As `trio.SocketStream.send_all`."""
+        if self._urgent.sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
         await self._stream.send_all(data)
 
     async def wait_send_all_might_not_block(self) -> None:
@@ -134,8 +181,21 @@ class TcpStream(SmcStream):
         """As `trio.SocketStream.receive_some`."""
         return await self._stream.receive_some(max_bytes)
 
+    async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
+        """By MSG_OOB."""
+        await self._urgent.send(self._stream, _some_bytes(data))
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait for the exceptional condition of the socket."""
+        return await self._urgent.wait()
+
+    async def receive_urgent(self) -> bytes:
+        """By MSG_OOB."""
+        return await self._urgent.receive()
+
     async def aclose(self) -> None:
         """As `trio.SocketStream.aclose`."""
+        self._urgent.closing()
         await self._stream.aclose()
 
     def statistics(self) -> StreamStatistics:
@@ -162,10 +222,11 @@ class TcpStream(SmcStream):
 
     def abort(self) -> None:
         """Close with RST."""
+        self._urgent.closing()
         close_with_reset(self.socket)
 
 
-class RdmaStream(SmcStream):
+class RdmaStream(RdmaUrgent, SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
     mode = Mode.SMC_R
@@ -209,6 +270,20 @@ class RdmaStream(SmcStream):
 
     # --- sending ---------------------------------------------------------------------------
 
+    async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of ``data``, its last byte as urgent; see `SmcStream.send_urgent`."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._closed or self._core.write_closed:
+                raise trio.ClosedResourceError("the stream was closed for sending")
+            if not await self._send_view(_some_bytes(data), urgent=True):
+                await self._yield()
+        finally:
+            self._sending = False
+
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``; returns when it is written or safely kept.
 
@@ -224,22 +299,20 @@ class RdmaStream(SmcStream):
             await trio.lowlevel.checkpoint_if_cancelled()
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
-            view = memoryview(data)
-            if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
-                view = memoryview(bytes(view))
+            view = _flat(data)
             if not (await self._send_view(view) if view else self._check_sendable()):
                 await self._yield()
         finally:
             self._sending = False
 
-    async def _send_view(self, view: memoryview) -> bool:
+    async def _send_view(self, view: memoryview, urgent: bool = False) -> bool:
         """Send all of it; True when that took waiting."""
         core = self._core
         parked = False
         rest = view
         try:
             while True:
-                sent = self._send_some(rest)
+                sent = self._send_some(rest, urgent)
                 if sent == len(rest):
                     break
                 rest = rest[sent:]
@@ -249,6 +322,8 @@ class RdmaStream(SmcStream):
             while core.borrowed:
                 parked = await self._park(_WRITER) or parked
         finally:
+            if urgent:
+                core.withdraw_urgent()  # unless all of it is sent
             # The caller may change or resize its buffer, whatever happened here.
             if core.borrowed:
                 core.keep_copies()
@@ -257,9 +332,9 @@ class RdmaStream(SmcStream):
                 view.release()
         return parked
 
-    def _send_some(self, view: memoryview) -> int:
+    def _send_some(self, view: memoryview, urgent: bool) -> int:
         try:
-            return self._core.send(view)
+            return self._core.send_urgent(view) if urgent else self._core.send(view)
         except OSError as error:
             raise self._translated(error) from error
 
@@ -381,7 +456,7 @@ class RdmaStream(SmcStream):
     def _wake_waiters(self) -> None:
         # The core wakes them when its state changes; a close that waits for data changes none.
         core = self._core
-        for waiter in (_READER, _WRITER):
+        for waiter in (_READER, _WRITER, URGENT):
             wake = getattr(core, waiter)
             if wake is not None:
                 setattr(core, waiter, None)
@@ -463,6 +538,21 @@ class RdmaStream(SmcStream):
         if self._closed or self._endpoint.abandoned:
             return trio.ClosedResourceError("the stream was closed")
         return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")
+
+
+def _flat(data: bytes | bytearray | memoryview) -> memoryview:
+    """A view of ``data`` as single bytes."""
+    view = memoryview(data)
+    if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
+        view = memoryview(bytes(view))
+    return view
+
+
+def _some_bytes(data: bytes | bytearray | memoryview) -> memoryview:
+    view = _flat(data)
+    if not view:
+        raise ValueError("at least one byte is urgent")
+    return view
 
 
 # A program that asks for a SocketStream asks for what both have: `socket` with its names,

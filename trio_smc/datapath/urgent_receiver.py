@@ -52,7 +52,7 @@ class UrgentReceiver(Receiver):
 
     @property
     def urgent(self) -> str:
-        """"present": there is a byte for `receive_urgent` or, inline, one still unread in the
+        """ "present": there is a byte for `receive_urgent` or, inline, one still unread in the
         stream. "pending": the peer has one that it could not write yet."""
         if self._urgent_byte is not None:
             return "present"
