@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rendezvous.timers import Timer
 
-__all__ = ["Endpoint", "close_with_reset"]
+__all__ = ["Endpoint", "close_with_reset", "unread_bytes"]
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
@@ -29,6 +29,15 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def unread_bytes(sock: trio.socket.SocketType) -> int:
+    """Bytes in the receive queue of a TCP socket; a FIN is none."""
+    import fcntl  # not on every system that can at least have TCP
+    import termios
+
+    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+    return int(struct.unpack("i", answer)[0])
 
 
 class Endpoint:

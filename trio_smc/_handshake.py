@@ -7,15 +7,13 @@ stopped before our last message is sent; see `rendezvous.negotiation`.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import struct
-import termios
 from typing import TYPE_CHECKING
 
 import trio
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._endpoint import unread_bytes
 from trio_smc.rendezvous.clc_reader import ClcReader
 from trio_smc.rendezvous.negotiation import Established, Failed
 
@@ -98,7 +96,7 @@ async def _answer(
     reader: ClcReader,
 ) -> None:
     """Send what is outgoing, unless the peer went on without waiting for it."""
-    if reader.halfway or _unread(sock):
+    if reader.halfway or unread_bytes(sock):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
@@ -130,9 +128,3 @@ async def _read_messages(
         negotiation.protocol_error(error)
     except OSError as error:
         negotiation.tcp_lost(error)
-
-
-def _unread(sock: trio.socket.SocketType) -> int:
-    """Bytes in the receive queue; a FIN is none."""
-    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return int(struct.unpack("i", answer)[0])

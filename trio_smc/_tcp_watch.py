@@ -8,10 +8,11 @@ idle connection would cost more memory than the rest of it; all share one epoll 
 from __future__ import annotations
 
 import select
-import struct
 from typing import Protocol
 
 import trio
+
+from trio_smc._endpoint import unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
 
@@ -61,14 +62,5 @@ class TcpWatch:
 def _look(sock: trio.socket.SocketType, watcher: TcpWatcher, events: int) -> None:
     if events & select.EPOLLERR:
         watcher.tcp_reset()
-    elif _unread(sock):
+    elif unread_bytes(sock):
         watcher.tcp_data()
-
-
-def _unread(sock: trio.socket.SocketType) -> int:
-    """Bytes in the receive queue; a FIN is none."""
-    import fcntl  # only where there are any
-    import termios
-
-    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return int(struct.unpack("i", answer)[0])

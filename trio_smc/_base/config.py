@@ -47,7 +47,8 @@ def _default_directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime) / "trio-smc"
-    return Path(f"/tmp/trio-smc-{os.getuid()}")
+    # Not every system has user numbers; those that have none have no use for the directory.
+    return Path(f"/tmp/trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,8 @@ __all__ = [
     "wildcard_names",
 ]
 
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+if sys.platform == "linux":  # elsewhere nobody comes here
+    _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
