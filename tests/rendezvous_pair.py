@@ -126,6 +126,7 @@ class Tcp:
         self.peer: Tcp = self
         self.news = news
         self.inbox = bytearray()
+        self._arriving: deque[bytes | str] = deque()
         self.taken = bytearray()
         self.tamper: Callable[[bytes], bytes] = lambda piece: piece
         self.watcher: Any = None
@@ -134,12 +135,10 @@ class Tcp:
         self.silent = False  # nothing that is sent arrives any more
 
     def send(self, data: bytes) -> None:
+        """Send; it arrives later."""
         if self.ended == "rst" or self.cut:
             raise ConnectionResetError("the connection is gone")
-        arrives = self.tamper(data)
-        if not self.silent and not self.peer.cut:
-            self.peer.inbox += arrives
-            self.peer.wake()
+        self._transmit(self.tamper(data))
 
     def receive(self, most: int) -> bytes | None:
         """Bytes, b"" at the end, or None when there is nothing yet."""
@@ -157,20 +156,31 @@ class Tcp:
         if not self.cut:
             # As a real socket: unread bytes make a reset of every close.
             self.cut = "rst" if self.inbox else how
-            if self.silent:
-                return
-            self.peer.ended = self.peer.ended or self.cut
-            if self.cut == "rst":
-                self.peer.ended = "rst"
-                self.peer.inbox.clear()
+            self._transmit(self.cut)
+
+    def _transmit(self, what: bytes | str) -> None:
+        if not self.silent:
+            self.peer._arriving.append(what)
             self.peer.wake()
 
     def wake(self) -> None:
-        """Something changed here: whoever watches it sees that later."""
+        """Something changes here: whoever watches it sees that later."""
         self.news.append(self)
 
     def look(self) -> None:
-        """What `TcpWatch` does for connections that speak SMC-R."""
+        """What was sent arrives; `TcpWatch` looks at connections that speak SMC-R."""
+        if self._arriving:
+            what = self._arriving.popleft()
+            if isinstance(what, bytes):
+                if self.cut:
+                    self._transmit("rst")  # nobody is there any more
+                elif not self.ended:
+                    self.inbox += what
+            elif what == "rst":
+                self.ended = what
+                self.inbox.clear()
+            else:
+                self.ended = self.ended or what
         if self.watcher is not None:
             if self.ended == "rst":
                 self.watcher.tcp_reset()
@@ -322,6 +332,7 @@ class End:
 
     def time_out(self, now: float) -> None:
         if self.due() <= now:
+            self.deadline = float("inf")
             self.negotiation.timed_out()
 
     def _over(self) -> None:
@@ -476,6 +487,14 @@ class World:
             for call in self.calls:
                 for each in call.ends:
                     each.time_out(self.clock.now)
+
+    def until_time(self, condition: Callable[[], object]) -> None:
+        """Let time pass, from timer to timer, until ``condition()``."""
+        for _ in range(1000):
+            if condition():
+                return
+            self.pass_time(max(0.0, self.next_deadline() - self.clock.now))
+        raise AssertionError("this takes for ever")
 
     def finish(self) -> float:
         """Let time pass until every call has its outcome; returns the seconds it took."""

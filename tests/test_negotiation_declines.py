@@ -58,6 +58,7 @@ def check_both_fell_back(
     assert other.fallback.peer_code == code
     for sender, receiver in (call.tcp, call.tcp[::-1]):
         sender.send(b"application data")
+        world.settle()
         assert receiver.receive(1000) == b"application data"
     for side in world.sides:
         assert not [group for group in side.groups if group.state == "FORMING"]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import random
 import sys
 import time
@@ -291,6 +292,8 @@ class Case:
                 world.fabric.deliver(rng.choice((1, 2)))
             else:
                 rng.choice(world.sides).stack.pump.drain()
+                if world.news:
+                    world.news.popleft().look()
         for _, late in self._later:
             late()
 
@@ -601,7 +604,19 @@ def run(cases: int, seed: int, first: int = 0) -> Result:
     """Run ``cases`` cases from number ``first`` on."""
     result = Result(cases=cases, seed=seed)
     start = time.perf_counter()
-    for number in range(first, first + cases):
+    logger = logging.getLogger("trio_smc")
+    logger.propagate = False  # thousands of warnings are as it should be
+    try:
+        _run(result, first)
+    finally:
+        logger.propagate = True
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _run(result: Result, first: int) -> None:
+    seed = result.seed
+    for number in range(first, first + result.cases):
         case = Case(seed, number)
         try:
             result.outcomes[case.run()] += 1
@@ -609,8 +624,6 @@ def run(cases: int, seed: int, first: int = 0) -> Result:
             what = f"{type(error).__name__}: {error}"
             result.failures.append(f"{what}; {case.damages}; --seed {seed} --case {number}")
         result.damages.update(case.damages)
-    result.seconds = time.perf_counter() - start
-    return result
 
 
 def main() -> int:

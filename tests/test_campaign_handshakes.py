@@ -1,0 +1,64 @@
+"""A short run of the campaign of damaged handshakes, and whether it would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.campaigns import handshakes
+from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.negotiation import Negotiation
+from trio_smc.rendezvous.own_rmbs import OwnRmbs
+
+
+def test_damaged_handshakes(seed: int, full: bool) -> None:
+    cases = 50_000 if full else 2_000
+    result = handshakes.run(cases, seed)
+    assert result.failures == []
+    # Every kind of damage was done, and all that can come of it has come.
+    assert len(result.damages) >= 28
+    assert min(result.damages.values()) > cases // 500
+    kinds = {outcome for pair in result.outcomes for outcome in pair}
+    assert kinds == {"Established", "FellBack", "Failed"}
+    assert result.outcomes["Established", "Established"] > cases // 5
+    assert result.outcomes["FellBack", "FellBack"] > cases // 20
+
+
+def _leak(self: OwnRmbs) -> None:
+    self._regions.clear()
+
+
+def _no_end(self: Negotiation) -> None:
+    """A time-out that nobody hears of."""
+
+
+def _crash(self: LinkGroup, *_: object) -> None:
+    raise KeyError("link")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "text"),
+    [
+        (OwnRmbs, "close", _leak, "memory"),
+        (Negotiation, "timed_out", _no_end, "PROPOSED"),
+        (LinkGroup, "answer_rkeys", _crash, "given up"),
+        (Negotiation, "may_decline", property(lambda self: self.may_fall_back), "2: "),
+        (Negotiation, "sent", lambda self: self.tcp_lost(), "5: "),
+    ],
+    ids=["leak", "hang", "exception", "crossing Declines", "no reason"],
+)
+def test_a_broken_rendezvous_is_noticed_and_its_case_replays(
+    owner: type,
+    name: str,
+    broken: Callable[..., object],
+    text: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    result = handshakes.run(600, seed)
+    line = next(line for line in result.failures if text in line)
+    case = int(line.rsplit("--case ", 1)[1])
+    again = handshakes.run(1, seed, first=case)
+    assert again.failures == [line]
