@@ -17,6 +17,7 @@ import operator
 import os
 import time
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -41,11 +42,21 @@ if TYPE_CHECKING:
 __all__ = ["RdmaStream", "SmcStream", "TcpStream"]
 
 _DEFAULT_RECEIVE: Final = 65536
+# What each call needs, looked up once.
+_reschedule: Final = trio.lowlevel.reschedule
+_sleep: Final = trio.lowlevel.wait_task_rescheduled
+_yield: Final = trio.lowlevel.cancel_shielded_checkpoint
+_check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
+_ABORTED: Final = Abort.SUCCEEDED
 _YIELD_EVERY_CALLS: Final = 32
 _YIELD_EVERY_NS: Final = 200_000
 # Waiters of the core; `URGENT` is another.
 _READER: Final = "on_readable"
 _WRITER: Final = "on_writable"
+
+
+def _nothing() -> None:
+    """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
 class SmcStream(HalfCloseableStream):
@@ -279,8 +290,9 @@ class RdmaStream(RdmaUrgent, SmcStream):
             await trio.lowlevel.checkpoint_if_cancelled()
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
-            if not await self._send_view(_some_bytes(data), urgent=True):
-                await self._yield()
+            parked = await self._send_view(_some_bytes(data), urgent=True)
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
         finally:
             self._sending = False
 
@@ -296,29 +308,39 @@ class RdmaStream(RdmaUrgent, SmcStream):
             raise trio.BusyResourceError("another task is sending on this stream")
         self._sending = True
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
+            await _check_cancelled()
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
             view = _flat(data)
-            if not (await self._send_view(view) if view else self._check_sendable()):
-                await self._yield()
+            parked = False
+            if not view:
+                self._check_sendable()
+            elif type(view.obj) is not bytes:
+                parked = await self._send_view(view)
+            else:
+                # Bytes that fit, the usual case, need none of its care.
+                sent = self._send_some(view, False)
+                if sent < len(view):
+                    parked = await self._send_view(view, sent)
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
         finally:
             self._sending = False
 
-    async def _send_view(self, view: memoryview, urgent: bool = False) -> bool:
-        """Send all of it; True when that took waiting."""
+    async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
+        """Send all of it; True when that took waiting.  ``sent``: of a first try, -1: none."""
         core = self._core
         parked = False
         rest = view
         try:
-            while True:
+            if sent < 0:
                 sent = self._send_some(rest, urgent)
-                if sent == len(rest):
-                    break
+            while sent < len(rest):
                 rest = rest[sent:]
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
+                sent = self._send_some(rest, urgent)
             while core.borrowed:
                 parked = await self._park(_WRITER) or parked
         finally:
@@ -338,11 +360,10 @@ class RdmaStream(RdmaUrgent, SmcStream):
         except OSError as error:
             raise self._translated(error) from error
 
-    def _check_sendable(self) -> bool:
+    def _check_sendable(self) -> None:
         core = self._core
         if core.error is not None or core.got_closed:
             raise trio.BrokenResourceError("the connection is broken") from core.error
-        return False
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
@@ -350,7 +371,7 @@ class RdmaStream(RdmaUrgent, SmcStream):
             raise trio.BusyResourceError("another task is sending on this stream")
         self._sending = True
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
+            await _check_cancelled()
             core = self._core
             if self._closed:
                 raise trio.ClosedResourceError("the stream was closed")
@@ -359,8 +380,8 @@ class RdmaStream(RdmaUrgent, SmcStream):
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
-            if not parked:
-                await self._yield()
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
         finally:
             self._sending = False
 
@@ -399,26 +420,23 @@ class RdmaStream(RdmaUrgent, SmcStream):
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
+            await _check_cancelled()
             parked = False
             while True:
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
-                data = self._take(max_bytes)
+                try:
+                    data = self._core.receive(max_bytes)
+                except OSError as error:
+                    raise self._translated(error) from error
                 if data or self._core.at_eof:
                     break
                 parked = await self._park(_READER) or parked
-            if not parked:
-                await self._yield()
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
             return data
         finally:
             self._receiving = False
-
-    def _take(self, max_bytes: int) -> bytes:
-        try:
-            return self._core.receive(max_bytes)
-        except OSError as error:
-            raise self._translated(error) from error
 
     # --- ending ----------------------------------------------------------------------------
 
@@ -499,40 +517,36 @@ class RdmaStream(RdmaUrgent, SmcStream):
     async def _park(self, waiter: str) -> bool:
         """Wait until the core calls its ``waiter``; False if it did before anybody slept."""
         core, pump = self._core, self._pump
-        task = trio.lowlevel.current_task()
-        called = sleeping = False
-
-        def wake() -> None:
-            nonlocal called
-            called = True
-            if sleeping:
-                trio.lowlevel.reschedule(task)
+        setattr(core, waiter, _nothing)
+        self._drain()
+        if getattr(core, waiter) is None:
+            return False
+        if waiter is _READER and not pump.waiting:
+            pump.try_spin(lambda: core.on_readable is None)
+            if core.on_readable is None:
+                return False
 
         def abort(_: RaiseCancelT) -> Abort:
             setattr(core, waiter, None)
-            return Abort.SUCCEEDED
+            return _ABORTED
 
-        setattr(core, waiter, wake)
-        self._drain()
-        if called or (waiter is _READER and pump.try_spin() and called):
-            return False
-        sleeping = True
+        setattr(core, waiter, partial(_reschedule, trio.lowlevel.current_task()))
         pump.waiting += 1
         try:
-            await trio.lowlevel.wait_task_rescheduled(abort)
+            await _sleep(abort)
         finally:
             pump.waiting -= 1
         return True
 
-    async def _yield(self) -> None:
-        if not self._strict:
-            self._calls += 1
-            now = time.perf_counter_ns()
-            if self._calls < _YIELD_EVERY_CALLS and now - self._yielded < _YIELD_EVERY_NS:
-                return
-            self._calls = 0
-            self._yielded = now
-        await trio.lowlevel.cancel_shielded_checkpoint()
+    def _is_due(self) -> bool:
+        """Whether an amortised checkpoint is to be a full one."""
+        self._calls += 1
+        now = time.perf_counter_ns()
+        if self._calls < _YIELD_EVERY_CALLS and now - self._yielded < _YIELD_EVERY_NS:
+            return False
+        self._calls = 0
+        self._yielded = now
+        return True
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:

@@ -147,10 +147,8 @@ class Endings(UrgentSender):
             self._cause = exc
         self._machine.send("abort")
 
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A CDC message, and every write before it, has reached the peer."""
-        super().on_cdc_complete(sequence)
-        if self._silent and self._flags & ABNORMAL_CLOSE and sequence == self._sequence:
+    def _last_word_complete(self, sequence: int) -> None:
+        if self._flags & ABNORMAL_CLOSE and sequence == self._sequence:
             self._machine.send("abort_sent")
 
     def on_room(self) -> None:

@@ -130,10 +130,17 @@ class Receiver:
           ValueError: ``max_bytes`` is not positive.
           OSError: the connection has failed (ECONNRESET by the peer, ECONNABORTED by us).
         """
-        length = self._take(max_bytes)
-        if not length:
-            return b""
-        data = self._copy(length)
+        consumed = self._consumed
+        length = self._received - consumed - self._hidden
+        if not length or max_bytes <= 0 or self._eye_catcher or not self._open_to_application:
+            length = self._take(max_bytes)
+            if not length:
+                return b""
+        elif length > max_bytes:
+            length = max_bytes
+        start = (consumed - self._ring_start) % self._usable
+        end = start + length
+        data = self._ring[start:end].tobytes() if end <= self._usable else self._copy(length)
         self._consume(length)
         return data
 
@@ -186,8 +193,8 @@ class Receiver:
         """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
         consumed = self._consumed = self._consumed + length
         if self._tell_all or (
-            2 * (self._usable - self._received + self._told) < self._usable
-            and consumed - self._told >= self._least_update
+            consumed - self._told >= self._least_update
+            and 2 * (self._usable - self._received + self._told) < self._usable
         ):
             if self._hidden and consumed + 1 == self._received:
                 self._skip_hidden()
@@ -207,14 +214,21 @@ class Receiver:
           ProtocolError: it left the window, or moved after the peer said it was done.
         """
         rmbe = self._rmbe
-        count = advance_untrusted(
-            self._received,
-            wrap,
-            offset,
-            usable=self._usable,
-            first=rmbe.first,
-            limit=self._told + self._usable,
-        )
+        usable = self._usable
+        count = self._received + offset - self._received_offset
+        if (
+            wrap != self._received_wrap
+            or offset >= usable
+            or not self._received < count <= self._told + usable
+        ):
+            count = advance_untrusted(
+                self._received,
+                wrap,
+                offset,
+                usable=usable,
+                first=rmbe.first,
+                limit=self._told + usable,
+            )
         if self._peer_done and count != self._received:
             raise ProtocolError("data after the end of the data")
         if self._urgent_mark > self._told:

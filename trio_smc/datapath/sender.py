@@ -317,8 +317,13 @@ class Sender(Messenger):
         self._completed = sequence
         replay = self._replay
         while replay and not (sequence - replay[0][0]) & 0x8000:
-            self._release(replay)
+            if self.borrowed:
+                self._release(replay)
+            else:
+                self._delivered = replay.popleft()[1]
         self._after_delivery()
+        if self._silent:
+            self._last_word_complete(sequence)
 
     def _release(self, replay: deque[tuple[int, int, memoryview]]) -> None:
         _, self._delivered, data = replay.popleft()
@@ -345,14 +350,21 @@ class Sender(Messenger):
             if wrap or offset not in (0, len(EYE_CATCHER)):
                 raise ProtocolError("a consumer cursor before anything was sent")
             return
-        self._taken = advance_untrusted(
-            self._taken,
-            wrap,
-            offset,
-            usable=self._peer_usable,
-            first=self._peer_first,
-            limit=self._announced,
-        )
+        count = self._taken + offset - self._taken_offset
+        if (
+            wrap != self._taken_wrap
+            or offset >= self._peer_usable
+            or not self._taken < count <= self._announced
+        ):
+            count = advance_untrusted(
+                self._taken,
+                wrap,
+                offset,
+                usable=self._peer_usable,
+                first=self._peer_first,
+                limit=self._announced,
+            )
+        self._taken = count
         self._taken_wrap = wrap
         self._taken_offset = offset
         if self._taken > self._delivered:
@@ -392,4 +404,8 @@ class Sender(Messenger):
 
     def _all_delivered(self) -> None:
         """`unsent` became false."""
+        raise NotImplementedError
+
+    def _last_word_complete(self, sequence: int) -> None:
+        """A CDC message is complete, and one with C or A was posted."""
         raise NotImplementedError

@@ -40,6 +40,8 @@ __all__ = ["Link", "LinkConnection", "PeerQueuePair"]
 
 LOGGER = logging.getLogger("trio_smc.link")
 
+_RECV: Final = int(WcOpcode.RECV)
+_from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 
@@ -80,8 +82,9 @@ class Link:
     """
 
     __slots__ = (
-        "_connection_of", "_free", "_pending", "_received", "_replenish", "_since_signal",
-        "_test_data", "_timer", "_waiting", "_wr_id", "copies_on_post", "group", "heard",
+        "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
+        "_replenish", "_since_signal", "_test_data", "_timer", "_waiting", "_wr_id",
+        "copies_on_post", "group", "heard",
         "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "rnic", "user_id",
     )  # fmt: skip
 
@@ -109,6 +112,10 @@ class Link:
         self.heard = False
         self.machine = Machine(LINK, self)
         self._connection_of = group.connections
+        # What every message needs, looked up once.
+        self._host = group.host
+        self._post_send = self.qp.post_send
+        self._post_write = self.qp.post_write
         self._free = rnic.send_depth
         self._wr_id = 0
         self._since_signal = 0
@@ -149,11 +156,11 @@ class Link:
         """RDMA-write ``data`` to ``address``; completes with the connection's next CDC."""
         self._free -= 1
         self._since_signal += 1
-        self._wr_id += 1
-        observer = self.group.host.observer
+        self._wr_id = wr_id = self._wr_id + 1
+        observer = self._host.observer
         if observer is not None:
             observer.rdma_write(self, address, rkey, len(data))
-        self.qp.post_write(self._wr_id, data, None, address=address, rkey=rkey)
+        self._post_write(wr_id, data, None, address=address, rkey=rkey)
 
     def post_cdc(self, connection: LinkConnection, message: bytes) -> None:
         """Send a CDC message; ``connection.on_cdc_complete`` follows."""
@@ -162,10 +169,10 @@ class Link:
         weight = self._since_signal + 1
         self._since_signal = 0
         self._pending.append((wr_id, weight, connection, message[2] << 8 | message[3], None))
-        observer = self.group.host.observer
+        observer = self._host.observer
         if observer is not None:
             observer.cdc(self, True, message)
-        self.qp.post_send(wr_id, message)
+        self._post_send(wr_id, message)
 
     def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
         """Send an LLC message; ``on_sent`` is called when it reached the peer."""
@@ -196,19 +203,19 @@ class Link:
         _, opcode, status, wr_id, data = completion
         if status:
             self._failed(status)
-        elif opcode != WcOpcode.RECV:
+        elif opcode != _RECV:
             self._sent(wr_id)
         elif data is not None:
             self._receive(data)
 
     def _receive(self, data: bytes) -> None:
         self.heard = True
-        self._received += 1
-        if self._received >= self._replenish:
-            count, self._received = self._received, 0
+        self._received = count = self._received + 1
+        if count >= self._replenish:
+            self._received = 0
             if self.machine.state != "DOWN":
                 self.qp.post_receive(count)
-        observer = self.group.host.observer
+        observer = self._host.observer
         if not data or data[0] != CDC_TYPE:
             if observer is not None:
                 observer.llc(self, False, data)
@@ -216,9 +223,9 @@ class Link:
             return
         if observer is not None:
             observer.cdc(self, False, data)
-        connection = self._connection_of.get(int.from_bytes(data[4:8], "big"))
+        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
         if connection is None:
-            self.group.host.count_unknown_token()
+            self._host.count_unknown_token()
             return
         try:
             connection.on_cdc_untrusted(data)

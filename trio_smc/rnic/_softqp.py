@@ -6,7 +6,7 @@
 Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
 the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
 posted after it waits behind it.  So the send queue is normally empty, and `_ready` says in one
-look that nothing stands in the way: RTS, port up, peer known, queue empty.
+look that nothing stands in the way (RTS, port up, peer known, queue empty): it is the peer then.
 
 An error ends the queue pair as verbs do: the request that met it completes with its status, all
 later ones with WR_FLUSH_ERR, posted receives with *one* WR_FLUSH_ERR completion for them all.
@@ -22,7 +22,7 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ._contact import Contact
+from ._contact import Contact, Peer
 from ._fabric import Hello, Message, close_all
 from ._ring import CLOSED, PORT_DOWN, SLOTS, ReceiveRing, Sent, ring_doorbell
 from ._softmr import SoftProtectionDomain
@@ -100,7 +100,7 @@ class SoftQueuePair(QueuePair):
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         rnic.watch(self._doorbell, select.EPOLLIN | select.EPOLLET, None)
         self._contact = Contact(rnic, self)
-        self._ready = False
+        self._ready: Peer | None = None
         self._closed = False
         self._psn = -1
         self._peer_name: tuple[bytes, int] | None = None
@@ -173,7 +173,8 @@ class SoftQueuePair(QueuePair):
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
         if len(data) > RECEIVE_SIZE:
             raise RnicError(errno.EINVAL, f"a send has at most {RECEIVE_SIZE} bytes")
-        if self._ready and not self._contact.peer.ring.put(data):  # type: ignore[union-attr]
+        peer = self._ready
+        if peer is not None and not peer.ring.put(data):
             if signaled:
                 self._complete(_new(Completion, (self.qp_num, _SEND, _OK, wr_id, None)))
             return
@@ -189,13 +190,15 @@ class SoftQueuePair(QueuePair):
         rkey: int,
         signaled: bool = False,
     ) -> None:
-        if self._ready:
-            peer = self._contact.peer
-            assert peer is not None
-            if not peer.ring.gone() and not peer.regions.write(data, more, address, rkey):
-                if signaled:
-                    self._complete(_new(Completion, (self.qp_num, _WRITE, _OK, wr_id, None)))
-                return
+        peer = self._ready
+        if (
+            peer is not None
+            and not peer.ring.gone()
+            and not peer.regions.write(data, more, address, rkey)
+        ):
+            if signaled:
+                self._complete(_new(Completion, (self.qp_num, _WRITE, _OK, wr_id, None)))
+            return
         self._post(_Request(wr_id, signaled, None, data, more, address, rkey))
 
     def write_capacity(self) -> int:
@@ -205,13 +208,14 @@ class SoftQueuePair(QueuePair):
 
     def refresh(self) -> None:
         """Decide anew whether work can be done while it is posted."""
-        self._ready = (
+        ready = (
             self.state is QpState.RTS
             and self._rnic.port_active
             and not self._queue
             and not self._contact.unsaid
             and self._reachable()
         )
+        self._ready = self._contact.peer if ready else None
 
     def push(self) -> None:
         """Do what is queued, as far as the peer has receives posted."""
@@ -297,7 +301,7 @@ class SoftQueuePair(QueuePair):
             raise QueueFull
         self._queue.append(request)
         if len(self._queue) == 1:
-            self._ready = False
+            self._ready = None
             self.push()
         if self._queue and self._queue[-1] is request:
             # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
@@ -339,7 +343,7 @@ class SoftQueuePair(QueuePair):
 
     def _enter_err(self) -> None:
         was, self.state = self.state, QpState.ERR
-        self._ready = False
+        self._ready = None
         for request in self._queue:
             self._finish(request, _FLUSHED)
         self._queue.clear()

@@ -167,25 +167,30 @@ class Pump:
         """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""
         self._flushes.append(flush)
 
-    def try_spin(self) -> bool:
-        """Poll for a moment instead of parking a task; True if completions came.
+    def try_spin(self, ready: Callable[[], bool] | None = None) -> bool:
+        """Poll for a moment instead of parking a task; True if what it waits for came.
 
         Only for a sole waiter (`waiting` is 0) and with nothing else to run; otherwise, or with
         ``spin`` 0, returns False at once.  Flushes what is to be flushed first.
+
+        Args:
+          ready: whether what the caller waits for is there; None: it waits for any completion.
         """
         if not self._spin_ns or self.waiting or self._misses >= _PATIENCE:
             return False
         if self._flushes:
             self._flush()
-            if self.drain():
+            if self.drain() and (ready is None or ready()):
                 return True
-        if trio.lowlevel.current_statistics().tasks_runnable:
-            return False
-        return self._spin(self._spin_ns)
+        end = time.perf_counter_ns() + self._spin_ns
+        while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
+            if ready is None or ready():
+                return True
+        return False
 
-    def _spin(self, budget: int) -> bool:
+    def _spin(self, end: int) -> bool:
+        """Poll until something comes (True) or the clock shows ``end``, in ns."""
         now = time.perf_counter_ns
-        end = now() + budget
         drain = self.drain
         while True:
             if drain() or drain() or drain() or drain():
@@ -277,7 +282,8 @@ class Pump:
         if self._spin_ns:
             self._tries += 1
             worthwhile = self._misses < _PATIENCE or self._tries % _SELDOM == 0
-            if worthwhile and self._spin(min(self._spin_ns, int(min(timeout, 1.0) * 1e9))):
+            budget = min(self._spin_ns, int(min(timeout, 1.0) * 1e9))
+            if worthwhile and self._spin(time.perf_counter_ns() + budget):
                 return True
         armed = True
         for lane in self._lanes:
