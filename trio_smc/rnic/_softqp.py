@@ -97,7 +97,11 @@ class SoftQueuePair(QueuePair):
         self._rnic = rnic
         self._pd = pd
         self._complete = rnic.done.append
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self.ring.close()
+            raise
         rnic.watch(self._doorbell, select.EPOLLIN | select.EPOLLET, None)
         self._contact = Contact(rnic, self)
         self._ready: Peer | None = None

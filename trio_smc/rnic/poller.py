@@ -35,7 +35,11 @@ class Poller:
         self.wakeups = 0
         self._wake = wake
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
+        try:
+            self._epoll = select.epoll()
+        except OSError:
+            os.close(self._stop)
+            raise
         self._epoll.register(self._stop, select.EPOLLIN)
         # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
         self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)

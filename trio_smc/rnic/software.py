@@ -30,7 +30,7 @@ from ._ring import SLOTS, ReceiveRing, fence
 from ._softmr import SoftProtectionDomain
 from ._softqp import SoftQueuePair
 from .memory import Memory
-from .verbs import Completion, ProtectionDomain, Rnic, RnicError, RnicEvent
+from .verbs import Completion, ProtectionDomain, Rnic, RnicError, RnicEvent, refusals
 
 __all__ = ["SoftRnic"]
 
@@ -136,7 +136,8 @@ class SoftRnic(Rnic):
 
     def alloc_pd(self) -> SoftProtectionDomain:
         self._check_open()
-        pd = SoftProtectionDomain(self)
+        with refusals():
+            pd = SoftProtectionDomain(self)
         self._pds.add(pd)
         return pd
 
@@ -147,7 +148,8 @@ class SoftRnic(Rnic):
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
-        qp = SoftQueuePair(self, pd, qp_num)
+        with refusals():
+            qp = SoftQueuePair(self, pd, qp_num)
         self._qps[qp_num] = qp
         pd.queue_pairs.add(qp)
         self._rings = (*self._rings, qp.ring)
@@ -247,7 +249,8 @@ class SoftRnic(Rnic):
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
-        return self._directory.dial(socket_name(gid))
+        with refusals():
+            return self._directory.dial(socket_name(gid))
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
         """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""

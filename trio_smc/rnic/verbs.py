@@ -34,9 +34,10 @@ failed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -56,6 +57,7 @@ __all__ = [
     "RnicEvent",
     "WcOpcode",
     "WcStatus",
+    "refusals",
 ]
 
 RECEIVE_SIZE: Final = 48
@@ -64,6 +66,17 @@ RECEIVE_SIZE: Final = 48
 
 class RnicError(OSError):
     """A verb was refused: wrong state, no memory, device gone."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around what a verb asks of the system: its errors are the verb's refusal."""
+    try:
+        yield
+    except RnicError:
+        raise
+    except OSError as problem:
+        raise RnicError(problem.errno, str(problem)) from problem
 
 
 class QueueFull(RnicError):
