@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from tests.rnic_contract import PATIENCE, End, connect, make_end
 from tests.rnic_peer import Peer
@@ -234,27 +235,48 @@ class TestLoop:
             await trio.sleep(0.01)
             assert calls == ["flush", "nested"]
 
-    async def test_a_flush_that_raises_breaks_the_stack_but_not_the_loop(
+    async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture
     ) -> None:
         pump = Pump(spin=0)
         pump.add(rnics[0])
-        async with trio.open_nursery() as nursery:
-            await nursery.start(pump.run)
+        flushed: list[int] = []
 
-            def flush() -> None:
-                raise RuntimeError("no good")
+        def flush() -> None:
+            raise RuntimeError("no good")
 
-            flushed: list[int] = []
-            pump.flush_later(flush)
-            pump.flush_later(flush)
-            pump.flush_later(lambda: flushed.append(1))
-            await trio.lowlevel.checkpoint()
-            await trio.lowlevel.checkpoint()
-            assert isinstance(pump.broken, RuntimeError)
-            nursery.cancel_scope.cancel()
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pump.run)
+                pump.flush_later(flush)
+                pump.flush_later(flush)
+                pump.flush_later(lambda: flushed.append(1))
+                with trio.fail_after(PATIENCE):
+                    await trio.sleep_forever()
         assert flushed == [1]
+        assert caught.value.exceptions == (pump.broken,)
         assert caplog.text.count("RuntimeError: no good") == 1
+        assert pollers() == []
+
+    async def test_an_rnic_that_cannot_be_served_ends_the_pump(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        def service() -> None:
+            raise RuntimeError("no good")
+
+        pump = Pump(spin=0)
+        pump.add(rnics[1])
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pump.run)
+                monkeypatch.setattr(rnics[1], "service", service)
+                await trio.testing.wait_all_tasks_blocked()
+                ends[0].qp.post_send(1, b"x")
+                with trio.fail_after(PATIENCE):
+                    await trio.sleep_forever()
+        assert caught.group_contains(RuntimeError, match="no good")
+        assert pollers() == []
 
     async def test_threads_come_and_go(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(rnics[0]) as pump:

@@ -69,8 +69,8 @@ class Pump:
     Attributes:
       waiting: tasks that are parked until a completion comes; kept by those tasks (add 1 before
         parking, take it off after).  `try_spin` polls only for a sole waiter.
-      broken: what went wrong in a place where nothing may be raised (an instrument hook, an
-        RNIC's `Rnic.service`); None while all is well.
+      broken: what went wrong in a place where nothing may be raised (an instrument hook, a
+        flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
       wakeups: how often the scheduler was woken through the wake eventfd.
     """
 
@@ -222,7 +222,7 @@ class Pump:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled: the hooks are installed, each RNIC has its thread.
 
-        At the end the hooks are gone and the threads are joined.
+        At the end the hooks are gone and the threads are joined.  Raises what is `broken`.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         hooks = _Hooks(self)
@@ -236,6 +236,8 @@ class Pump:
                 os.eventfd_read(self._wake_fd)
                 self.wakeups += 1
                 self._service()
+                if self.broken is not None:
+                    raise self.broken
         finally:
             trio.lowlevel.remove_instrument(hooks)
             for lane in self._lanes:
@@ -263,6 +265,8 @@ class Pump:
         if self.broken is None:
             _log.error("the stack cannot go on", exc_info=problem)
             self.broken = problem
+            if self._wake_fd >= 0:
+                self._wake()  # `run` raises it
 
     def before_io_wait(self, timeout: float) -> None:
         """Flush, drain, and before a sleep also spin and arm."""
