@@ -219,6 +219,25 @@ async def test_terminate(who: str) -> None:
         await check_serves(client, listener)
 
 
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_delete_the_only_link(who: str) -> None:
+    async with two_stacks() as (client, server, listener):
+        mine, other = await connect(client, listener)
+        [group] = (client if who == "client" else server).link_groups
+        with pytest.raises(ValueError, match="no link 7"):
+            group.delete_link(7)
+        await check_talk(mine, other)
+        group.delete_link(group.links[0].number)
+        for stream in (mine, other):
+            with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
+                await stream.receive_some()
+        assert group.state == "GONE"
+        with pytest.raises(ValueError, match="no link 1"):
+            group.delete_link(1)
+        await close_all(mine, other)
+        await check_serves(client, listener)
+
+
 # --- counters ------------------------------------------------------------------------------------
 
 
@@ -460,9 +479,8 @@ async def test_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise AssertionError("opened")
 
 
-async def test_a_defect_in_the_background(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("where", ["timers", "pump"])
+async def test_a_defect_in_the_background(where: str, caplog: pytest.LogCaptureFixture) -> None:
     """The stack is closed, its streams are broken, and the block hears of it at its end."""
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with trio_smc.open_stack(QUICK) as stack:
@@ -472,7 +490,10 @@ async def test_a_defect_in_the_background(
             def broken() -> None:
                 raise LookupError("a defect")
 
-            stack.timers.call_later(0, broken)
+            if where == "timers":
+                stack.timers.call_later(0, broken)
+            else:
+                stack.pump.flush_later(broken)
             with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
                 await mine.receive_some()
             with pytest.raises(trio.ClosedResourceError) as refused:

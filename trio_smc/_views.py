@@ -157,6 +157,24 @@ class LinkGroup:
             return ()
         return tuple(RmbView(rmb) for rmb in self._core.own_rmbs.pool.rmbs)
 
+    def delete_link(self, number: int) -> None:
+        """Delete one link in order; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+
+        A group whose last link is deleted ends, and its connections are reset.  Returns at once;
+        does nothing while a request of this side to delete a link is under way.
+
+        Args:
+          number: of a link in `links`.
+
+        Raises:
+          ValueError: the group has no such link.
+          RuntimeError: called in a forked child.
+        """
+        self._check()
+        if all(link.number != number for link in self.links):
+            raise ValueError(f"the link group has no link {number}")
+        self._core.delete_link(number)
+
     def terminate(self) -> None:
         """End the group in order: its connections are reset, then its links are deleted.
 
