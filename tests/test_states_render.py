@@ -10,7 +10,10 @@ import pytest
 import trio_smc.states
 from trio_smc.states import MACHINES
 from trio_smc.states.__main__ import main
-from trio_smc.states.engine import flatten
+from trio_smc.states.connection import CONNECTION
+from trio_smc.states.engine import Table, flatten
+from trio_smc.states.figures import ANY as ANY_STATE
+from trio_smc.states.figures import FIGURES, Arrow, Box, arrow_edges, figure_svg
 from trio_smc.states.picture import ANY, picture, svg_content, svg_shows
 from trio_smc.states.render import differences, texts
 
@@ -86,9 +89,10 @@ def test_graphviz_draws_all_of_it(tmp_path: Path) -> None:
     for name, chart in MACHINES.items():
         svg = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         assert svg_shows(svg) == svg_content(flatten(chart))
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.svg")}
+    drawn = [tmp_path / f"{name}.svg" for name in MACHINES]
+    stamps = [path.stat().st_mtime_ns for path in drawn]
     assert main([str(tmp_path)]) == 0
-    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.svg")}
+    assert stamps == [path.stat().st_mtime_ns for path in drawn]
 
 
 def test_without_graphviz_everything_else_is_written(
@@ -99,3 +103,78 @@ def test_without_graphviz_everything_else_is_written(
     assert main([str(target)]) == 2
     assert "apt-get install graphviz" in capsys.readouterr().err
     assert {path.name for path in target.iterdir()} == set(texts(MACHINES))
+
+
+# --- the RFC's figures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_laid_out_like_the_rfcs(name: str) -> None:
+    """In rows and columns; arrows start and end at the boxes they join, or at another arrow."""
+    figure = FIGURES[name]
+    boxes = figure.boxes
+    lefts, tops = ({box.left for box in boxes.values()}, {box.top for box in boxes.values()})
+    assert len(lefts) + len(tops) < 2 * len(boxes), "rows and columns"
+    for arrow in figure.arrows:
+        for (x, y), (u, v) in zip(arrow.path, arrow.path[1:], strict=False):
+            assert x == u or y == v, "lines are upright or level"
+        start, end = arrow.path[0], arrow.path[-1]
+        sources = {"CLOSED" if source == "INIT" else source for source, _ in arrow.ends}
+        assert any(on_edge(boxes[source], start) for source in sources), arrow
+        targets = {target for _, target in arrow.ends}
+        joins = any(between(end, other) for other in figure.arrows if other is not arrow)
+        assert joins or any(on_edge(boxes[target], end) for target in targets), arrow
+
+
+def on_edge(box: Box, point: tuple[int, int]) -> bool:
+    x, y = point
+    right, bottom = box.left + box.width, box.top + box.height
+    upright = x in (box.left, right) and box.top <= y <= bottom
+    return upright or (y in (box.top, bottom) and box.left <= x <= right)
+
+
+def between(point: tuple[int, int], arrow: Arrow) -> bool:
+    return any(
+        min(x, u) <= point[0] <= max(x, u) and min(y, v) <= point[1] <= max(y, v)
+        for (x, y), (u, v) in zip(arrow.path, arrow.path[1:], strict=False)
+    )
+
+
+def test_the_figures_name_every_paragraph_and_state() -> None:
+    paragraphs = {
+        name: {arrow.paragraph for arrow in figure.arrows} for name, figure in FIGURES.items()
+    }
+    assert paragraphs["figure22"] == {"2", "3A", "3B", "3C", "3D", "4A", "4B", "4C", "4D"}
+    assert paragraphs["figure23"] == {"1A", "1B", "2A", "2B"}
+    shown = {state for figure in FIGURES.values() for state in figure.boxes}
+    assert shown | {"INIT"} == {*CONNECTION.states, ANY_STATE}
+
+
+def test_a_figure_cannot_show_what_the_table_has_not() -> None:
+    figure = FIGURES["figure22"]
+    wrong = Arrow("3A", (("ACTIVE", "APPCLOSEWAIT1"),), ((0, 0), (1, 0)), (1, 1))
+    with pytest.raises(ValueError, match="nothing leads from ACTIVE"):
+        arrow_edges(wrong, figure.section, CONNECTION)
+    empty = Table(name="x", initial="a", states=("a",), stopped=(), events=(), edges={}, values={})
+    with pytest.raises(ValueError, match="nothing leads"):
+        figure_svg(figure, empty)
+
+
+def test_figure_22_says_which_events() -> None:
+    figure = FIGURES["figure22"]
+    said = {
+        arrow.paragraph: {event for event, _ in arrow_edges(arrow, figure.section, CONNECTION)}
+        for arrow in figure.arrows
+        if not arrow.dashed
+    }
+    assert said == {
+        "2": {"established"},
+        "3A": {"shutdown_wr", "close", "all_sent"},
+        "3B": {"peer_done"},
+        "3C": {"peer_closed"},
+        "3D": {"close"},
+        "4A": {"peer_done", "peer_closed"},
+        "4B": {"shutdown_wr", "all_sent"},
+        "4C": {"close", "all_sent"},
+        "4D": {"peer_closed"},
+    }

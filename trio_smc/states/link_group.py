@@ -27,8 +27,8 @@ class LinkGroupChart(Chart):
         FORMING,
         "terminate delete_all",
         GONE,
-        do="tell_failed free_resources",
-        rfc="3.5.1.6.4 (the peer learns it from SMC Decline, or from the end of TCP)",
+        do="leave_turn tell_failed free_resources",
+        rfc="3.5.1.6.4, C.7 (the peer learns it from SMC Decline, or from the end of TCP)",
     )
     edge(SINGLE, "links_lost", GONE, do="end_connections free_resources", rfc="4.8.3")
     edge(

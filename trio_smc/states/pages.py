@@ -52,8 +52,9 @@ def page(name: str, table: Table, summary: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def index(machines: Mapping[str, tuple[Table, str]]) -> str:
-    """The index page over all machines: name to table and summary."""
+def index(machines: Mapping[str, tuple[Table, str]], figures: Mapping[str, str]) -> str:
+    """The index page over all machines, name to table and summary, and the RFC's figures, name
+    to title."""
     rows = [
         (
             f"[{table.name}]({name}.md)",
@@ -66,7 +67,11 @@ def index(machines: Mapping[str, tuple[Table, str]]) -> str:
     ]
     head = ("machine", "states", "events", "edges", "what it is")
     intro = "Every state machine of trio_smc, drawn from the declarations that run."
-    return "\n".join([_HEADER, "", "# State machines", "", intro, "", *_grid(head, rows), ""])
+    drawn = "The connection as RFC 7609 draws it, with the events that run:"
+    lines = [_HEADER, "", "# State machines", "", intro, "", *_grid(head, rows), "", drawn, ""]
+    for name, title in figures.items():
+        lines += [f"![{title}]({name}.svg)", ""]
+    return "\n".join(lines)
 
 
 def _facts(table: Table) -> list[str]:

@@ -1,7 +1,8 @@
 """The generated files of docs/states: what they must contain, writing and comparing them.
 
-The text forms are compared exactly. An SVG is laid out by graphviz, each version differently,
-so of it only the set of states, arrows and lines of text is compared.
+The text forms are compared exactly, and so are the RFC's figures, which have a layout of their own.
+Any other SVG is laid out by graphviz, each version differently, so of it only the set of states,
+arrows and lines of text is compared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from trio_smc.states.chart import flatten
+from trio_smc.states.connection import CONNECTION
+from trio_smc.states.figures import FIGURES, figure_svg
 from trio_smc.states.pages import index, page
 from trio_smc.states.picture import dot, mermaid, svg_content, svg_shows
 
@@ -26,9 +29,12 @@ class NoGraphviz(Exception):
 
 
 def texts(machines: Mapping[str, type[StateChart[Any]]]) -> dict[str, str]:
-    """File name to content of everything but the SVG files."""
+    """File name to content of everything but the SVG files that graphviz draws."""
     tables = {name: (flatten(chart), _summary(chart)) for name, chart in machines.items()}
-    files = {"index.md": index(tables)}
+    figures = {name: figure.title for name, figure in FIGURES.items()}
+    files = {"index.md": index(tables, figures)}
+    for name, figure in FIGURES.items():
+        files[f"{name}.svg"] = figure_svg(figure, CONNECTION)
     for name, (table, summary) in tables.items():
         files[f"{name}.dot"] = dot(table)
         files[f"{name}.mmd"] = mermaid(table)
