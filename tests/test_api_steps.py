@@ -168,14 +168,14 @@ async def test_a_connection_with_few_descriptors(
     contact: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is SMC-R, TCP with a reason, or an OSError; afterwards all is as before."""
-    config = replace(QUICK, handshake_timeout=0.2)
+    hurried = replace(QUICK, handshake_timeout=0.2)  # for a server that cannot even accept
     outcomes: list[str] = []
 
     async def echo(stream: SmcStream) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
             await stream.send_all(await stream.receive_some())
 
-    async with trio_smc.open_stack(config) as server, trio.open_nursery() as nursery:
+    async with trio_smc.open_stack(QUICK) as server, trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(server.serve, echo, 0, host=HOST))
 
         async def check_echo(stream: SmcStream) -> None:
@@ -185,12 +185,12 @@ async def test_a_connection_with_few_descriptors(
                     assert await stream.receive_some() == b"ping"
 
         while outcomes[-8:] != ["smc-r"] * 8:
-            async with trio_smc.open_stack(config) as client:
+            async with trio_smc.open_stack(QUICK) as client:
                 if contact == "subsequent":
                     await check_echo(await client.open_stream(*address_of(listener)))
                 stream = None
                 with few_descriptors(len(outcomes)), contextlib.suppress(OSError):
-                    stream = await client.open_stream(*address_of(listener))
+                    stream = await client.open_stream(*address_of(listener), config=hurried)
                 outcomes.append(stream.mode if stream else "error")
                 if stream is not None:
                     with contextlib.suppress(trio.BrokenResourceError):
