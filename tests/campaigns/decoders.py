@@ -11,6 +11,7 @@ depends on the seed and its number only: ``--seed N --case K`` replays case K al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
@@ -20,8 +21,11 @@ from dataclasses import dataclass, field
 
 from tests import wire_vectors as vectors
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath import cdc
+from trio_smc.rendezvous import _local_protocol as local
 from trio_smc.rendezvous import clc, llc
+from trio_smc.rnic import _fabric as fabric
 
 __all__ = ["Result", "piece", "run"]
 
@@ -29,6 +33,17 @@ _VALID: dict[str, list[bytes]] = {
     codec: [data for _, data in group.values()] + [item.data for item in vectors.captured(codec)]
     for codec, group in vectors.ALL.items()
 }
+_VALID["fabric"] = [
+    fabric.Hello(gid=bytes(range(16)), qp_num=17, peer_qp_num=1 << 23, peer_psn=3).encode(),
+    fabric.Register(rkey=1 << 31, slot=9, address=1 << 40, length=1 << 20).encode(),
+    fabric.Revoke(rkey=77).encode(),
+]
+_VALID["local"] = [
+    local.announce(local.four_tuple(("127.0.0.1", 1), ("127.0.0.2", 65535))),
+    local.announce(local.four_tuple(("::1", 40000), ("fe80::1%2", 7))),
+    *(local.refused(reason) for reason in FallbackReason),
+    *(local.HEARD, local.ACCEPTED, local.GO),
+]
 _CODECS = list(_VALID)
 
 
@@ -137,12 +152,30 @@ def _fast_path(data: bytes) -> bytes:
     return cdc.CdcMessage(*items[1:], reserved=cdc.decode_untrusted(data).reserved).encode()
 
 
+def _fabric(data: bytes) -> bytes:
+    # It came with as many descriptors as its kind wants; what if not, the RNIC's own tests ask.
+    for descriptors in (0, 1, 3):
+        with contextlib.suppress(ProtocolError):
+            again = fabric.decode_untrusted(data, descriptors).encode()
+            return again[:6] + data[6:8] + again[8:]  # padding
+    raise ProtocolError("refused with any number of descriptors")
+
+
+def _local(data: bytes) -> bytes:
+    # What a later version may append is skipped, so only this much comes back.
+    message = local.decode_untrusted(data)
+    end = 8 + len(message.connection)
+    return data[:8] + message.connection + data[end:]
+
+
 _DECODERS: dict[str, Callable[[bytes], bytes]] = {
     "clc": lambda data: clc.decode_untrusted(data).encode(),
     "clc length": _length,
     "llc": lambda data: llc.decode_untrusted(data).encode(),
     "cdc": lambda data: cdc.decode_untrusted(data).encode(),
     "cdc fast path": _fast_path,
+    "fabric": _fabric,
+    "local": _local,
 }
 
 
