@@ -13,7 +13,6 @@ import re
 import textwrap
 from dataclasses import dataclass
 from html import escape
-from itertools import cycle
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
@@ -23,7 +22,11 @@ if TYPE_CHECKING:
 ANY = "any state"
 START = "start"
 _WIDTH = 34  # characters of a line of actions
-_COLOURS = ("#1f5aa6", "#a6401f", "#2b7a3d", "#7a3d91", "#946200", "#0f7a7a", "#a61f5a", "#4d4d4d")
+# As many as any machine has states: two arrows of one colour lead to one state.
+_COLOURS = (
+    "#1f5aa6", "#a6401f", "#2b7a3d", "#7a3d91", "#946200", "#0f7a7a", "#a61f5a", "#4d4d4d",
+    "#5f7a00", "#2d2d8a", "#8a5a44",
+)  # fmt: skip
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -147,7 +150,7 @@ def dot(table: Table) -> str:
     if any(source == ANY for source, _ in drawn.arrows):
         lines.append(f'  "{ANY}" [style="rounded,dashed", label=<<I>{ANY}</I>>];')
     lines.append(f'  "{START}" -> "{drawn.initial}";')
-    colours = dict(zip(table.states, cycle(_COLOURS), strict=False))
+    colours = dict(zip(table.states, _COLOURS, strict=False))
     lines += [
         f'  "{source}" -> "{target}" [color="{colours[target]}", fontcolor="{colours[target]}",'
         f" label=<{_dot_lines(labels)}>];"
