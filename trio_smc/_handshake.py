@@ -85,7 +85,7 @@ async def _run(
             state, deadline = negotiation.state, trio.current_time() + patience
         with trio.move_on_at(deadline if negotiation.awaits_clc else math.inf) as scope:
             await changed.wait()
-        if scope.cancelled_caught:
+        if scope.cancelled_caught and not changed.is_set():
             negotiation.timed_out()
 
 

@@ -505,7 +505,7 @@ class Case:
                 assert bytes(tcp.taken[: consumed[place]]) + data == bytes(tcp.taken), "2"
                 told = call.ends[place].fallback.origin is Origin.PEER
                 if self._whole(1 - place) and (told or self._whole(place)):
-                    broken = tcp.ended or tcp.peer.silent
+                    broken = tcp.ended or tcp.cut or tcp.peer.silent
                     assert data == text or (broken and text.startswith(data)), f"2: {data!r}"
         else:
             self._check_mixed(got)

@@ -138,6 +138,11 @@ class Link:
         """The link's state (`trio_smc.states.link`)."""
         return self.machine.state
 
+    @property
+    def unacknowledged(self) -> bool:
+        """Whether something was sent that is not known to have arrived."""
+        return bool(self._pending)
+
     # --- connections: trio_smc.datapath.channel.Channel -------------------------------------
 
     def capacity(self) -> int:

@@ -590,6 +590,11 @@ class LinkGroup:
         if contact is not None:
             contact.group_formed()
 
+    def leave_turn(self) -> None:
+        """Nothing failed: a message on its way may arrive yet, and the peer's turn come."""
+        if any(link.unacknowledged for link in self.links.values()):
+            self.our_turn = False
+
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
