@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 import time
-import tracemalloc
 
 import trio
 
@@ -30,7 +29,6 @@ RESIDENT = 2 << 20
 def run(cases: int, seed: int, only: int | None = None) -> Outcome:
     """Stop and kill; AssertionError when the survivor is the worse for it."""
     rounds = max(4, cases // CASES_PER_ROUND)
-    tracemalloc.start()
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
         outcome = trio.run(stop_and_kill, rounds, seed, only)

@@ -40,6 +40,7 @@ class Actor:
         self._nursery = nursery
         self._listener: trio_smc.SmcListener | None = None
         self._stream: RdmaStream
+        self._kept: dict[str, RdmaStream] = {}
         self._under_way: dict[str, Any] | None = None
         self._finished = trio.Event()
 
@@ -74,6 +75,14 @@ class Actor:
     def _take(self, stream: trio_smc.SmcStream) -> None:
         assert isinstance(stream, RdmaStream), stream.fallback
         self._stream = stream
+
+    async def keep_as(self, name: str) -> None:
+        """Give the connection in use a name."""
+        self._kept[name] = self._stream
+
+    async def use(self, name: str) -> None:
+        """Go on with the connection of that name."""
+        self._stream = self._kept.pop(name)
 
     # --- the stream --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ is this process and the same stack for all rounds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -34,6 +35,8 @@ message came, one without any, and the time for the answer."""
 SLACK = 3.0
 """Seconds more for a machine that has other things to do."""
 _STREAMS = 3
+_LIFE = 20.0
+"""Seconds that a victim lives on at most after the survivor has noticed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +48,10 @@ class Outcome:
       received: bytes the survivor got and checked.
       early: rounds whose link was given up before the signal; links are tested with times that a
         busy machine may exceed.
-      traced, rss: bytes by which the survivor's memory grew between the warm-up and the end.
+      rss: bytes by which the survivor's resident memory grew from the first fifth of the rounds
+        to the last.
+      traced: bytes by which its Python memory grew in the last tenth; traced only from then on, as
+        the books for that are resident too.
     """
 
     killed: list[float] = field(default_factory=list)
@@ -85,30 +91,38 @@ class Survivor:
             else:
                 streams = [await listener.accept() for _ in range(count)]
                 await listener.aclose()
-            await self._transfer(streams, pid, seed, rng, kill=kill)
+            early = await self._transfer(streams, pid, seed, rng, kill=kill)
+            with trio.fail_after(_LIFE):
+                code = (await zygote.ask("wait"))["code"]
         except BaseException:
             os.kill(pid, signal.SIGKILL)  # it may be stopped; its zygote has not reaped it
             raise
-        code = (await zygote.ask("wait"))["code"]
         # One that was stopped finds all its streams broken, and ends by itself.
-        assert code == (-signal.SIGKILL if kill else 0), f"the victim's exit code is {code}"
+        expected = -signal.SIGKILL if kill else 0
+        assert early or code == expected, f"the victim's exit code is {code}"
 
     async def _transfer(
         self, streams: list[SmcStream], pid: int, seed: int, rng: random.Random, *, kill: bool
-    ) -> None:
+    ) -> bool:
+        """Until all streams are broken; returns whether one was before the signal."""
         ends: list[float] = []
+        begun = [trio.Event() for _ in streams]
 
         async def use(index: int) -> None:
             ours = text_seeds(seed, index)[::-1]
             when, came = await transfer_until_broken(
-                streams[index], (ours[0], ours[1]), random.Random(seed + index)
+                streams[index], (ours[0], ours[1]), random.Random(seed + index), begun[index]
             )
             ends.append(when)
+            begun[index].set()
             self._outcome.received += came
 
         async with trio.open_nursery() as nursery:
             for index in range(len(streams)):
                 nursery.start_soon(use, index)
+            with trio.fail_after(SLACK):
+                for event in begun:
+                    await event.wait()
             await trio.sleep(rng.random() * 0.15)
             early = len(ends) > 0
             at = trio.current_time()
@@ -118,11 +132,13 @@ class Survivor:
             raise AssertionError("somebody still waited after the configured time")
         if early:
             self._outcome.early += 1
+            os.kill(pid, signal.SIGKILL)  # it may wait for a stream that never came about
         else:
             (self._outcome.killed if kill else self._outcome.stopped).append(max(ends) - at)
         if not kill:
             await trio.sleep(rng.random() * 0.1)
             os.kill(pid, signal.SIGCONT)
+        return early
 
     async def at_rest(self) -> None:
         """Wait until the survivor is done with all victims; nothing tells when."""
@@ -145,10 +161,11 @@ async def stop_and_kill(rounds: int, seed: int, only: int | None = None) -> Outc
         before = leaks.take()
         await _clean(directory)
         files = set(os.listdir(directory))
-        memory: tuple[int, int] | None = None
         numbers = list(range(rounds)) if only is None else [only]
-        for first in range(0, len(numbers), LANES):
-            batch = numbers[first : first + LANES]
+        batches = [numbers[first : first + LANES] for first in range(0, len(numbers), LANES)]
+        memory = _Memory(len(batches), outcome)
+        for done, batch in enumerate(batches):
+            memory.look(done)
             async with trio.open_nursery() as nursery:
                 for number, zygote in zip(batch, zygotes, strict=False):
                     nursery.start_soon(_annotated, survivor, number, zygote)
@@ -158,13 +175,9 @@ async def stop_and_kill(rounds: int, seed: int, only: int | None = None) -> Outc
                 gc.collect()
                 left = leaks.leaked(before, leaks.take())
             assert not left, f"after rounds {batch}: {left}"
-            if first >= len(numbers) // 5 and memory is None:
-                memory = _memory()
+        memory.look(len(batches))
         await _clean(directory)
         assert set(os.listdir(directory)) == files, "files are left"
-        if memory is not None:
-            now = _memory()
-            outcome.traced, outcome.rss = now[0] - memory[0], now[1] - memory[1]
     return outcome
 
 
@@ -183,8 +196,36 @@ async def _clean(directory: Path) -> None:
         await listener.aclose()
 
 
-def _memory() -> tuple[int, int]:
+class _Memory:
+    """Looks at the memory of this process at some moments of a campaign."""
+
+    def __init__(self, batches: int, outcome: Outcome) -> None:
+        self._batches = batches
+        self._outcome = outcome
+        self._before = 0
+
+    def look(self, done: int) -> None:
+        """So many batches are done."""
+        if done == self._batches // 5:
+            self._before = _resident()
+        if done == self._batches * 4 // 5:
+            self._outcome.rss = _resident() - self._before
+            tracemalloc.start()
+        if done == self._batches * 9 // 10:
+            self._before = _traced()
+        if done == self._batches:
+            self._outcome.traced = _traced() - self._before
+            tracemalloc.stop()
+
+
+def _resident() -> int:
     gc.collect()
+    # What is free already but not given back yet differs by megabytes.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return (tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0), resident
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _traced() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]

@@ -31,9 +31,14 @@ def config(**settings: Any) -> Config:
 
 
 async def transfer_until_broken(
-    stream: SmcStream, seeds: tuple[int, int], rng: random.Random
+    stream: SmcStream,
+    seeds: tuple[int, int],
+    rng: random.Random,
+    begun: trio.Event | None = None,
 ) -> tuple[float, int]:
     """Send text ``seeds[0]`` and check that text ``seeds[1]`` comes, until the stream is broken.
+
+    Sets ``begun`` when the first bytes come.
 
     Returns when both directions were, and how many bytes came.  AssertionError for wrong bytes, for
     an end of the stream, and when the stream is not SMC-R.
@@ -61,6 +66,8 @@ async def transfer_until_broken(
             while data := await stream.receive_some(max(1, int(LARGEST ** rng.random()))):
                 assert data == text.piece(came, len(data)), f"wrong bytes at {came}"
                 came += len(data)
+                if begun is not None:
+                    begun.set()
         except trio.BrokenResourceError:
             broken.append(trio.current_time())
         else:
