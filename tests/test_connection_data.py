@@ -149,6 +149,41 @@ def test_a_blocked_writer_with_little_left_goes_on_earlier(pairs: list[Pair]) ->
     assert pair.a.send(data[sent:]) == 5
 
 
+def test_delivery_alone_does_not_wake_a_blocked_writer(pairs: list[Pair]) -> None:
+    """It would find the window closed again."""
+    pair = make(pairs)
+    data = memoryview(bytes(2 * RING))
+    sent = pair.a.send(data)
+    woken: list[str] = []
+    pair.a.on_writable = lambda: woken.append("writer")
+    pair.ab.deliver()
+    pair.ab.complete()
+    assert not pair.a.unsent
+    assert woken == []
+    pair.b.receive(RING)
+    pair.ba.deliver()
+    assert woken == ["writer"]
+    assert pair.a.send(data[sent:]) == RING
+
+
+def test_a_blocked_writer_that_closes_hears_of_the_last_delivery(pairs: list[Pair]) -> None:
+    pair = make(pairs)
+    pair.a.send(memoryview(bytes(2 * RING)))
+    pair.a.close()
+    assert pair.a.ending
+    woken: list[str] = []
+
+    def again() -> None:
+        woken.append("writer")
+        pair.a.on_writable = again
+
+    again()
+    while pair.a.ending:
+        before = len(woken)
+        assert pair.ab.deliver() + pair.ab.complete()
+        assert len(woken) > before
+
+
 def test_a_write_where_the_ring_wraps_is_two(pairs: list[Pair]) -> None:
     pair = make(pairs, (16384, 10_000), (False, True), chunks=False)
     pair.a.send(memoryview(bytes(9000)))

@@ -61,6 +61,19 @@ class Sink:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
+class Chain(Sink):
+    """Has the other end send again whenever something came."""
+
+    def __init__(self, pump: Pump, end: End, other: End) -> None:
+        super().__init__(pump, end)
+        self.other = other
+
+    def on_completion(self, completion: Completion) -> None:
+        super().on_completion(completion)
+        number = len(self.messages)
+        self.other.qp.post_send(number, b"%d" % number)
+
+
 @pytest.fixture
 def directory(runtime_directory: Path) -> Path:
     return runtime_directory / "smc"
@@ -335,6 +348,28 @@ class TestLoop:
             for _ in range(64):
                 await trio.sleep(0.006)
             assert time.process_time() - start < 20 * 5e-3
+
+    async def test_a_reader_spins_until_its_own_data_came(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """What comes for others meanwhile, one's own send completions above all, ends nothing."""
+        a, b = ends
+        async with running(*rnics, spin=PATIENCE) as pump:
+            to_b = Chain(pump, b, a)
+            a.qp.post_send(0, b"0")
+            assert pump.try_spin(lambda: len(to_b.messages) == 5)
+            assert to_b.messages == [b"%d" % index for index in range(5)]
+
+    async def test_a_reader_does_not_spin_for_ever_when_all_that_comes_is_for_others(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics, spin=1e-3) as pump:
+            to_b = Chain(pump, b, a)
+            a.qp.post_send(0, b"0")
+            assert not pump.try_spin(lambda: False)
+            assert to_b.messages
+            pump.unregister(b.rnic, b.qp)
 
 
 class TestSecondProcess:

@@ -337,7 +337,9 @@ class Sender(Messenger):
             self.flush()
         if self._produced == self._delivered:
             self._all_delivered()
-            self._wake_writer()
+            # Delivery opens no window: who waits for that would only look and sleep again.
+            if not self._blocked or not self._sendable:
+                self._wake_writer()
 
     def _consumer_untrusted(self, wrap: int, offset: int) -> None:
         """Follow the peer's consumer cursor; the caller knows that it has moved.

@@ -186,6 +186,8 @@ class Pump:
         while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
                 return True
+            if time.perf_counter_ns() >= end:
+                break  # all that comes is for others
         return False
 
     def _spin(self, end: int) -> bool:
@@ -298,10 +300,9 @@ class Pump:
             self.drain()
         return not armed
 
-    def after_io_wait(self, timeout: float) -> None:
-        """Drain what ended the sleep, before any task runs."""
-        if timeout > 0:
-            self.drain()
+    def after_io_wait(self) -> None:
+        """Drain what ended a sleep, before any task runs."""
+        self.drain()
 
 
 class _Hooks(trio.abc.Instrument):
@@ -317,7 +318,8 @@ class _Hooks(trio.abc.Instrument):
             self._pump._break(problem)
 
     def after_io_wait(self, timeout: float) -> None:
-        try:
-            self._pump.after_io_wait(timeout)
-        except Exception as problem:
-            self._pump._break(problem)
+        if timeout > 0:
+            try:
+                self._pump.after_io_wait()
+            except Exception as problem:
+                self._pump._break(problem)
