@@ -15,8 +15,8 @@ class ProtocolError(Exception):
     """The peer broke RFC 7609.
 
     The only exception that a function named ``*_untrusted`` raises.  During the handshake it
-    ends the TCP connection (RFC 7609, C.5); on an open stream its user sees
-    :exc:`trio.BrokenResourceError` with this as the cause.
+    ends the TCP connection (RFC 7609, C.6); on an open stream its user sees
+    :exc:`trio.BrokenResourceError`, whose cause is an OSError, whose cause is this.
     """
 
 
