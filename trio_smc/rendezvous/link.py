@@ -211,9 +211,9 @@ class Link:
         elif opcode != _RECV:
             self._sent(wr_id)
         elif data is not None:
-            self._receive(data)
+            self._receive_untrusted(data)
 
-    def _receive(self, data: bytes) -> None:
+    def _receive_untrusted(self, data: bytes) -> None:
         self.heard = True
         self._received = count = self._received + 1
         if count >= self._replenish:
