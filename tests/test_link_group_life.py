@@ -270,7 +270,7 @@ def test_the_server_deletes_the_only_link() -> None:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         server.record()
-        server.group.delete_link(1)
+        server.group.deletion.delete_link(1)
         assert server.group.exchanges.state == "DELETE_LINK"
         assert world.fabric.held["qp"] == 2
         world.settle()
@@ -289,7 +289,7 @@ def test_the_client_asks_for_it() -> None:
         client, server = world.side(), world.side()
         world.connect(client, server)
         client.record()
-        client.group.delete_link(1)
+        client.group.deletion.delete_link(1)
         world.settle()
         assert transcript(client) == ["out DELETE_LINK", "in DELETE_LINK", "out DELETE_LINK reply"]
         assert not server.groups
@@ -304,7 +304,7 @@ def test_delete_link_without_an_answer(end: int) -> None:
         call = world.connect(client, server)
         world.fabric.tamper = lambda *_: []
         side = (client, server)[end]
-        side.group.delete_link(1)
+        side.group.deletion.delete_link(1)
         world.pass_time(1.9)
         assert side.groups
         world.pass_time(0.2)
@@ -338,7 +338,7 @@ def test_confirm_rkey_during_delete_link_is_to_be_tried_again() -> None:
         client, server = world.side(), world.side()
         world.connect(client, server)
         done: list[Any] = []
-        server.group.delete_link(1)
+        server.group.deletion.delete_link(1)
         client.group.request_element(BIG, done.append)
         client.record()
         world.settle()
@@ -385,7 +385,7 @@ def test_a_clients_delete_link_waits_for_the_servers_confirm_rkey() -> None:
         done: list[Any] = []
         server.record()
         server.group.request_element(BIG, done.append)
-        client.group.delete_link(1)
+        client.group.deletion.delete_link(1)
         world.settle()
         assert transcript(server) == [
             "out CONFIRM_RKEY",
@@ -430,7 +430,7 @@ def test_a_server_may_offer_a_link_later() -> None:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         server.record()
-        server.group._offered = 2
+        server.group.setup.offered = 2
         link_of(server).send_llc(
             llc.AddLink(
                 mac=server.rnic.mac, gid=server.rnic.gid, qp_number=77, link_number=2, qp_mtu=5

@@ -242,7 +242,7 @@ def test_the_point_of_no_return() -> None:
         seen: list[tuple[bool, bool]] = []
 
         def note(_: PlainQueuePair, message: bytes) -> list[bytes]:
-            seen.append((client.group.may_fall_back, server.group.may_fall_back))
+            seen.append((client.group.setup.may_fall_back, server.group.setup.may_fall_back))
             return [] if message[0] == ADD_LINK and message[3] & 0x80 else [message]
 
         world.fabric.tamper = note

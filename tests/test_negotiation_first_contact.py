@@ -302,7 +302,7 @@ def test_the_link_limit_is_at_least_2(limit: int) -> None:
             llc.MessageType.CONFIRM_LINK, lambda m: m[:34] + bytes((limit,)) + m[35:]
         )
         call = world.connect(client, server)
-        assert server.group.max_links == client.group.max_links == 2
+        assert server.group.setup.max_links == client.group.setup.max_links == 2
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 

@@ -173,7 +173,7 @@ class LinkGroup:
         self._check()
         if all(link.number != number for link in self.links):
             raise ValueError(f"the link group has no link {number}")
-        self._core.delete_link(number)
+        self._core.deletion.delete_link(number)
 
     def terminate(self) -> None:
         """End the group in order: its connections are reset, then its links are deleted.

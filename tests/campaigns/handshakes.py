@@ -455,7 +455,7 @@ class Case:
             elif kind == "port":
                 side.rnic.port_active = False
             elif kind == "delete" and groups:
-                self.rng.choice(groups).delete_link(1)
+                self.rng.choice(groups).deletion.delete_link(1)
             elif kind == "terminate" and groups:
                 self.rng.choice(groups).terminate()
             else:

@@ -149,7 +149,7 @@ class Exchanges:
             self.deleting, reason = self._deletions.popitem()
             self._link = link
             self.machine.send("delete_link")
-            self._group.send_delete_link(link, self.deleting, reason)
+            self._group.deletion.send_delete_link(link, self.deleting, reason)
             return
         if not self._queue:
             return
@@ -196,15 +196,15 @@ class Exchanges:
 
     def confirm_link_timed_out(self) -> None:
         """First contact only: break the connection (C.7.1)."""
-        self._group.first_contact_timed_out()
+        self._group.setup.first_contact_timed_out()
 
     def add_link_timed_out(self) -> None:
         """The server goes on with the links there are (C.8); a client whose server is silent
         breaks the connection at first contact (C.7.1)."""
         if self._group.client and self._group.state == "FORMING":
-            self._group.first_contact_timed_out()
+            self._group.setup.first_contact_timed_out()
         else:
-            self._group.add_link_settled()
+            self._group.setup.add_link_settled()
 
     def delete_link_timed_out(self) -> None:
         """The link over which the message was sent is not usable either (C.7.1)."""

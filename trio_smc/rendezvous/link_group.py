@@ -7,14 +7,8 @@ in as calls, and what it wants of the world it asks of its `GroupHost`.  It owns
 RMBs of this side with their registrations on every link, what is known of the peer's RMBs, and
 the connections by alert token.
 
-First contact, seen from the server: `open_first_link` (INIT) before SMC Accept; `connect_first`
-on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then ADD LINK is
-tried, and whatever the answer the group is formed.  The client mirrors this: `connect_first`
-(RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request arrives, then the server's
-ADD LINK is answered and the group is formed.
-
-When a first contact fails, `our_turn` tells whether the negotiation may decline: the next LLC
-message was ours to send, or ours was not seen to arrive.  Otherwise the peer knows first (C.7).
+How its links come up and how single ones go is told in `link_setup` and `link_deletion`; the
+exchanges of LLC messages take turns in `exchanges`.
 
 LinkGroup is the model of `states.link_group`.
 """
@@ -24,7 +18,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Final, Protocol
 
 from trio_smc._base.config import Config
@@ -33,21 +26,20 @@ from trio_smc._base.observer import Observer
 from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.exchanges import Exchanges
-from trio_smc.rendezvous.link import Link, LinkConnection, PeerQueuePair
+from trio_smc.rendezvous.link import Link, LinkConnection
+from trio_smc.rendezvous.link_deletion import LinkDeletion
+from trio_smc.rendezvous.link_setup import FIRST_LINK, FirstContact, GroupFailure, LinkSetup
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rtokens import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.timers import Timer, Timers
-from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
+from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.states.engine import Machine
 from trio_smc.states.link_group import LINK_GROUP
 
-__all__ = ["FirstContact", "GroupConnection", "GroupFailure", "GroupHost", "LinkGroup"]
+__all__ = ["GroupConnection", "GroupHost", "LinkGroup"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
-_MAX_LINKS: Final = 2
-"""The link limit that CONFIRM LINK announces (RFC 7609, 3.5.1.5); the least allowed."""
-_FIRST_LINK: Final = 1
 _CLIENT_IDLE_EXTRA: Final = 10.0
 """The server ends idle groups (3.5.4); a client does so only when its server did not."""
 
@@ -77,24 +69,6 @@ class GroupConnection(LinkConnection, ElementUser, Protocol):
         """No link is left, or the group was terminated."""
 
 
-class GroupFailure(Enum):
-    """Why a first contact failed."""
-
-    LINK_LOST = auto()
-    TIMED_OUT = auto()
-    PROTOCOL_ERROR = auto()
-
-
-class FirstContact(Protocol):
-    """The negotiation that is forming the group; told once how it ended."""
-
-    def group_formed(self) -> None:
-        """Data may flow."""
-
-    def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
-        """The link could not be confirmed; ``error`` is what the peer did wrong."""
-
-
 class LinkGroup:
     """One link group of this stack with one peer in one role.
 
@@ -104,9 +78,7 @@ class LinkGroup:
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
       connections: by our alert token; closing ones included.
-      may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
-      our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
-      peer_eye_catcher: whether the peer's RMB elements start with an eye catcher.
+      setup, deletion, exchanges: what LLC messages do.
     """
 
     def __init__(
@@ -124,19 +96,12 @@ class LinkGroup:
         self.peer_rmbs = PeerRmbs()
         self.exchanges = Exchanges(self)
         self.own_rmbs = OwnRmbs(self)
-        self.may_fall_back = True
-        self.our_turn = not client
-        self.peer_eye_catcher = True
-        self.max_links = _MAX_LINKS
+        self.setup = LinkSetup(self)
+        self.deletion = LinkDeletion(self)
         self.first_contact: FirstContact | None = None
         self.machine = Machine(LINK_GROUP, self)
         self._next_token = secrets.randbits(32)
         self._timer: Timer | None = None
-        self._deletion_timer: Timer | None = None
-        self._spare: Link | None = None
-        self._offered = -1
-        """Number of the link that our ADD LINK offered."""
-        self._failure = GroupFailure.LINK_LOST
         self._error: ProtocolError | None = None
         self._reason = llc.DeleteLinkReason.PROGRAM
         self._settled: list[Callable[[], None]] = []
@@ -254,163 +219,13 @@ class LinkGroup:
 
     def open_first_link(self) -> Link:
         """Make the first link, in INIT.  Raises RnicError."""
-        link = Link(self, _FIRST_LINK, self.rnic)
+        link = Link(self, FIRST_LINK, self.rnic)
         self.links[link.number] = link
         return link
-
-    def connect_first(self, peer: PeerQueuePair) -> None:
-        """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
-        link = self.links[_FIRST_LINK]
-        link.connect(peer)
-        self.exchanges.begin("confirm_link", link)
-        if not self.client:
-            link.send_llc(self._confirm_link(link, reply=False), self._turn_over)
-
-    def _turn_over(self) -> None:
-        self.our_turn = False
-
-    def first_link_failed(self, error: RnicError) -> None:
-        """The first link's queue pair could not be connected."""
-        LOGGER.info("%r: %s", self, error)
-        self.links[_FIRST_LINK].machine.send("failed")
-
-    def first_contact_timed_out(self) -> None:
-        """Nothing more came on the new link (RFC 7609, C.7.1)."""
-        self._failure = GroupFailure.TIMED_OUT
-        self.machine.send("links_lost")
-
-    def add_link_settled(self) -> None:
-        """A second link was refused, or given up (RFC 7609, 3.5.1.6, C.8)."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.close()
-        if self.state == "FORMING":
-            self.machine.send("formed")
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when the group is formed or gone."""
         self._settled.append(callback)
-
-    def _confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
-        return llc.ConfirmLink(
-            reply=reply,
-            no_eye_catcher=not self.config.rmbe_eye_catcher,
-            mac=link.rnic.mac,
-            gid=link.rnic.gid,
-            qp_number=link.qp.qp_num,
-            link_number=link.number,
-            link_user_id=link.user_id,
-            max_links=_MAX_LINKS,
-        )
-
-    def _on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        peer = link.peer
-        if peer is None or link.state != "CONFIRMING" or message.reply is self.client:
-            raise ProtocolError("CONFIRM LINK out of turn")
-        named = (message.gid, message.mac, message.qp_number)
-        if named != (peer.gid, peer.mac, peer.qp_number):
-            error = ProtocolError("CONFIRM LINK names another queue pair than the CLC message")
-            if not self.client:
-                raise error
-            # C.7.1 wants a Decline for this one, in place of the reply.
-            LOGGER.warning("%r: %s", link, error)
-            self.our_turn = True
-            link.machine.send("failed")
-            return
-        if not self.client and message.link_number != link.number:
-            raise ProtocolError("CONFIRM LINK reply for another link")
-        self.our_turn = True
-        link.peer_user_id = message.link_user_id
-        self.peer_eye_catcher = not message.no_eye_catcher
-        # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
-        self.max_links = max(2, min(message.max_links or _MAX_LINKS, _MAX_LINKS))
-        if self.client:
-            self._renumber(link, message.link_number)
-            try:
-                link.ready_to_send()
-            except RnicError as error:
-                self.first_link_failed(error)
-                return
-            link.send_llc(self._confirm_link(link, reply=True), self._turn_over)
-        if link.state != "CONFIRMING":
-            return  # the reply could not be sent
-        link.machine.send("confirmed")
-        self.exchanges.done()
-        self.exchanges.begin("add_link", link)
-        if not self.client:
-            self._send_add_link(link)
-
-    def _renumber(self, link: Link, number: int) -> None:
-        # The client learns its first link's number here (3.5.1.5); old servers count from 0.
-        del self.links[link.number]
-        self.own_rmbs.renumber(link.number, number)
-        self.peer_rmbs.renumber(link.number, number)
-        link.number = number
-        self.links[number] = link
-
-    def _send_add_link(self, link: Link) -> None:
-        self._offered = number = link.number + 1
-        try:
-            self._spare = spare = Link(self, number, self.rnic)
-        except RnicError as error:
-            # The client waits for ADD LINK; one without a queue pair is as good as none.
-            LOGGER.info("%r: no queue pair for a second link: %s", self, error)
-            request = llc.AddLink(mac=link.rnic.mac, gid=link.rnic.gid, link_number=number)
-        else:
-            request = llc.AddLink(
-                mac=spare.rnic.mac,
-                gid=spare.rnic.gid,
-                qp_number=spare.qp.qp_num,
-                link_number=number,
-                qp_mtu=spare.rnic.mtu,
-                initial_psn=spare.psn,
-            )
-        link.send_llc(request, self._past_return)
-
-    def _past_return(self) -> None:
-        self.may_fall_back = False  # RFC 7609, C.3
-
-    def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
-        if self.client:
-            if message.reply:
-                raise ProtocolError("ADD LINK reply from the server")
-            self._reject_link(link, message)
-        elif message.reply:
-            self._on_add_link_reply_untrusted(link, message)
-        # else: a client's notice of a new RNIC; with one RNIC here no link can come of it.
-
-    def _reject_link(self, link: Link, message: llc.AddLink) -> None:
-        """3.5.1.6.1: with one RNIC a second link would be a parallel one."""
-        self.our_turn = True
-        reason = llc.AddLinkReason.NO_ALTERNATE_PATH
-        if not 1 <= message.qp_mtu <= 5 and message.qp_number:
-            reason = llc.AddLinkReason.INVALID_MTU
-        link.send_llc(
-            llc.AddLink(
-                reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
-                gid=link.rnic.gid, link_number=message.link_number,
-            )
-        )  # fmt: skip
-        if link.state == "DOWN":
-            return
-        self._past_return()
-        if self.exchanges.state == "ADD_LINK":
-            self.exchanges.done()
-            self.add_link_settled()
-
-    def _on_add_link_reply_untrusted(self, link: Link, message: llc.AddLink) -> None:
-        if message.link_number != self._offered:
-            raise ProtocolError("ADD LINK reply without a request")
-        self._past_return()
-        waiting = self.exchanges.state == "ADD_LINK"
-        if waiting:
-            self.exchanges.done()
-        if not message.rejected:
-            # The new link is given up before it carries anything; that must be agreed upon
-            # before data may flow (C.7.1).
-            self.delete_link(self._offered, llc.DeleteLinkReason.LOST_PATH)
-        elif waiting:
-            self.add_link_settled()
 
     # --- LLC messages ------------------------------------------------------------------------
 
@@ -420,7 +235,7 @@ class LinkGroup:
             self._dispatch_untrusted(link, llc.decode_untrusted(data))
         except ProtocolError as error:
             LOGGER.warning("%r: protocol error: %s", link, error)
-            self._failure, self._error = GroupFailure.PROTOCOL_ERROR, error
+            self.setup.failure, self._error = GroupFailure.PROTOCOL_ERROR, error
             link.machine.send("failed")
 
     def _dispatch_untrusted(self, link: Link, message: llc.Message) -> None:
@@ -428,15 +243,15 @@ class LinkGroup:
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
         match message:
             case llc.ConfirmLink():
-                self._on_confirm_link_untrusted(link, message)
+                self.setup.on_confirm_link_untrusted(link, message)
             case llc.TestLink(reply=True):
                 link.on_test_reply_untrusted(message)
             case llc.TestLink():
                 link.send_llc(llc.TestLink(reply=True, user_data=message.user_data))
             case llc.AddLink():
-                self._on_add_link_untrusted(link, message)
+                self.setup.on_add_link_untrusted(link, message)
             case llc.DeleteLink():
-                self._on_delete_link_untrusted(link, message)
+                self.deletion.on_delete_link_untrusted(link, message)
             case llc.ConfirmRkey(reply=True):
                 self.exchanges.on_reply_untrusted(link, message)
             case llc.ConfirmRkey() | llc.DeleteRkey(reply=False):
@@ -445,72 +260,6 @@ class LinkGroup:
                 pass  # A.3: silently discarded
             case _:
                 raise ProtocolError(f"{type(message).__name__} out of turn")
-
-    def _on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:
-        number = message.link_number
-        if message.reply:
-            self._on_delete_reply(number)
-        elif message.all_links:
-            self.machine.send("delete_all")
-        elif number not in self.links:
-            link.send_llc(
-                llc.DeleteLink(
-                    reply=True, link_number=number, reason=llc.DeleteLinkReason.UNKNOWN_LINK
-                )
-            )
-        elif self.client:
-            # The client must agree (3.5.5.1.3); the link is gone once the reply is out.
-            link.send_llc(
-                llc.DeleteLink(reply=True, link_number=number, reason=message.reason),
-                lambda: self._link_deleted(number),
-            )
-        else:
-            # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
-            self.delete_link(number, message.reason)
-
-    def delete_link(self, number: int, reason: int = llc.DeleteLinkReason.OPERATOR) -> None:
-        """Delete one link; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
-
-        ``reason`` is a 32-bit reason code for the peer.  A group without links ends, and its
-        connections with an error.
-        """
-        if not self.client:
-            self.exchanges.delete_link(number, reason)
-            return
-        link = self.any_active_link()
-        if link is None or self._deletion_timer is not None:
-            return
-        link.send_llc(llc.DeleteLink(orderly=True, link_number=number, reason=reason))
-        if link.state != "DOWN":
-            self._deletion_timer = self.timers.call_later(
-                self.config.llc_timeout, lambda: self._not_deleted(link)
-            )
-
-    def send_delete_link(self, link: Link, number: int, reason: int) -> None:
-        """The server's request, when its turn among the exchanges has come."""
-        link.send_llc(llc.DeleteLink(link_number=number, reason=reason))
-
-    def _not_deleted(self, link: Link) -> None:
-        # C.7.1, DELETE LINK from client: the link it was sent over is not usable either.
-        self._deletion_timer = None
-        link.machine.send("failed")
-
-    def _on_delete_reply(self, number: int) -> None:
-        # 3.5.5.1.3: only now the server frees what the link had.
-        if not self.client and self.exchanges.state == "DELETE_LINK":
-            if number != self.exchanges.deleting:
-                return  # not what was asked for
-            self.exchanges.done()
-            if number == self._offered:
-                self.add_link_settled()
-            else:
-                self._link_deleted(number)
-
-    def _link_deleted(self, number: int) -> None:
-        link = self.links.get(number)
-        if link is not None:
-            link.machine.send("delete")
-            self.link_down(link)
 
     def answer_rkeys(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
         """Take over the peer's RKeys and say so (RFC 7609, 3.5.5.2)."""
@@ -591,15 +340,14 @@ class LinkGroup:
             contact.group_formed()
 
     def leave_turn(self) -> None:
-        """Nothing failed: a message on its way may arrive yet, and the peer's turn come."""
-        if any(link.unacknowledged for link in self.links.values()):
-            self.our_turn = False
+        """See `LinkSetup.leave_turn`."""
+        self.setup.leave_turn()
 
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
         if contact is not None:
-            contact.group_failed(self._failure, self._error)
+            contact.group_failed(self.setup.failure, self._error)
 
     def send_delete_all(self) -> None:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
@@ -622,13 +370,11 @@ class LinkGroup:
     def free_resources(self) -> None:
         """Queue pairs, registrations and memory."""
         self._stop_timer()
-        if self._deletion_timer is not None:
-            self._deletion_timer.cancel()
-            self._deletion_timer = None
+        self.deletion.close()
         self.own_rmbs.close_regions()
-        for link in (*self.links.values(), *([self._spare] if self._spare else [])):
+        for link in self.links.values():
             link.close()
-        self._spare = None
+        self.setup.close()
         # Who is told now finds a group that cannot be used any more.
         self.exchanges.end()
         for connection in list(self.connections.values()):

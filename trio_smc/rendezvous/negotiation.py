@@ -39,7 +39,8 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.link import Link, PeerQueuePair
-from trio_smc.rendezvous.link_group import GroupConnection, GroupFailure, LinkGroup
+from trio_smc.rendezvous.link_group import GroupConnection, LinkGroup
+from trio_smc.rendezvous.link_setup import GroupFailure
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.engine import Machine
 from trio_smc.states.table import Table
@@ -223,12 +224,12 @@ class Negotiation:
     @property
     def may_decline(self) -> bool:
         """Whether it is for us to decline when the first contact fails (C.2, C.7)."""
-        return self.may_fall_back and self.group is not None and self.group.our_turn
+        return self.may_fall_back and self.group is not None and self.group.setup.our_turn
 
     @property
     def may_fall_back(self) -> bool:
         """Whether the point of no return is still ahead (RFC 7609, C.3)."""
-        return self.group is not None and self.group.may_fall_back
+        return self.group is not None and self.group.setup.may_fall_back
 
     @property
     def peer_element_known(self) -> bool:
@@ -326,7 +327,7 @@ class Negotiation:
         connection.peer_known(
             alert_token=peer.alert_token,
             element_size=size,
-            eye_catcher=group.peer_eye_catcher,
+            eye_catcher=group.setup.peer_eye_catcher,
             channel=link,
             address=peer.rmb_address + (peer.rmbe_index - 1) * size,
             rkey=peer.rkey,
@@ -387,7 +388,7 @@ class Negotiation:
     def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
         if self.group is None:
             raise RuntimeError("no link group")
-        self.group.connect_first(
+        self.group.setup.connect_first(
             PeerQueuePair(
                 gid=peer.gid,
                 mac=peer.mac,

@@ -99,9 +99,7 @@ class ServerNegotiation(Negotiation):
         group.when_settled(self.group_settled)
         if self._patience is None:
             # A first contact that takes this long may never end.
-            self._patience = group.timers.call_later(
-                group.config.llc_timeout, self._waited_enough
-            )
+            self._patience = group.timers.call_later(group.config.llc_timeout, self._waited_enough)
 
     def _waited_enough(self) -> None:
         self.machine.send("waited_enough")
@@ -131,7 +129,7 @@ class ServerNegotiation(Negotiation):
             self._connect_first(self._peer)
         except RnicError as error:
             if self.group is not None:
-                self.group.first_link_failed(error)
+                self.group.setup.first_link_failed(error)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Stop waiting for another connection's group."""
