@@ -259,6 +259,9 @@ async def test_cancelled_at_every_step(contact: str, caplog: pytest.LogCaptureFi
                     await check_echo(client, listener)
                 cancelled = await cancel_at(step, client, listener)
                 await check_echo(client, listener)
+                counters = client.statistics()
+                failed = counters.handshakes - counters.connections
+                assert counters.handshakes_failed == failed, f"step {step}"
             await all_freed(server)
             if not cancelled:
                 break

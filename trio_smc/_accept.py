@@ -45,12 +45,10 @@ async def accept_stream(
     try:
         fallback = await _negotiate(stack, sock, config, publication)
     except _Silent as error:
-        stack.handshakes["failed"] += 1
         LOGGER.info("connection closed: %s", error)
         sock.close()
         return None
     except OSError as error:
-        stack.handshakes["failed"] += 1
         LOGGER.info("handshake failed: %s", error)
         close_with_reset(sock)
         return None
@@ -59,7 +57,6 @@ async def accept_stream(
         if isinstance(error, Exception):
             # A defect of ours costs this connection, not the server.
             LOGGER.exception("handshake failed")
-            stack.handshakes["failed"] += 1
             return None
         raise
     if isinstance(fallback, RdmaStream):
@@ -78,34 +75,51 @@ async def accept_stream(
 async def _negotiate(
     stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
 ) -> RdmaStream | Fallback:
-    local, remote = _name(sock.getsockname()), _name(sock.getpeername())
-    if config.discovery == "tcp-option":
-        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
-    rnic = stack.rnic_for(local[0], remote[0])
-    claim = publication.claim(local, remote)
-    if claim is not None:
-        if isinstance(rnic, FallbackReason):
-            claim.refuse(rnic)
-            return Fallback.local(rnic)
-        if not await claim.confirm(trio.current_time() + _GO_TIMEOUT):
-            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
-    elif config.assumes(local, remote, publication.address):
-        if not await _proposal_follows(sock, config.handshake_timeout):
-            return Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
-    else:
-        unavailable = publication.unavailable if is_same_host(local[0], remote[0]) else None
-        return Fallback.local(unavailable or FallbackReason.PEER_NOT_CAPABLE)
+    try:
+        local, remote = _name(sock.getsockname()), _name(sock.getpeername())
+        rnic = stack.rnic_for(local[0], remote[0])
+        plain = await _discover(sock, config, publication, local, remote, rnic)
+    except (OSError, _Silent):
+        with stack.handshake():  # ended before it began
+            raise
+    if plain is not None:
+        return plain
     negotiation = ServerNegotiation(
         host=stack,
         rnic=None if isinstance(rnic, FallbackReason) else rnic,
         admit=lambda proposal: rnic if isinstance(rnic, FallbackReason) else _admit(proposal),
         receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
     )
-    stack.handshakes["begun"] += 1
-    outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
-    if isinstance(outcome, Established):
-        return established_stream(stack, outcome, sock, config)
+    with stack.handshake():
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        if isinstance(outcome, Established):
+            return established_stream(stack, outcome, sock, config)
     return outcome.fallback
+
+
+async def _discover(
+    sock: trio.socket.SocketType,
+    config: Config,
+    publication: Publication,
+    local: tuple[str, int],
+    remote: tuple[str, int],
+    rnic: Rnic | FallbackReason,
+) -> Fallback | None:
+    """Why the client is not going to send CLC messages; None: it is."""
+    if config.discovery == "tcp-option":
+        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
+    claim = publication.claim(local, remote)
+    if claim is not None:
+        if isinstance(rnic, FallbackReason):
+            claim.refuse(rnic)
+            return Fallback.local(rnic)
+        agreed = await claim.confirm(trio.current_time() + _GO_TIMEOUT)
+    elif config.assumes(local, remote, publication.address):
+        agreed = await _proposal_follows(sock, config.handshake_timeout)
+    else:
+        unavailable = publication.unavailable if is_same_host(local[0], remote[0]) else None
+        return Fallback.local(unavailable or FallbackReason.PEER_NOT_CAPABLE)
+    return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
 
 def established_stream(

@@ -90,7 +90,6 @@ async def connect_stream(
     try:
         outcome = await _negotiate(stack, attempt, config)
     except BaseException as error:
-        stack.handshakes["failed"] += 1
         close_with_reset(attempt.sock)
         if isinstance(error, Exception) and not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
@@ -132,11 +131,11 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
         proposal=_proposal(stack, rnic, here),
         receive_buffer=config.receive_buffer_for(rnic.kind),
     )
-    stack.handshakes["begun"] += 1
-    negotiation.start()
-    outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
-    if isinstance(outcome, Established):
-        return established_stream(stack, outcome, sock, config)
+    with stack.handshake():
+        negotiation.start()
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        if isinstance(outcome, Established):
+            return established_stream(stack, outcome, sock, config)
     return outcome.fallback
 
 

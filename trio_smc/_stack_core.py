@@ -376,6 +376,16 @@ class StackCore:
         add_statistics(self._closed_totals, endpoint.connection.statistics())
         self._something_ended.set()
 
+    @contextlib.contextmanager
+    def handshake(self) -> Iterator[None]:
+        """Around a handshake: counts it, and whether it ended the TCP connection."""
+        self.handshakes["begun"] += 1
+        try:
+            yield
+        except BaseException:
+            self.handshakes["failed"] += 1
+            raise
+
     def count_mode(self, connection: SmcStream | None, fallback: Fallback | None) -> None:
         """A connection became SMC-R (None) or stays TCP; no connection: it was refused then."""
         if fallback is None:

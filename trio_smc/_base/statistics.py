@@ -53,8 +53,9 @@ class StackStatistics:
     """Link groups opened."""
     failovers: int = 0
     handshakes: int = 0
+    """Exchanges of CLC messages begun, or waited for because the peer is assumed to speak SMC-R."""
     handshakes_failed: int = 0
-    """Handshakes that ended the TCP connection."""
+    """Those that ended the TCP connection; calls cancelled in the middle included."""
     refused: int = 0
     """Connections closed by a listener because `require_smc` is set."""
     fallbacks: Mapping[tuple[Origin, FallbackReason], int]
