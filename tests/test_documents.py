@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from benchmarks import cpu
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 50
 
@@ -101,3 +103,10 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     assert len(content["ratios"]) == 8
     assert all(ratio > 0 for ratio in content["ratios"].values())
     assert "NOT smc-r" not in said
+
+
+def test_the_processor_time_of_every_measure() -> None:
+    said = run("-m", "benchmarks.cpu", "--repetitions=1", "--transports=tcp,smc-r")
+    lines = said.splitlines()[1:]
+    assert len(lines) == len(cpu.MEASURES)
+    assert all(float(number) > 0 for line in lines for number in line.split()[-2:])
