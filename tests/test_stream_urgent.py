@@ -334,6 +334,26 @@ async def test_tcp_sends_one_urgent_byte() -> None:
         await close_both(pair)
 
 
+async def test_tcp_tells_what_is_pending_when_it_is_asked() -> None:
+    """The kernel wakes nobody for the announcement, which it gets with a probe of the window."""
+    async with open_pairs(tcp_config()) as pairs:
+        a, b = pair = await pairs.make()
+        a.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
+        a.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1 << 18)
+        await a.send_all(bytes(60_000))  # more than the other end takes
+        await a.send_urgent(b"abc!")
+        state = ""
+        with trio.fail_after(20):
+            while not state:
+                with trio.move_on_after(0.05):
+                    state = await b.wait_urgent()
+            assert state == "pending"
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, b, 60_003)
+                assert await b.receive_urgent() == b"!"
+        await close_both(pair)
+
+
 async def test_tcp_senders_do_not_mix() -> None:
     async with open_pairs(tcp_config()) as pairs:
         a, b = await pairs.clogged()
