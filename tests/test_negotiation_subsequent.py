@@ -583,6 +583,26 @@ def test_terminating_groups_take_nobody() -> None:
         assert works(world, call)
 
 
+def test_a_group_that_may_not_idle_waits_for_a_connection_that_comes() -> None:
+    """3.5.4: the last connection goes while a new RMB is being confirmed."""
+    with World() as world:
+        client, server = world.side(), world.side(Config(link_group_idle=0, llc_timeout=8))
+        first = world.connect(client, server)
+        held: list[bytes] = []
+        keep = hold(held)
+        world.fabric.tamper = on_replies(lambda m: [keep(m)][:0])
+        call = world.call(client, server, size=BIG)
+        world.pass_time(1.0)
+        for connection in first.connections:
+            connection.close()
+        world.pass_time(4.0)
+        assert server.group.state == "SINGLE"
+        server.group.on_llc_untrusted(server.group.links[1], held[0])
+        world.fabric.tamper = None
+        world.settle()
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+
+
 def test_an_idle_group_is_not_ended_under_a_connection_that_comes() -> None:
     """3.5.4: the timer ends while a new RMB is being confirmed."""
     with World() as world:

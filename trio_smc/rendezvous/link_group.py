@@ -324,7 +324,8 @@ class LinkGroup:
 
     def _idle_too_long(self) -> None:
         if self.own_rmbs.busy:
-            self.start_idle_timer()  # a connection is just coming
+            # A connection is just coming, or not: the peer's reply decides, or its time.
+            self._timer = self.timers.call_later(self.config.llc_timeout, self._idle_too_long)
         else:
             self.terminate()
 
