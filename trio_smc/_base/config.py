@@ -83,7 +83,8 @@ class Config:
       test_link_timeout: how long a TEST LINK reply may take.
       close_timeout: how long the peer may take to close its side (4.8.1).
       link_group_idle: how long a link group without connections is kept (3.5.4).
-      shutdown_timeout: how long a closing stack finishes what closed streams still owe.
+      shutdown_timeout: how long a closing stack finishes what closed streams still owe; at most
+        as long again for calls under way to end, and for link groups.
       max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
         further ones wait in the TCP backlog.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
