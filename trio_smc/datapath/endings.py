@@ -269,8 +269,8 @@ class Endings(UrgentSender):
         self._fail(errno.ECONNRESET)
 
     def fail_links_lost(self) -> None:
-        """Action: no way to the peer, whose doing it is when TCP was reset."""
-        self._fail(self._errno)
+        """Action: no way to the peer."""
+        self._fail(errno.ECONNABORTED)
 
     def fail_handshake(self) -> None:
         """Action: for whoever waits for the rendezvous."""
