@@ -22,7 +22,6 @@ no data into an RMBE that its owner has freed in agreement, no event the table r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import sys
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.campaigns._connection_side import Broken, Side, Step
+from tests.campaigns._options import parse
 from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Table
 
@@ -227,11 +227,7 @@ def run(cases: int, seed: int, table: Table = CONNECTION) -> Result:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description="random schedules of two connection machines")
-    parser.add_argument("--cases", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
-    parser.add_argument("--only", type=int, help="run this one case and print what happens")
-    options = parser.parse_args()
+    options = parse(__doc__, cases=20_000, replay="only")
     if options.only is not None:
         run_case(options.seed, options.only, print)
         return 0

@@ -19,7 +19,6 @@ C and A; that everything was given back.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import sys
@@ -27,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.campaigns._options import parse
 from tests.datapath_pair import Cdc, FakeChannel, Pair
 from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
 from trio_smc.datapath.connection import Connection
@@ -301,14 +301,8 @@ def run(cases: int, seed: int, only: int | None = None) -> Result:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--case", type=int, default=None, help="run this one only")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, cases=2000, replay="case")
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     start = time.perf_counter()
     result = run(arguments.cases, seed, arguments.case)
     seconds = time.perf_counter() - start

@@ -10,7 +10,6 @@ depends on the seed and its number only: ``--seed N --case K`` replays case K al
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests import wire_vectors as vectors
+from tests.campaigns._options import parse
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath import cdc
@@ -211,14 +211,8 @@ def run(cases: int, seed: int, first: int = 0) -> Result:
 
 def main() -> int:
     """Return the exit code: 0 when every case kept the rule."""
-    parser = argparse.ArgumentParser(description="hostile bytes against every decoder")
-    parser.add_argument("--cases", type=int, default=50_000, help="default 50000")
-    parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
-    parser.add_argument("--case", type=int, default=None, help="replay this case alone")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, replay="case")
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     if arguments.case is not None:
         print(f"input: {piece(seed, arguments.case).hex()}")
         result = run(1, seed, first=arguments.case)

@@ -26,7 +26,6 @@ one beside it, and elements given back are zero; nothing follows C or A; TCP end
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -34,6 +33,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.campaigns._endings_world import Broken, World
+from tests.campaigns._options import parse
 from tests.datapath_pair import Cdc
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
@@ -426,14 +426,8 @@ def _replay(seed: int, case: int) -> int:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--case", type=int, default=None, help="run this one and tell it")
-    options = parser.parse_args()
+    options = parse(__doc__, cases=20_000, replay="case")
     seed = options.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     if options.case is not None:
         return _replay(seed, options.case)
     start = time.perf_counter()

@@ -29,7 +29,6 @@ A case depends on the seed and its number only: ``--seed N --case K`` replays ca
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import random
@@ -39,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.campaigns._options import parse
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, End, Side, World
 from trio_smc._base.errors import ProtocolError
@@ -628,14 +628,8 @@ def _run(result: Result, first: int) -> None:
 
 def main() -> int:
     """Return the exit code: 0 when every case kept the rules."""
-    parser = argparse.ArgumentParser(description="damaged handshakes of two stacks")
-    parser.add_argument("--cases", type=int, default=50_000, help="default 50000")
-    parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
-    parser.add_argument("--case", type=int, default=None, help="replay this case alone")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, replay="case")
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     if arguments.case is not None:
         case = Case(seed, arguments.case)
         try:

@@ -9,9 +9,7 @@ connections and links; traced Python memory may differ by 64 KiB, resident memor
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import sys
 import tempfile
 import time
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 
 import trio
 
+from tests.campaigns._options import parse
 from tests.e2e.many import check_nothing_left, open_and_close
 
 WHOLE = 50_000
@@ -52,13 +51,8 @@ def run(cases: int, seed: int) -> Result:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=WHOLE)
-    parser.add_argument("--seed", type=int, default=None)
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, cases=WHOLE)
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     start = time.perf_counter()
     result = run(arguments.cases, seed)
     print(

@@ -9,9 +9,7 @@ begins to read at once or when the sender is gone. 50,000 cases are 1,000 proces
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import sys
 import tempfile
 import time
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 
 import trio
 
+from tests.campaigns._options import parse
 from tests.e2e.leaving import leave_at_once
 
 CASES_PER_CLIENT = 50
@@ -42,13 +41,8 @@ def run(cases: int, seed: int) -> Result:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=None)
-    arguments = parser.parse_args()
+    arguments = parse(__doc__)
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     start = time.perf_counter()
     result = run(arguments.cases, seed)
     print(

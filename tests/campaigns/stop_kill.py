@@ -10,15 +10,14 @@ configured time; then it has the descriptors, threads, mappings, memory and file
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import sys
 import tempfile
 import time
 
 import trio
 
+from tests.campaigns._options import parse
 from tests.e2e.stop_kill import Outcome, stop_and_kill
 
 CASES_PER_ROUND = 100
@@ -50,14 +49,8 @@ def _seconds(name: str, times: list[float]) -> str:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--round", type=int, default=None, help="run this one only")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, replay="round")
     seed = arguments.seed
-    if seed is None:
-        seed = random.SystemRandom().getrandbits(32)
     print(f"stop_kill: seed {seed}", flush=True)
     start = time.perf_counter()
     outcome = run(arguments.cases, seed, arguments.round)
