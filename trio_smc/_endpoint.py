@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rendezvous.timers import Timer
+
+if sys.platform == "linux":  # elsewhere every connection is TCP, and nobody comes here
+    import fcntl
+    import termios
 
 __all__ = ["Endpoint", "close_with_reset", "unread_bytes"]
 
@@ -33,9 +38,6 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
 
 def unread_bytes(sock: trio.socket.SocketType) -> int:
     """Bytes in the receive queue of a TCP socket; a FIN is none."""
-    import fcntl  # not on every system that can at least have TCP
-    import termios
-
     answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
     return int(struct.unpack("i", answer)[0])
 
