@@ -19,7 +19,7 @@ from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_co
 from trio_smc import SmcStream, _option_actions
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._options import OPTIONS, Owner, StreamOptions
-from trio_smc._stream import RdmaStream
+from trio_smc._rdma_stream import RdmaStream
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.timers import Timers
 

@@ -13,7 +13,9 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
 from trio_smc._option_actions import receive_buffer_for
-from trio_smc._stream import RdmaStream, SmcStream, TcpStream
+from trio_smc._rdma_stream import RdmaStream
+from trio_smc._stream import SmcStream
+from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, is_same_host, plain_address

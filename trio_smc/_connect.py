@@ -22,7 +22,9 @@ from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
-from trio_smc._stream import RdmaStream, SmcStream, TcpStream
+from trio_smc._rdma_stream import RdmaStream
+from trio_smc._stream import SmcStream
+from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery import Announcement

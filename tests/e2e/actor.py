@@ -23,7 +23,7 @@ import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
 from trio_smc import Config, Stack, _option_actions
-from trio_smc._stream import RdmaStream
+from trio_smc._rdma_stream import RdmaStream
 
 __all__ = ["Actor", "End", "join", "open_ends"]
 
