@@ -26,7 +26,7 @@ from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.clc_reader import ClcReader
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
+from trio_smc.rendezvous.outcomes import Established, Failed, FellBack
 from trio_smc.rendezvous.server import ServerNegotiation
 from trio_smc.rendezvous.timers import Timers
 

@@ -27,7 +27,7 @@ from trio_smc import Mode, SmcListener, SmcStream, Stack, open_stack
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._handshake import run_negotiation
 from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import Failed, FellBack
+from trio_smc.rendezvous.outcomes import Failed, FellBack
 from trio_smc.rendezvous.prefixes import interface_prefixes
 
 # Short, but long enough for a machine that is busy with other things.

@@ -15,7 +15,7 @@ from tests.test_negotiation_first_contact import line
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc, llc, own_rmbs
-from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.outcomes import Established
 
 CONFIRM_RKEY = llc.MessageType.CONFIRM_RKEY
 BIG = 4 * SIZE

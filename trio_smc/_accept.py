@@ -17,7 +17,7 @@ from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
 from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.outcomes import Established
 from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, is_same_host, plain_address
 from trio_smc.rendezvous.server import ServerNegotiation
 

@@ -28,7 +28,7 @@ from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery import Announcement
-from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.outcomes import Established
 from trio_smc.rendezvous.prefixes import (
     interface_prefixes,
     is_same_host,

@@ -15,11 +15,11 @@ import trio
 from trio_smc._base.errors import ProtocolError
 from trio_smc._endpoint import unread_bytes
 from trio_smc.rendezvous.clc_reader import ClcReader
-from trio_smc.rendezvous.negotiation import Established, Failed
+from trio_smc.rendezvous.outcomes import Established, Failed
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.client import ClientNegotiation
-    from trio_smc.rendezvous.negotiation import FellBack
+    from trio_smc.rendezvous.outcomes import FellBack
     from trio_smc.rendezvous.server import ServerNegotiation
 
 __all__ = ["run_negotiation"]

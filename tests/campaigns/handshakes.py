@@ -46,7 +46,7 @@ from trio_smc._base.reasons import Origin
 from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous import clc, llc
-from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
+from trio_smc.rendezvous.outcomes import Established, Failed, FellBack
 
 __all__ = ["Result", "run"]
 
