@@ -13,6 +13,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +49,8 @@ class Outcome:
       received: bytes the survivor got and checked.
       early: rounds whose link was given up before the signal; links are tested with times that a
         busy machine may exceed.
-      rss: bytes by which the survivor's resident memory grew from the first fifth of the rounds
-        to the last.
+      rss: bytes by which the survivor's resident memory grew from the second fifth of the rounds
+        to the fourth.
       traced: bytes by which its Python memory grew in the last tenth; traced only from then on, as
         the books for that are resident too.
     """
@@ -85,12 +86,16 @@ class Survivor:
         begun = await zygote.ask("start", port=port, streams=count, seed=seed, settings=SETTINGS)
         pid = begun["pid"]
         try:
-            if listener is None:
-                there = (await zygote.answer())["port"]
-                streams = [await trio_smc.open_stream(HOST, there) for _ in range(count)]
-            else:
-                streams = [await listener.accept() for _ in range(count)]
-                await listener.aclose()
+            streams = await self._connect(listener, zygote, count)
+            if len(streams) < count:
+                # The machine stood still for longer than the links' timers, or nearly so.
+                self._outcome.early += 1
+                for stream in streams:
+                    stream.abort()
+                os.kill(pid, signal.SIGKILL)
+                with trio.fail_after(_LIFE):
+                    await zygote.ask("wait")
+                return
             early = await self._transfer(streams, pid, seed, rng, kill=kill)
             with trio.fail_after(_LIFE):
                 code = (await zygote.ask("wait"))["code"]
@@ -100,6 +105,23 @@ class Survivor:
         # One that was stopped finds all its streams broken, and ends by itself.
         expected = -signal.SIGKILL if kill else 0
         assert early or code == expected, f"the victim's exit code is {code}"
+
+    async def _connect(
+        self, listener: trio_smc.SmcListener | None, zygote: Peer, count: int
+    ) -> list[SmcStream]:
+        """The streams to or from the victim; fewer when a link was given up meanwhile."""
+        streams: list[SmcStream] = []
+        with trio.move_on_after(SLACK), contextlib.suppress(OSError):
+            if listener is None:
+                there = (await zygote.answer())["port"]
+                while len(streams) < count:
+                    streams.append(await trio_smc.open_stream(HOST, there))
+            else:
+                while len(streams) < count:
+                    streams.append(await listener.accept())
+        if listener is not None:
+            await listener.aclose()
+        return streams
 
     async def _transfer(
         self, streams: list[SmcStream], pid: int, seed: int, rng: random.Random, *, kill: bool
@@ -203,13 +225,16 @@ class _Memory:
         self._batches = batches
         self._outcome = outcome
         self._before = 0
+        self._least: dict[int, int] = {}
 
     def look(self, done: int) -> None:
         """So many batches are done."""
-        if done == self._batches // 5:
-            self._before = _resident()
+        fifth = done * 5 // max(1, self._batches)
+        if fifth in (1, 3):
+            # The least of a fifth: how much the allocator keeps differs from moment to moment.
+            self._least[fifth] = min(_resident(), self._least.get(fifth, sys.maxsize))
         if done == self._batches * 4 // 5:
-            self._outcome.rss = _resident() - self._before
+            self._outcome.rss = self._least.get(3, 0) - self._least.get(1, 0)
             tracemalloc.start()
         if done == self._batches * 9 // 10:
             self._before = _traced()
