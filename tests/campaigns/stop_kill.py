@@ -22,7 +22,10 @@ from tests.e2e.stop_kill import Outcome, stop_and_kill
 
 CASES_PER_ROUND = 100
 TRACED = 64 << 10
-RESIDENT = 2 << 20
+# Descriptors, mappings and threads are compared exactly, Python's memory to 64 KiB.  What the
+# allocator keeps for itself differs by a few MiB from run to run; a ring of 64 KiB lost in each of
+# the 200 rounds that are compared would be 12 MiB.
+RESIDENT = 8 << 20
 
 
 def run(cases: int, seed: int, only: int | None = None) -> Outcome:
