@@ -108,10 +108,18 @@ def say(**answer: Any) -> None:
 
 
 def start(command: dict[str, Any]) -> int:
-    """Fork a victim; its pid.  In the child it does not return."""
+    """Fork a victim and say its pid, then return it.  In the child it does not return."""
+    wait, go = os.pipe()
     child = os.fork()
     if child:
+        os.close(wait)
+        say(pid=child)
+        os.close(go)
         return child
+    # What the victim says must not come before its pid.
+    os.close(go)
+    os.read(wait, 1)
+    os.close(wait)
     code = 1
     try:
         trio.run(lambda: live(**command))
@@ -130,7 +138,6 @@ def main() -> None:
         what = command.pop("do")
         if what == "start":
             child = start(command)
-            say(pid=child)
         elif what == "wait":
             say(code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         else:
