@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
+from trio_smc._base.config import rmbe_size_of
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous._clc_base import (
     EYE_CATCHER,
@@ -118,7 +119,7 @@ class _Credentials(ClcMessage):
     @property
     def buffer_size(self) -> int:
         """Size of one element of the sender's RMB, bytes."""
-        return 16384 << self.buffer_size_code
+        return rmbe_size_of(self.buffer_size_code)
 
     @property
     def known_mtu(self) -> QpMtu | None:
