@@ -207,9 +207,8 @@ class Side:
     def __init__(self, world: World, config: Config, **rnic: Any) -> None:
         self.rnic = MemoryRnic(world.fabric, **rnic)
         self.stack = stack = StackCore(config)
-        stack._rnics.append(self.rnic)
         self.rnic.open(config.private_directory())
-        stack.pump.add(self.rnic)
+        stack.rnic_set.adopt(self.rnic)
         stack.timers = Timers(world.clock, lambda: None)
         stack.tcp_watch = cast(Any, _Watch())
         stack.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac

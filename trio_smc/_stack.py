@@ -40,7 +40,7 @@ class Stack(StackCore):
     @property
     def rnics(self) -> tuple[Rnic, ...]:
         """The RNICs of the stack."""
-        return tuple(self._rnics)
+        return tuple(self.rnic_set.opened)
 
     @property
     def link_groups(self) -> tuple[LinkGroup, ...]:

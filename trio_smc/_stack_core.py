@@ -23,7 +23,6 @@ able to go on with any of it, so a hook at fork makes all of them unusable there
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -32,7 +31,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
@@ -41,15 +39,14 @@ from trio_smc._base.config import Config
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import Endpoint
+from trio_smc._rnics import RnicChange, StackRnics
 from trio_smc._tcp_watch import TcpWatch
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
 from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.prefixes import is_same_host
 from trio_smc.rendezvous.timers import Timers
 from trio_smc.rnic.pump import Pump
-from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import QueuePair, Rnic
 
 if TYPE_CHECKING:
@@ -73,6 +70,7 @@ class StackCore:
 
     Attributes:
       config: the stack's configuration.
+      rnic_set: its RNICs.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
       failure: the defect that ended a background task, and with it the stack.
@@ -93,8 +91,7 @@ class StackCore:
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
         self.nursery: trio.Nursery
-        self._rnics: list[Rnic] = []
-        self._no_rnic = FallbackReason.NO_RNIC
+        self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         self._groups: list[LinkGroup] = []
         self._endpoints: dict[object, Endpoint] = {}
         self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
@@ -108,8 +105,9 @@ class StackCore:
         self._forked = False
         self._supported = sys.platform == "linux"
         if self._supported:
-            self._open_rnics()
-        mac = self._rnics[0].mac if self._rnics else b"\x02" + secrets.token_bytes(5)
+            self.rnic_set.open()
+        opened = self.rnic_set.opened
+        mac = opened[0].mac if opened else b"\x02" + secrets.token_bytes(5)
         self.peer_id = secrets.token_bytes(2) + mac
         _STACKS.add(self)
 
@@ -152,9 +150,7 @@ class StackCore:
             listener.close()
         for group in list(self._groups):
             group.machine.send("links_lost")
-        for rnic in self._rnics:
-            self.pump.remove(rnic)
-            rnic.close()
+        self.rnic_set.close()
         if hasattr(self, "tcp_watch"):
             self.tcp_watch.close()
 
@@ -260,37 +256,10 @@ class StackCore:
         """The RNIC that serves a connection between two addresses, or why none does."""
         if not self._supported:
             return FallbackReason.UNSUPPORTED_PLATFORM
-        if not is_same_host(local, remote):
-            return FallbackReason.NO_RNIC
-        software = [rnic for rnic in self._rnics if rnic.kind == "software"]
-        for rnic in software:
-            if rnic.port_active:
-                return rnic
-        return FallbackReason.RNIC_DOWN if software else self._no_rnic
+        return self.rnic_set.serving(local, remote)
 
-    def _open_rnics(self) -> None:
-        automatic = self.config.rnics == "auto"
-        rnics = (SoftRnic(),) if isinstance(self.config.rnics, str) else self.config.rnics
-        directory = Path(self.config.private_directory())
-        for rnic in rnics:
-            try:
-                rnic.open(directory)
-            except OSError as error:
-                if not automatic:
-                    for opened in self._rnics:
-                        opened.close()
-                    raise
-                self._no_rnic = self._why_not(error)
-                LOGGER.warning("%s cannot be used: %s", rnic.name, error)
-                continue
-            self._rnics.append(rnic)
-            self.pump.add(rnic)
-
-    def _why_not(self, error: OSError) -> FallbackReason:
-        """What to tell users of a software RNIC that cannot be opened."""
-        if error.errno == errno.ENOTSUP:
-            return FallbackReason.UNSUPPORTED_PLATFORM
-        return self.discovery.unusable() or FallbackReason.OUT_OF_RESOURCES
+    def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
+        """An RNIC came or went: link groups of its kind are told."""
 
     # --- trio_smc.rendezvous.link_group.GroupHost -----------------------------------------
 
@@ -301,6 +270,10 @@ class StackCore:
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
         """Stop doing so."""
         self.pump.unregister(rnic, qp)
+
+    def rnics(self, kind: str) -> list[Rnic]:
+        """RNICs of this kind that may carry links now, the preferred one first."""
+        return self.rnic_set.usable(kind)
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""
