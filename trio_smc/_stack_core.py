@@ -271,7 +271,7 @@ class StackCore:
         """Stop doing so."""
         self.pump.unregister(rnic, qp)
 
-    def rnics(self, kind: str) -> list[Rnic]:
+    def usable_rnics(self, kind: str) -> list[Rnic]:
         """RNICs of this kind that may carry links now, the preferred one first."""
         return self.rnic_set.usable(kind)
 
