@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
+from trio.socket import from_stdlib_socket
 
 from trio_smc._accept import established_stream
 from trio_smc._base.errors import SmcUnavailable
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from trio_smc._stack import Stack
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["connect_stream"]
+__all__ = ["connect_socket", "connect_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -88,7 +89,29 @@ async def connect_stream(
 ) -> SmcStream:
     """Connect; see `trio_smc.open_stream`."""
     delay = _HAPPY_EYEBALLS_DELAY if happy_eyeballs_delay is None else happy_eyeballs_delay
-    attempt = await _connect_tcp(stack, host, port, delay, local_address, config)
+    return await _negotiated(
+        stack, await _connect_tcp(stack, host, port, delay, local_address, config), config
+    )
+
+
+async def connect_socket(
+    stack: Stack, sock: trio.socket.SocketType, address: Any, config: Config
+) -> SmcStream:
+    """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
+
+    Args:
+      sock: not connected; bound or not, but not to an address without a port.
+      address: resolved, as `socket.socket.connect` takes it.
+    """
+    peer = (plain_address(address[0]), address[1])
+    attempt = _Attempt(sock, peer, peer)
+    source = None if sock.getsockname()[1] == 0 else sock.getsockname()[0]
+    await _connect_attempt(stack, attempt, address, source, config)
+    return await _negotiated(stack, attempt, config)
+
+
+async def _negotiated(stack: Stack, attempt: _Attempt, config: Config) -> SmcStream:
+    """The stream of a TCP connection that is open."""
     try:
         outcome = await _negotiate(stack, attempt, config)
     except BaseException as error:
@@ -240,14 +263,26 @@ async def _connect_one(
     stack: Stack, target: _Target, named: tuple[str, int], local: str | None, config: Config
 ) -> _Attempt:
     family, kind, protocol, address = target
-    sock = trio.socket.socket(family, kind, protocol)
+    # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
+    sock = from_stdlib_socket(stdlib_socket.socket(family, kind, protocol))
     attempt = _Attempt(sock, named, (plain_address(address[0]), address[1]))
+    await _connect_attempt(stack, attempt, address, local, config)
+    return attempt
+
+
+async def _connect_attempt(
+    stack: Stack, attempt: _Attempt, address: Any, local: str | None, config: Config
+) -> None:
+    """Announce and connect; ``local``: the address to connect from, bound already or not."""
+    sock = attempt.sock
+    bound = sock.getsockname()[1] != 0
     try:
         source = _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             # A port of its own, known before the connection is.
-            await _bind(sock, source, late_port=False)
+            if not bound:
+                await _bind(sock, source, late_port=False)
             name = sock.getsockname()
             attempt.announcement = await stack.discovery.announce(
                 (name[0], name[1]),
@@ -256,13 +291,12 @@ async def _connect_one(
             )
         else:
             attempt.announcement = source
-            if local is not None:
+            if local is not None and not bound:
                 await _bind(sock, local, late_port=True)
         await sock.connect(address)
     except BaseException:
         attempt.close()
         raise
-    return attempt
 
 
 async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -> None:
