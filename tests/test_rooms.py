@@ -7,7 +7,12 @@ from grimp import ImportGraph
 
 from scripts.rooms import RoomsContract
 
-TABLE = ["_base:", "states: _base", "rendezvous: _base, states, datapath.rmb"]
+TABLE = [
+    "_base:",
+    "states: _base",
+    "rendezvous: _base, states, datapath.rmb",
+    "tools: =, _base",
+]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,11 @@ TABLE = ["_base:", "states: _base", "rendezvous: _base, states, datapath.rmb"]
         ("rendezvous.clc", "datapath.cdc", False),
         ("rendezvous.clc", "stack", False),
         ("states.link", "", False),
+        ("tools.cli", "", True),
+        ("tools.cli", "_base.errors", True),
+        ("tools.cli", "stack", False),
+        ("stack", "tools.cli", False),
+        ("states.link", "tools.cli", False),
     ],
 )
 def test_an_import_is_judged_by_the_table(importer: str, imported: str, kept: bool) -> None:

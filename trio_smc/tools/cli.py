@@ -1,0 +1,105 @@
+"""The command `trio-smc`: finds the subcommand, runs it, turns errors into one line.
+
+Exit codes: 0, or what the subcommand's own help says; 2 with one line on stderr for bad input;
+130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Final
+
+import trio_smc
+from trio_smc.tools.commands import Command, load
+from trio_smc.tools.errors import ToolError
+
+__all__ = ["main", "parser"]
+
+PROGRAM: Final = "trio-smc"
+BAD_INPUT: Final = 2
+_INTERRUPTED: Final = 130
+_WIDTH: Final = 90
+
+_DESCRIPTION = """
+Show and check the SMC-R connections of this user's processes.
+
+A running process that uses trio_smc serves a control socket in the user's private directory
+($XDG_RUNTIME_DIR/trio-smc, or /tmp/trio-smc-UID).  These commands ask there; nothing leaves the
+machine, and nobody but the user is answered.
+"""
+
+_EPILOG = """
+Exit codes:
+  0    done (see the command's own help where 1 means something)
+  2    bad input: one line on stderr says what
+  130  interrupted by Ctrl-C
+
+`trio-smc COMMAND --help` explains a command, with examples.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+      arguments: without the program's name; None: of this process.
+    """
+    options = parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        with contextlib.suppress(AttributeError):
+            # Text of any kind may be piped anywhere.
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        return command.run(options)
+    except ToolError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # Who reads our output has gone, as `head` does; the interpreter must not write again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION.strip(),
+        epilog=_EPILOG.strip(),
+        formatter_class=_Formatter,
+    )
+    whole.add_argument("--version", action="version", version=f"%(prog)s {trio_smc.__version__}")
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in load():
+        one = commands.add_parser(
+            command.NAME,
+            help=command.SUMMARY,
+            description=textwrap.dedent(command.DESCRIPTION).strip(),
+            epilog=textwrap.dedent(command.EPILOG).strip(),
+            formatter_class=_Formatter,
+        )
+        command.configure(one)
+        one.set_defaults(command=command)
+    return whole
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for an error, as for all other bad input; subcommands get this class, too."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"{self.prog}: {message} (try {self.prog} --help)", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs as they are written, and the same width everywhere."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=_WIDTH)

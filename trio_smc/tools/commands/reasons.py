@@ -1,0 +1,115 @@
+"""`trio-smc reasons`: why connections stay on TCP, all reasons and words explained."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from trio_smc import Fallback, FallbackReason
+from trio_smc._base.reasons import Diagnosis
+from trio_smc.tools.errors import ToolError
+from trio_smc.tools.options import add_json
+from trio_smc.tools.output import fields, print_json, show, table
+
+NAME = "reasons"
+SUMMARY = "explain why connections stay on TCP: every reason and diagnosis word"
+DESCRIPTION = """
+Explain fallback reasons, as SmcStream.fallback.reason and `trio-smc ss` name them, and the
+diagnosis words that SMC Decline messages carry (RFC 7609, A.2.4).
+
+Without an argument all are listed.  RFC 7609 leaves the words to the implementation; these are
+the ones that Linux uses, so that its tools and ours explain each other's.
+"""
+EPILOG = """
+Examples:
+  trio-smc reasons                    everything
+  trio-smc reasons no-rnic            one reason
+  trio-smc reasons 0x03030000         one diagnosis word
+
+Exit codes: 0, or 2 for a reason or word that is unknown.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "reason", nargs="?", metavar="REASON|WORD", help="a reason by name, or a word as 0x…"
+    )
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one explanation, or all."""
+    if options.reason is None:
+        _print_all(options.json)
+    elif options.reason[:1].isdigit():
+        _print_one(_explain_word(options.reason), options.json)
+    else:
+        _print_one(_explain_reason(_reason(options.reason)), options.json)
+    return 0
+
+
+def _reason(text: str) -> FallbackReason:
+    try:
+        return FallbackReason(text.lower().replace("_", "-"))
+    except ValueError:
+        raise ToolError(f"{text!r} is no reason; trio-smc reasons lists them") from None
+
+
+def _explain_reason(reason: FallbackReason) -> dict[str, Any]:
+    fallback = Fallback.local(reason)
+    return {
+        "reason": reason.value,
+        "word": None if fallback.code is None else f"0x{fallback.code:08x}",
+        "message": fallback.message,
+        "remedy": fallback.remedy,
+    }
+
+
+def _explain_word(text: str) -> dict[str, Any]:
+    try:
+        word = int(text, 0)
+    except ValueError:
+        word = -1
+    if not 0 <= word < 1 << 32:
+        raise ToolError(f"{text!r} is not a diagnosis word of 32 bits")
+    try:
+        name = Diagnosis(word).name.lower().replace("_", "-")
+    except ValueError:
+        raise ToolError(
+            f"0x{word:08x} is a diagnosis word of the peer's own; its documentation explains it"
+        ) from None
+    fallback = Fallback.from_peer(word)
+    return {
+        "word": f"0x{word:08x}",
+        "name": name,
+        "reason": fallback.reason.value,
+        "message": fallback.message,
+        "remedy": fallback.remedy,
+    }
+
+
+def _print_one(explanation: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(explanation)
+    else:
+        show(fields(explanation.items()))
+
+
+def _print_all(as_json: bool) -> None:
+    reasons = [_explain_reason(reason) for reason in FallbackReason]
+    words = [_explain_word(hex(word)) for word in Diagnosis]
+    if as_json:
+        print_json({"reasons": reasons, "words": words})
+        return
+    show(
+        table(
+            ("REASON", "WORD SENT", "MEANING", "REMEDY"),
+            [list(each.values()) for each in reasons],
+        ),
+        "",
+        table(
+            ("WORD RECEIVED", "NAME", "TAKEN AS"),
+            [(each["word"], each["name"], each["reason"]) for each in words],
+        ),
+    )
