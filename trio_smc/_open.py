@@ -25,6 +25,15 @@ _default: trio.lowlevel.RunVar[_DefaultStack | None] = trio.lowlevel.RunVar(
 )
 
 
+_default_config: Config | None = None
+
+
+def set_default_config(config: Config | None) -> None:
+    """Settings of default stacks that are opened from now on."""
+    global _default_config
+    _default_config = config
+
+
 class _DefaultStack:
     """The stack that calls outside of any `open_stack` share, one for each Trio run."""
 
@@ -36,7 +45,7 @@ class _DefaultStack:
     async def run(self) -> None:
         """A system task: nothing may escape, it would be a crash of the whole run."""
         try:
-            async with open_stack() as stack:
+            async with open_stack(_default_config) as stack:
                 self.stack = stack
                 self.ready.set()
                 await trio.sleep_forever()
@@ -47,7 +56,8 @@ class _DefaultStack:
             self.ready.set()
 
 
-async def _find_stack() -> Stack:
+async def find_stack() -> Stack:
+    """The stack of this context: the innermost `open_stack`, else the run's default one."""
     stack = _current.get()
     if stack is not None:
         return stack
@@ -139,7 +149,7 @@ async def open_stream(
       ValueError: ``config`` changes what belongs to the stack.
       RuntimeError: called in a forked child.
     """
-    stack = await _find_stack()
+    stack = await find_stack()
     return await stack.open_stream(
         host,
         port,
@@ -170,7 +180,7 @@ async def open_listeners(
       ValueError: ``config`` changes what belongs to the stack.
       RuntimeError: called in a forked child.
     """
-    stack = await _find_stack()
+    stack = await find_stack()
     return await stack.open_listeners(port, host=host, backlog=backlog, config=config)
 
 
@@ -197,7 +207,7 @@ async def serve(
     Raises:
       OSError, trio.ClosedResourceError, ValueError, RuntimeError: as `open_listeners`.
     """
-    stack = await _find_stack()
+    stack = await find_stack()
     await stack.serve(
         handler,
         port,

@@ -23,6 +23,7 @@ from trio.lowlevel import Abort, RaiseCancelT
 from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._options import StreamOptions
+from trio_smc._rdma_calls import RdmaCalls
 from trio_smc._stream import SmcStream, flat, some_bytes
 from trio_smc._tcp_names import SmcSocket
 from trio_smc._urgent import URGENT, RdmaUrgent
@@ -54,7 +55,7 @@ def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
-class RdmaStream(RdmaUrgent, SmcStream):
+class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
     mode = Mode.SMC_R
@@ -211,11 +212,7 @@ class RdmaStream(RdmaUrgent, SmcStream):
             await trio.lowlevel.checkpoint()
         finally:
             self._sending = False
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
-        if self._core.error is not None:
-            raise trio.BrokenResourceError("the connection is broken") from self._core.error
-        self._core.shutdown_write()
+        self.shut_down_writing()
 
     # --- receiving -------------------------------------------------------------------------
 

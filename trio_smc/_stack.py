@@ -16,6 +16,7 @@ import trio
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.statistics import StackStatistics
 from trio_smc._connect import connect_stream
+from trio_smc._face import plain_socket
 from trio_smc._listener import SmcListener
 from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
 
@@ -103,7 +104,7 @@ class Stack(StackCore):
                     undo.callback(each.socket.close)
                 listeners: list[SmcListener] = []
                 for each in listening:
-                    listener = SmcListener(self, each.socket, effective)
+                    listener = SmcListener(self, plain_socket(each.socket), effective)
                     undo.callback(listener.close)
                     listeners.append(listener)
                 undo.pop_all()
