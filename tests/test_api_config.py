@@ -25,6 +25,8 @@ STACK_FIELDS: dict[str, Any] = {
     "test_link_timeout": 1,
     "link_group_idle": 1,
     "shutdown_timeout": 1,
+    "capture": "/nowhere/capture.pcapng",
+    "capture_payload": 64,
 }
 CALL_FIELDS: dict[str, Any] = {
     "discovery": "assume",

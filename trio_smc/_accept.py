@@ -92,6 +92,7 @@ async def _negotiate(
         admit=lambda proposal: rnic if isinstance(rnic, FallbackReason) else _admit(proposal),
         receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
     )
+    negotiation.sock = sock
     with stack.handshake():
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
         if isinstance(outcome, Established):

@@ -156,6 +156,7 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
         proposal=_proposal(stack, rnic, here),
         receive_buffer=config.receive_buffer_for(rnic.kind),
     )
+    negotiation.sock = sock
     with stack.handshake():
         negotiation.start()
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["RMBE_SIZE_UNIT", "Config", "rmbe_size_code", "rmbe_size_of"]
+__all__ = ["DEFAULT_PINS", "RMBE_SIZE_UNIT", "Config", "rmbe_size_code", "rmbe_size_of"]
+
+DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
+"""Where ``trio-smc setup`` pins what the TCP option needs, unless it is told otherwise."""
 
 RMBE_SIZE_UNIT = 16 * 1024
 """Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
@@ -25,8 +28,9 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
     {
-        "rnics", "directory", "spin", "llc_timeout", "first_contact_timeout",
+        "rnics", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
         "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
+        "capture", "capture_payload",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
     }
@@ -56,16 +60,18 @@ class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
     Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``rmbe_eye_catcher``,
-    ``shutdown_timeout`` and the timers of links) raise ValueError when a call's own config sets
+    ``shutdown_timeout``, ``capture``, ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
     them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
       directory: the user's private directory (mode 0700, owner checked): software RNICs,
         same-host discovery.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.
-      discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, and
-        `assume`.  "assume": every peer does; a listener looks at the first 4 bytes.
-        "tcp-option": only the TCP option of RFC 7609, 3.1 tells.
+      discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
+        TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
+        "assume": every peer does; a listener looks at the first 4 bytes.  "tcp-option": only the
+        TCP option tells.
+      tcp_option: the directory where ``trio-smc setup`` has pinned what the TCP option needs.
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
         A client compares the host as it was named and as it was resolved; a listener compares
         its own address, as bound and as accepted, and the client's.
@@ -88,11 +94,15 @@ class Config:
       max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
         further ones wait in the TCP backlog.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
+      capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
+        pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
+      capture_payload: how many bytes of each RDMA write the capture keeps; 0: lengths only.
     """
 
     rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
     directory: Path | str | None = None
     discovery: Literal["auto", "tcp-option", "assume"] = "auto"
+    tcp_option: Path | str = DEFAULT_PINS
     assume: tuple[str | tuple[str, int], ...] = ()
     require_smc: bool = False
     receive_buffer: int | None = None
@@ -109,6 +119,8 @@ class Config:
     shutdown_timeout: float = 5
     max_handshakes: int = 128
     urgent_inline: bool = False
+    capture: Path | str | None = None
+    capture_payload: int = 0
 
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):
@@ -125,6 +137,8 @@ class Config:
             and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
         ):
             raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
+        if not _is_integer(self.capture_payload) or self.capture_payload < 0:
+            raise ValueError(f"capture_payload: {self.capture_payload!r} is no number of bytes")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
         if not isinstance(self.assume, tuple):

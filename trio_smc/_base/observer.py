@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .reasons import Fallback
 
-__all__ = ["Observer", "ObserverGroup"]
+__all__ = ["LinkEnd", "LinkEnds", "Observer", "ObserverGroup", "link_ends", "tcp_names"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -29,8 +29,8 @@ class Observer(Protocol):
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
         """A CDC message was sent or received (A.4)."""
 
-    def rdma_write(self, link: object, address: int, rkey: int, length: int) -> None:
-        """An RDMA write of ``length`` bytes was posted."""
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        """An RDMA write of ``data`` was posted; the bytes must not be looked at later."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         """A state machine changed its state."""
@@ -58,9 +58,9 @@ class ObserverGroup:
         for observer in self.observers:
             _tell(observer.cdc, link, outgoing, message)
 
-    def rdma_write(self, link: object, address: int, rkey: int, length: int) -> None:
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
         for observer in self.observers:
-            _tell(observer.rdma_write, link, address, rkey, length)
+            _tell(observer.rdma_write, link, address, rkey, data)
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         for observer in self.observers:
@@ -69,6 +69,52 @@ class ObserverGroup:
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         for observer in self.observers:
             _tell(observer.mode, connection, fallback)
+
+
+class LinkEnd(NamedTuple):
+    """One queue pair of a link: 16 bytes GID, 6 bytes MAC, 24 bits number and first PSN."""
+
+    gid: bytes
+    mac: bytes
+    qp_number: int
+    psn: int
+
+
+class LinkEnds(NamedTuple):
+    """Both ends of a link, and the path MTU in bytes."""
+
+    local: LinkEnd
+    peer: LinkEnd
+    mtu: int
+
+
+def link_ends(link: Any) -> LinkEnds | None:
+    """What a frame needs to know of a link that an observer was told of.
+
+    None while its peer's end is not known (RFC 7609, 3.5.1.3).
+    """
+    peer = link.peer
+    if peer is None:
+        return None
+    rnic = link.rnic
+    return LinkEnds(
+        LinkEnd(rnic.gid, rnic.mac, link.qp.qp_num, link.psn),
+        LinkEnd(peer.gid, peer.mac, peer.qp_number, peer.psn),
+        128 << min(peer.mtu, rnic.mtu),
+    )
+
+
+def tcp_names(connection: Any) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """The local and the remote (host, port) of a rendezvous that an observer was told of.
+
+    None when the TCP connection has ended, or there is none.
+    """
+    sock = connection.sock
+    try:
+        local, remote = sock.getsockname(), sock.getpeername()
+    except (AttributeError, OSError):
+        return None
+    return (local[0], local[1]), (remote[0], remote[1])
 
 
 def _tell(method: Callable[..., None], *news: Any) -> None:

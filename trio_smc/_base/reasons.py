@@ -74,7 +74,9 @@ class FallbackReason(StrEnum):
     HANDSHAKE_LIMIT = "handshake-limit"
     """The listener has `Config.max_handshakes` under way already."""
     TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
-    """`Config.discovery` is "tcp-option", and this process cannot use the TCP option."""
+    """This system cannot send the TCP option, or no program that sends it serves this process."""
+    TCP_OPTION_NOT_PERMITTED = "tcp-option-not-permitted"
+    """This process may not use the TCP option, and an administrator has not set it up for it."""
     DIRECTORY_UNUSABLE = "directory-unusable"
     """The user's private directory is missing, not private or cannot be written."""
     OTHER_USER = "other-user"
@@ -156,8 +158,13 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.OUT_OF_MEMORY,
     ),
     FallbackReason.TCP_OPTION_UNAVAILABLE: _Explanation(
-        "this process cannot use the TCP option that announces SMC-R",
-        "use discovery='auto', or 'assume' where both ends are known to speak SMC-R",
+        "the TCP option that announces SMC-R cannot be sent from here",
+        "run 'trio-smc setup' as root on Linux 5.15 or newer, or use discovery='assume'",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.TCP_OPTION_NOT_PERMITTED: _Explanation(
+        "this process may not use the TCP option that announces SMC-R",
+        "run 'trio-smc setup --group GROUP' as root, with a group this user is in",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(

@@ -164,7 +164,7 @@ class Link:
         self._wr_id = wr_id = self._wr_id + 1
         observer = self._host.observer
         if observer is not None:
-            observer.rdma_write(self, address, rkey, len(data))
+            observer.rdma_write(self, address, rkey, data)
         self._post_write(wr_id, data, None, address=address, rkey=rkey)
 
     def post_cdc(self, connection: LinkConnection, message: bytes) -> None:

@@ -80,6 +80,7 @@ class Negotiation:
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
         self.group: LinkGroup | None = None
+        self.sock: object | None = None  # for observers: whose rendezvous this is
         self.first_contact = False
         self._host = host
         self._receive_buffer = receive_buffer
