@@ -1,8 +1,10 @@
-"""An RNIC in plain memory: no descriptors, no threads, and every message waits for its delivery.
+"""RNICs in plain memory: no descriptors, no threads, and every message waits for its delivery.
 
-All RNICs of one `Fabric` reach each other.  What is posted lies in the fabric until
-`Fabric.deliver`; on its way a test may look at it, change it, lose it or break the link.  Made
-for tests of link groups: what the fabric still holds at the end was not freed.
+All RNICs of one `Fabric` reach each other, unless a test cuts the path between two.  What is
+posted waits in its queue pair, in order, until `Fabric.deliver` or `PlainQueuePair.execute`; on
+its way a test may look at it, change it, lose it or break the link.  Between queue pairs there is
+no order but the test's.  Made for tests of link groups: what the fabric still holds at the end
+was not freed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,11 +26,12 @@ from trio_smc.rnic.verbs import (
     QueuePair,
     Rnic,
     RnicError,
+    RnicEvent,
     WcOpcode,
     WcStatus,
 )
 
-__all__ = ["Fabric", "MemoryRnic", "PlainMemory", "PlainQueuePair", "Work"]
+__all__ = ["Fabric", "Fate", "MemoryRnic", "PlainMemory", "PlainQueuePair", "Work"]
 
 # A write takes one request or two; far more than a test posts without delivering.
 DEPTH = 128
@@ -58,10 +62,23 @@ class PlainMemory(Memory):
             self._fabric.held["memory"] -= 1
 
 
+class Fate(Enum):
+    """What becomes of a request."""
+
+    DONE = auto()
+    LOST = auto()
+    """It does not arrive, however often it is repeated: the sender's queue pair fails."""
+    UNACKNOWLEDGED = auto()
+    """It is done, but its acknowledgement is lost: the sender's queue pair fails all the same."""
+    UNPLACED = auto()
+    """The peer's RNIC acknowledges it and everything after it and places nothing any more; it is
+    about to fail (RFC 7609, 4.6)."""
+
+
 class Work(NamedTuple):
     """One posted request on its way."""
 
-    qp: PlainQueuePair
+    serial: int
     wr_id: int
     signaled: bool
     message: bytes | None
@@ -79,13 +96,15 @@ class Fabric:
         when its next request fails, as on a real wire.
       tamper: called with each SEND on its way; returns the messages to deliver in its place
         (the sender's completion is good all the same), or None to let the request fail.
+      cut: pairs of GIDs between which nothing arrives, although their ports are active.
     """
 
     def __init__(self, *, tells_death: bool = True) -> None:
         self.held = {"memory": 0, "pd": 0, "region": 0, "qp": 0}
         self.tells_death = tells_death
         self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
-        self.flight: deque[Work] = deque()
+        self.cut: set[frozenset[bytes]] = set()
+        self.busy: dict[PlainQueuePair, None] = {}
         self.rnics: dict[bytes, MemoryRnic] = {}
         self.numbers = 1
 
@@ -95,13 +114,18 @@ class Fabric:
         return self.numbers
 
     def deliver(self, count: int | None = None) -> int:
-        """Do up to ``count`` posted requests (all by default); how many were done."""
+        """Do up to ``count`` posted requests (all by default), oldest first; how many were done."""
         done = 0
-        flight = self.flight
-        while flight and (count is None or done < count):
-            flight.popleft().qp.execute()
+        while self.busy and (count is None or done < count):
+            min(self.busy, key=PlainQueuePair.oldest).execute()
             done += 1
         return done
+
+    def lose(self) -> None:
+        """What is on its way never arrives, and nobody is told."""
+        for qp in self.busy:
+            qp.work.clear()
+        self.busy.clear()
 
 
 class _Region(MemoryRegion):
@@ -152,7 +176,8 @@ class PlainQueuePair(QueuePair):
         self.receives = 0
         self.mtu = 0
         self._psns: tuple[int, int] = (-1, -1)
-        self._work: deque[Work] = deque()
+        self.work: deque[Work] = deque()
+        self._places = True
         self._closed = False
         rnic.qps[self.qp_num] = self
         rnic.fabric.held["qp"] += 1
@@ -181,20 +206,24 @@ class PlainQueuePair(QueuePair):
         self._psns = (psn, self._psns[1])
 
     def to_err(self) -> None:
+        self.fail(notices=self.rnic.fabric.tells_death)
+
+    def fail(self, *, notices: bool) -> None:
+        """To ERR, in whatever state; ``notices``: and so does the other end."""
         if self.state is QpState.ERR:
             return
         self.state = QpState.ERR
         self.log.append("ERR")
-        for work in self._work:
+        for work in self.work:
             self._complete(work, WcStatus.WR_FLUSH_ERR)
-        self._work.clear()
+        self.work.clear()
+        self.rnic.fabric.busy.pop(self, None)
         if self.receives:
             status = int(WcStatus.WR_FLUSH_ERR)
             self.rnic.done.append(Completion(self.qp_num, int(WcOpcode.RECV), status, 0, None))
-        if self.rnic.fabric.tells_death:
-            peer = self.peer()
-            if peer is not None:
-                peer.to_err()
+        peer = self.peer() if notices else None
+        if peer is not None:
+            peer.fail(notices=False)
 
     def close(self) -> None:
         if not self._closed:
@@ -211,7 +240,7 @@ class PlainQueuePair(QueuePair):
         assert self.receives <= self.rnic.receive_depth
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
-        self._post(Work(self, wr_id, signaled, bytes(data)))
+        self._post(Work(self.rnic.fabric.number(), wr_id, signaled, bytes(data)))
 
     def post_write(
         self,
@@ -224,7 +253,8 @@ class PlainQueuePair(QueuePair):
         signaled: bool = False,
     ) -> None:
         pieces = (data,) if more is None else (data, more)
-        self._post(Work(self, wr_id, signaled, None, pieces, address, rkey))
+        serial = self.rnic.fabric.number()
+        self._post(Work(serial, wr_id, signaled, None, pieces, address, rkey))
 
     def write_capacity(self) -> int:
         return 1 << 62
@@ -237,10 +267,10 @@ class PlainQueuePair(QueuePair):
             return
         if self.state is not QpState.RTS:
             raise RnicError(errno.EINVAL, f"no sends in {self.state}")
-        if len(self._work) >= self.rnic.send_depth:
+        if len(self.work) >= self.rnic.send_depth:
             raise QueueFull
-        self._work.append(work)
-        self.rnic.fabric.flight.append(work)
+        self.work.append(work)
+        self.rnic.fabric.busy[self] = None
 
     def _complete(self, work: Work, status: WcStatus) -> None:
         if work.signaled or status:
@@ -258,23 +288,36 @@ class PlainQueuePair(QueuePair):
             return None
         return peer
 
-    def execute(self) -> None:
-        """Do the oldest request."""
-        if not self._work:
-            return  # flushed meanwhile
-        work = self._work.popleft()
+    def oldest(self) -> int:
+        """Serial number of the request whose turn it is."""
+        return self.work[0].serial
+
+    def execute(self, fate: Fate = Fate.DONE) -> None:
+        """Do the oldest request, if there is one."""
+        if not self.work:
+            return
+        work = self.work.popleft()
+        if not self.work:
+            del self.rnic.fabric.busy[self]
         peer = self.peer()
         status = WcStatus.RETRY_EXC_ERR
-        if peer is not None and self._reaches(peer):
-            status = self._write(peer, work) if work.message is None else self._send(peer, work)
+        if peer is not None and self._reaches(peer) and fate is not Fate.LOST:
+            if fate is Fate.UNPLACED:
+                peer._places = False
+            status = WcStatus.SUCCESS
+            if peer._places:
+                status = self._write(peer, work) if work.message is None else self._send(peer, work)
+            if fate is Fate.UNACKNOWLEDGED:
+                status = WcStatus.RETRY_EXC_ERR
         self._complete(work, status)
         if status:
             self.to_err()
 
     def _reaches(self, peer: PlainQueuePair) -> bool:
         ports = self.rnic.port_active and peer.rnic.port_active
+        path = frozenset((self.rnic.gid, peer.rnic.gid)) not in self.rnic.fabric.cut
         ready = peer.state in (QpState.RTR, QpState.RTS)
-        return ports and ready and peer._psns[1] == self._psns[0]
+        return ports and path and ready and peer._psns[1] == self._psns[0]
 
     def _send(self, peer: PlainQueuePair, work: Work) -> WcStatus:
         assert work.message is not None
@@ -346,6 +389,25 @@ class MemoryRnic(Rnic):
     def close(self) -> None:
         self.fabric.rnics.pop(self.gid, None)
         self.port_active = False
+
+    def port_down(self, *, fatal: bool = False) -> None:
+        """The port goes down: requests from here and to here fail from now on; queue pairs that
+        nobody uses notice nothing.  ``fatal``: the whole device, and its queue pairs fail."""
+        if self.port_active:
+            self.port_active = False
+            self._tell(RnicEvent.FATAL if fatal else RnicEvent.PORT_DOWN)
+            for qp in list(self.qps.values()) if fatal else ():
+                qp.fail(notices=False)
+
+    def port_up(self) -> None:
+        """The port is back; queue pairs that did not fail work again."""
+        if not self.port_active:
+            self.port_active = True
+            self._tell(RnicEvent.PORT_UP)
+
+    def _tell(self, event: RnicEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     def alloc_memory(self, size: int) -> Memory:
         if self.no_memory:

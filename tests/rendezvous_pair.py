@@ -20,6 +20,7 @@ from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import Endpoint
+from trio_smc._rnics import RnicChange
 from trio_smc._stack_core import StackCore
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous import clc
@@ -86,8 +87,8 @@ class Recorder:
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
         self.events.append(("cdc", "out" if outgoing else "in", message))
 
-    def rdma_write(self, link: object, address: int, rkey: int, length: int) -> None:
-        self.events.append(("write", "out", length))
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        self.events.append(("write", "out", len(data)))
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         self.events.append(("state", type(subject).__name__, (old, new, event)))
@@ -202,17 +203,47 @@ class Tcp:
 
 
 class Side:
-    """One stack."""
+    """One stack.
 
-    def __init__(self, world: World, config: Config, **rnic: Any) -> None:
-        self.rnic = MemoryRnic(world.fabric, **rnic)
+    Attributes:
+      rnics: its RNICs, memory0 first; `rnic` is that one, which first contacts use.
+    """
+
+    def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
         self.stack = stack = StackCore(config)
-        self.rnic.open(config.private_directory())
-        stack.rnic_set.adopt(self.rnic)
+        self._fabric = world.fabric
+        self._directory = config.private_directory()
+        self._options = rnic
+        self.rnics: list[MemoryRnic] = []
+        for _ in range(rnics):
+            self._open_rnic()
         stack.timers = Timers(world.clock, lambda: None)
         stack.tcp_watch = cast(Any, _Watch())
         stack.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac
         self.recorder = Recorder()
+
+    @property
+    def rnic(self) -> MemoryRnic:
+        return self.rnics[0]
+
+    def serving(self) -> MemoryRnic:
+        """The RNIC that a new connection's rendezvous names."""
+        usable = self.stack.usable_rnics(self.rnic.kind)
+        return next((rnic for rnic in self.rnics if rnic in usable), self.rnic)
+
+    def add_rnic(self) -> MemoryRnic:
+        """A further RNIC appears while the stack runs."""
+        rnic = self._open_rnic()
+        self.stack.rnic_set.on_change(rnic, RnicChange.AVAILABLE)
+        return rnic
+
+    def _open_rnic(self) -> MemoryRnic:
+        name = f"memory{len(self.rnics)}"
+        rnic = MemoryRnic(self._fabric, **{"name": name, **self._options})
+        rnic.open(self._directory)
+        self.stack.rnic_set.adopt(rnic)
+        self.rnics.append(rnic)
+        return rnic
 
     def record(self) -> Recorder:
         """Write down everything from now on."""
@@ -369,15 +400,16 @@ class Call:
     ) -> None:
         self.tcp = (Tcp(world.news), Tcp(world.news))
         self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
+        ours, theirs = client.serving(), server.serving()
         self.proposal = proposal or clc.Proposal(
             peer_id=client.stack.peer_id,
-            gid=client.rnic.gid,
-            mac=client.rnic.mac,
+            gid=ours.gid,
+            mac=ours.mac,
             ipv4_subnet=b"\x0a\0\0\0",
             ipv4_mask_length=8,
         )
         negotiation = ClientNegotiation(
-            host=client.stack, rnic=client.rnic, proposal=self.proposal, receive_buffer=size
+            host=client.stack, rnic=ours, proposal=self.proposal, receive_buffer=size
         )
         self.client = End(client, self.tcp[0], negotiation)
         self.server = End(
@@ -385,7 +417,7 @@ class Call:
             self.tcp[1],
             ServerNegotiation(
                 host=server.stack,
-                rnic=server.rnic,
+                rnic=theirs,
                 admit=lambda _: refusal,
                 receive_buffer=size,
             ),
@@ -419,7 +451,7 @@ class World:
         self.news: deque[Tcp] = deque()
 
     def side(self, config: Config | None = None, **rnic: Any) -> Side:
-        """A new stack; ``rnic`` as `MemoryRnic`."""
+        """A new stack; ``rnic`` as `Side` and `MemoryRnic`."""
         settings = config or Config()
         fields = {name: getattr(settings, name) for name in settings.__slots__}
         fields |= {"rnics": (), "directory": _DIRECTORY, "spin": 0}

@@ -368,7 +368,7 @@ def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
         server.group.exchanges.done()
         assert transcript(server) == ["out DELETE_RKEY reply"]
         assert server.group.peer_rmbs.find(1, rkey) is None
-        world.fabric.flight.clear()
+        world.fabric.lose()
         # A peer that does not wait for replies is not listened to for ever.
         server.group.exchanges.begin("delete_link", link_of(server))
         link = link_of(server)
@@ -505,7 +505,7 @@ def test_more_tokens_than_one_message_has_get_a_negative_reply() -> None:
         assert isinstance(reply, llc.ConfirmRkey)
         assert (reply.negative, reply.retry) == (True, False)
         assert server.group.peer_rmbs.find(1, 0x1000) is None
-        world.fabric.flight.clear()
+        world.fabric.lose()
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 
@@ -523,7 +523,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
             next(iter(client.rnic.qps.values())).receives += 1
         flags = [data[3] for _, _, data in server.recorder.messages()]
         assert flags == [0x80] * 254 + [0xA0]
-        world.fabric.flight.clear()
+        world.fabric.lose()
 
 
 def test_a_peer_that_takes_no_replies_loses_the_link() -> None:

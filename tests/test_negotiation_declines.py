@@ -190,7 +190,7 @@ def test_the_server_may_decline_where_it_is_waited_for(state: str) -> None:
         world.until(lambda: call.client.state == state and not call.client.negotiation.outgoing)
         call.tcp[1].silent = True
         call.tcp[0].inbox[:] = decline(server)
-        world.fabric.flight.clear()
+        world.fabric.lose()
         world.until(lambda: call.client.outcome)
         assert call.client.fallback.reason is FallbackReason.OUT_OF_RESOURCES
         assert not client.groups
