@@ -11,6 +11,7 @@ from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
 from trio_smc._base.statistics import StackStatistics, StreamStatistics
+from trio_smc._config_file import load_config
 from trio_smc._enable import disable, enable
 from trio_smc._listener import SmcListener
 from trio_smc._open import open_listeners, open_stack, open_stream, serve
@@ -44,6 +45,7 @@ __all__ = [
     "VerbsRnic",
     "disable",
     "enable",
+    "load_config",
     "open_listeners",
     "open_stack",
     "open_stream",

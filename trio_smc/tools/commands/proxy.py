@@ -1,0 +1,138 @@
+"""`trio-smc proxy`: from TCP to SMC-R and back, for programs that speak only one of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import trio
+
+import trio_smc
+from trio_smc.tools.errors import ToolError
+
+NAME = "proxy"
+SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
+DESCRIPTION = """
+Accept connections and pass each on to TARGET, bytes and ends of streams in both directions.  One
+side is SMC-R where both ends can, the other plain TCP: a client of SMC-R reaches a server that
+knows only TCP, or a client that knows only TCP reaches a server over SMC-R.
+
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; a host of IPv6 is written in brackets.  Port 0
+listens on any free port, which is printed.
+"""
+EPILOG = """
+Examples:
+  trio-smc proxy smc:localhost:6380 tcp:localhost:6379     in front of a database
+  trio-smc proxy tcp:localhost:5433 smc:localhost:5432     in front of a client
+
+Exit codes: 0 after SIGTERM; 2 for bad input, as an address that cannot be listened on.
+"""
+
+LOGGER: Final = logging.getLogger("trio_smc.proxy")
+_PIECE: Final = 1 << 18
+
+
+class _Address(NamedTuple):
+    smc: bool
+    host: str
+    port: int
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("listen", type=_address, metavar="LISTEN")
+    parser.add_argument("target", type=_address, metavar="TARGET")
+    parser.add_argument(
+        "--require-smc", action="store_true", help="SMC-R or nothing on the SMC-R side"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    trio.run(_serve, options.listen, options.target, options.require_smc)
+    return 0
+
+
+def _address(text: str) -> _Address:
+    kind, _, rest = text.partition(":")
+    host, _, port = rest.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if kind not in ("smc", "tcp") or not bare or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither smc:HOST:PORT nor tcp:HOST:PORT")
+    return _Address(kind == "smc", bare, int(port))
+
+
+async def _serve(listen: _Address, target: _Address, require: bool) -> None:
+    async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
+        listeners = await _listeners(stack, listen)
+        for each in listeners:
+            name = each.socket.getsockname()
+            print(f"listening on {name[0]} port {name[1]}", flush=True)
+        handler = partial(_pass_on, stack, target)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, handler, listeners)
+            with trio.open_signal_receiver(signal.SIGTERM) as signals:
+                async for _ in signals:
+                    nursery.cancel_scope.cancel()
+
+
+async def _listeners(
+    stack: trio_smc.Stack, listen: _Address
+) -> Sequence[trio_smc.SmcListener] | Sequence[trio.SocketListener]:
+    try:
+        if listen.smc:
+            return await stack.open_listeners(listen.port, host=listen.host)
+        return await trio.open_tcp_listeners(listen.port, host=listen.host)
+    except OSError as error:
+        raise ToolError(f"proxy: {listen.host} port {listen.port}: {error}") from error
+
+
+async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfCloseableStream:
+    if target.smc:
+        return await stack.open_stream(target.host, target.port)
+    return await trio.open_tcp_stream(target.host, target.port)
+
+
+async def _pass_on(
+    stack: trio_smc.Stack, target: _Address, client: trio.abc.HalfCloseableStream
+) -> None:
+    """One connection; what goes wrong with it ends it at both sides."""
+    async with client:
+        try:
+            server = await _connect(stack, target)
+        except OSError as error:
+            LOGGER.info("%s port %d: %s", target.host, target.port, error)
+            _reset(client)
+            return
+        smc = client if isinstance(client, trio_smc.SmcStream) else server
+        LOGGER.info("passing on, %s", getattr(smc, "mode", "tcp"))
+        async with server:
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_copy, client, server)
+                    nursery.start_soon(_copy, server, client)
+            except* trio.BrokenResourceError:
+                # Half a connection is none: the other end must not take this for its end.
+                _reset(client)
+                _reset(server)
+
+
+async def _copy(source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream) -> None:
+    while data := await source.receive_some(_PIECE):
+        await target.send_all(data)
+    await target.send_eof()
+
+
+def _reset(stream: trio.abc.HalfCloseableStream) -> None:
+    if isinstance(stream, trio_smc.SmcStream):
+        stream.abort()
+    elif isinstance(stream, trio.SocketStream):
+        linger = trio.socket.SOL_SOCKET, trio.socket.SO_LINGER
+        if stream.socket.fileno() >= 0:
+            stream.socket.setsockopt(*linger, b"\1\0\0\0\0\0\0\0")
+            stream.socket.close()
