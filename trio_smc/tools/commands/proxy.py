@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import trio
 
@@ -81,9 +80,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
                     nursery.cancel_scope.cancel()
 
 
-async def _listeners(
-    stack: trio_smc.Stack, listen: _Address
-) -> Sequence[trio_smc.SmcListener] | Sequence[trio.SocketListener]:
+async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
     try:
         if listen.smc:
             return await stack.open_listeners(listen.port, host=listen.host)
