@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.campaigns import handshakes
-from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.rkeys import Rkeys
 
 
 def test_damaged_handshakes(seed: int, full: bool) -> None:
@@ -33,7 +33,7 @@ def _no_end(self: Negotiation) -> None:
     """A time-out that nobody hears of."""
 
 
-def _crash(self: LinkGroup, *_: object) -> None:
+def _crash(self: Rkeys, *_: object) -> None:
     raise KeyError("link")
 
 
@@ -42,7 +42,7 @@ def _crash(self: LinkGroup, *_: object) -> None:
     [
         (OwnRmbs, "close", _leak, "memory"),
         (Negotiation, "timed_out", _no_end, "PROPOSED"),
-        (LinkGroup, "answer_rkeys", _crash, "given up"),
+        (Rkeys, "answer", _crash, "given up"),
         (Negotiation, "may_decline", property(lambda self: self.may_fall_back), "2: "),
         (Negotiation, "sent", lambda self: self.tcp_lost(), "5: "),
     ],

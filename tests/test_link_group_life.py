@@ -493,22 +493,6 @@ def test_unknown_optional_messages_are_discarded() -> None:
         assert [data for _, _, data in server.recorder.messages()].count(optional) == 2
 
 
-def test_more_tokens_than_one_message_has_get_a_negative_reply() -> None:
-    with World() as world:
-        client, server = world.side(), world.side()
-        call = world.connect(client, server)
-        server.record()
-        request = llc.ConfirmRkey(other_tokens=0, rkey=0x1000, address=0x2000).encode()
-        many = request[:4] + b"\x03" + request[5:]
-        server.group.on_llc_untrusted(link_of(server), many)
-        reply = llc.decode_untrusted(server.recorder.messages()[0][2])
-        assert isinstance(reply, llc.ConfirmRkey)
-        assert (reply.negative, reply.retry) == (True, False)
-        assert server.group.peer_rmbs.find(1, 0x1000) is None
-        world.fabric.lose()
-        assert call.states == ("ESTABLISHED", "ESTABLISHED")
-
-
 def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -516,7 +500,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
         server.record()
         for number in range(255):
             message = llc.ConfirmRkey(other_tokens=0, rkey=number, address=number << 20)
-            server.group.answer_rkeys(link_of(server), message)
+            server.group.rkeys.on_request_untrusted(link_of(server), message)
             world.fabric.deliver()
             server.stack.pump.drain()
             client.rnic.done.clear()

@@ -328,7 +328,7 @@ def test_an_rmb_that_is_deleted_between_accept_and_confirm() -> None:
         call = world.call(client, server, size=BIG)
         world.until(lambda: call.client.state == "PREPARING")
         rkey = clc.decode_untrusted(bytes(call.tcp[0].taken)).rkey  # type: ignore[union-attr]
-        client.group.answer_rkeys(client.group.links[1], llc.DeleteRkey(rkeys=(rkey,)))
+        client.group.rkeys.answer(client.group.links[1], llc.DeleteRkey(rkeys=(rkey,)))
         with pytest.MonkeyPatch.context() as patch:
             dispatch = server.group.on_llc_untrusted
             patch.setattr(
@@ -416,9 +416,9 @@ def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
     """3.5.3, and what is shared by no two groups: RMBs.  (The limit is 255, here 3.)"""
     with World() as world:
         client, server = world.side(), world.side()
+        monkeypatch.setattr(own_rmbs, "MAX_RMBS", 3)
         calls = [world.connect(client, server, size=BIG) for _ in range(3)]
         assert len(server.groups) == 1
-        monkeypatch.setattr(own_rmbs, "MAX_RMBS", 3)
         calls.append(world.connect(client, server, size=BIG))
         assert len(server.groups) == len(client.groups) == 2
         # The second is used as long as there is room in it, the first when there is again.

@@ -187,9 +187,9 @@ class RmbPool:
         rmbe.in_use = False
         free.append(rmbe)
 
-    def empty_rmbs(self) -> list[Rmb]:
-        """RMBs without an element in use, oldest first: what DELETE RKEY may name."""
-        return [rmb for rmb, free in self._free.items() if len(free) == len(rmb.elements)]
+    def is_empty(self, rmb: Rmb) -> bool:
+        """Whether no element of an RMB of this pool is in use: DELETE RKEY may name it."""
+        return len(self._free[rmb]) == len(rmb.elements)
 
     def remove(self, rmb: Rmb) -> None:
         """Take an RMB out, before its RKey is deleted and its memory closed.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
@@ -28,6 +28,7 @@ from trio_smc.states.llc_exchange import LLC_EXCHANGE
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.rkeys import RkeyMessage
     from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["Exchanges", "RkeyRequest"]
@@ -43,16 +44,50 @@ _RETRY_DELAY: Final = 0.05
 
 @dataclass(slots=True, eq=False)
 class RkeyRequest:
-    """A CONFIRM RKEY of ours, waiting or under way.
+    """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
 
     Attributes:
-      message: makes the request for the link it will travel on.
+      messages: makes the request for the link it will travel on, when its turn has come.
       finished: called once with whether the peer agreed.
     """
 
-    message: Callable[[Link], llc.ConfirmRkey]
+    messages: Callable[[Link], list[llc.Message]]
     finished: Callable[[bool], None]
     tries: int = 0
+    _awaited: deque[type[llc.Message]] = field(default_factory=deque)
+    _negative: bool = False
+    _retry: bool = False
+
+    def send(self, link: Link) -> None:
+        """Send all messages; each is echoed by itself (A.3.5, A.3.6)."""
+        messages = self.messages(link)
+        self._awaited = deque(map(type, messages))
+        self._negative = self._retry = False
+        for message in messages:
+            link.send_llc(message)
+
+    def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
+        """Whether this echo was the last.  Raises ProtocolError when it is not one."""
+        if not self._awaited or type(echo) is not self._awaited.popleft():
+            raise ProtocolError(f"{type(echo).__name__} reply without a request")
+        if isinstance(echo, llc.DeleteRkey):
+            if echo.negative:  # nothing beyond logging (A.3.7)
+                LOGGER.info("the peer did not know all RKeys: mask %#04x", echo.error_mask)
+        elif echo.negative and not self._negative:
+            self._negative = True
+            # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).
+            self._retry = not isinstance(echo, llc.ConfirmRkey) or echo.retry
+        return not self._awaited
+
+    @property
+    def agreed(self) -> bool:
+        """Whether no echo was negative."""
+        return not self._negative
+
+    @property
+    def to_be_retried(self) -> bool:
+        """Whether the peer wants it again when its configuration change is over."""
+        return self._negative and self._retry and self.tries < _RETRIES
 
 
 class Exchanges:
@@ -65,7 +100,7 @@ class Exchanges:
         self._current: RkeyRequest | None = None
         self._link: Link | None = None
         self._timer: Timer | None = None
-        self._peer_request: tuple[Link, llc.ConfirmRkey | llc.DeleteRkey] | None = None
+        self._peer_request: tuple[Link, RkeyMessage] | None = None
         self._put_off: deque[tuple[Link, llc.DeleteRkey]] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
         # Links to delete and why, by number.
@@ -89,8 +124,8 @@ class Exchanges:
         """The exchange under way is complete."""
         self.machine.send("done")
 
-    def confirm_rkey(self, request: RkeyRequest) -> None:
-        """Tell the peer of a new RMB, now or when the exchange under way is done."""
+    def change_rkeys(self, request: RkeyRequest) -> None:
+        """Confirm or delete RKeys, now or when the exchange under way is done."""
         if self.machine.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
             request.finished(False)
             return
@@ -110,14 +145,16 @@ class Exchanges:
 
     # --- messages of the peer -----------------------------------------------------------
 
-    def on_reply_untrusted(self, link: Link, reply: llc.ConfirmRkey) -> None:
-        """The reply to our CONFIRM RKEY; raises ProtocolError when there was none on ``link``."""
+    def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
+        """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
         request = self._current
         if request is None or link is not self._link:
-            raise ProtocolError("CONFIRM RKEY reply without a request")
+            raise ProtocolError(f"{type(reply).__name__} reply without a request")
+        if not request.on_echo_untrusted(reply):
+            return
         self._current = None
         self.machine.send("done")
-        if reply.negative and reply.retry and request.tries < _RETRIES:
+        if request.to_be_retried:
             # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
             delay = _RETRY_DELAY * 4**request.tries
             request.tries += 1
@@ -125,14 +162,14 @@ class Exchanges:
                 delay, lambda: self._retry(request)
             )
             return
-        request.finished(not reply.negative)
+        request.finished(request.agreed)
 
     def _retry(self, request: RkeyRequest) -> None:
         del self._retries[request]
-        self.confirm_rkey(request)
+        self.change_rkeys(request)
 
-    def on_request(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
-        """A CONFIRM RKEY or DELETE RKEY of the peer."""
+    def on_request(self, link: Link, message: RkeyMessage) -> None:
+        """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
         self._peer_request = (link, message)
         self.machine.send("peer_rkeys")
 
@@ -141,7 +178,7 @@ class Exchanges:
     def start_next(self) -> None:
         """Begin the oldest queued exchange."""
         while self._put_off:
-            self._group.answer_rkeys(*self._put_off.popleft())
+            self._group.rkeys.answer(*self._put_off.popleft())
         link = self._group.any_active_link()
         if link is None:
             return
@@ -156,7 +193,7 @@ class Exchanges:
         self._current = self._queue.popleft()
         self._link = link
         self.machine.send("change_rkeys")
-        link.send_llc(self._current.message(link))
+        self._current.send(link)
 
     def start_reply_timer(self) -> None:
         """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
@@ -175,19 +212,15 @@ class Exchanges:
     def answer_rkeys(self) -> None:
         """Answer the peer's RKey request."""
         if self._peer_request is not None:
-            link, message = self._peer_request
-            self._group.answer_rkeys(link, message)
+            self._group.rkeys.answer(*self._peer_request)
 
     def put_off_rkeys(self) -> None:
         """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
         if self._peer_request is None:
             return
         link, message = self._peer_request
-        if isinstance(message, llc.ConfirmRkey):
-            refusal = llc.ConfirmRkey(
-                reply=True, negative=True, retry=True, rkey=message.rkey, address=message.address
-            )
-            link.send_llc(refusal)
+        if not isinstance(message, llc.DeleteRkey):
+            self._group.rkeys.refuse(link, message)
         elif len(self._put_off) < _MAX_PUT_OFF:
             self._put_off.append((link, message))
         else:
@@ -213,7 +246,7 @@ class Exchanges:
     def rkeys_timed_out(self) -> None:
         """The link over which the message was sent has failed (C.7.1)."""
         request, self._current = self._current, None
-        self._fail_link("CONFIRM RKEY")
+        self._fail_link("CONFIRM RKEY or DELETE RKEY")
         if request is not None:
             request.finished(False)
 

@@ -30,6 +30,7 @@ from trio_smc.rendezvous.link import Link, LinkConnection
 from trio_smc.rendezvous.link_deletion import LinkDeletion
 from trio_smc.rendezvous.link_setup import FIRST_LINK, FirstContact, GroupFailure, LinkSetup
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.rkeys import Rkeys
 from trio_smc.rendezvous.rtokens import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.timers import Timer, Timers
 from trio_smc.rnic.verbs import QueuePair, Rnic
@@ -96,6 +97,7 @@ class LinkGroup:
         self.peer_rmbs = PeerRmbs()
         self.exchanges = Exchanges(self)
         self.own_rmbs = OwnRmbs(self)
+        self.rkeys = Rkeys(self)
         self.setup = LinkSetup(self)
         self.deletion = LinkDeletion(self)
         self.first_contact: FirstContact | None = None
@@ -220,6 +222,7 @@ class LinkGroup:
     def open_first_link(self) -> Link:
         """Make the first link, in INIT.  Raises RnicError."""
         link = Link(self, FIRST_LINK, self.rnic)
+        self.rkeys.register_on(link)
         self.links[link.number] = link
         return link
 
@@ -252,51 +255,15 @@ class LinkGroup:
                 self.setup.on_add_link_untrusted(link, message)
             case llc.DeleteLink():
                 self.deletion.on_delete_link_untrusted(link, message)
-            case llc.ConfirmRkey(reply=True):
-                self.exchanges.on_reply_untrusted(link, message)
-            case llc.ConfirmRkey() | llc.DeleteRkey(reply=False):
-                self.exchanges.on_request(link, message)
+            case llc.ConfirmRkey() | llc.ConfirmRkeyContinuation() | llc.DeleteRkey():
+                if message.reply:
+                    self.exchanges.on_reply_untrusted(link, message)
+                else:
+                    self.rkeys.on_request_untrusted(link, message)
             case llc.OptionalMessage():
                 pass  # A.3: silently discarded
             case _:
                 raise ProtocolError(f"{type(message).__name__} out of turn")
-
-    def answer_rkeys(self, link: Link, message: llc.ConfirmRkey | llc.DeleteRkey) -> None:
-        """Take over the peer's RKeys and say so (RFC 7609, 3.5.5.2)."""
-        if isinstance(message, llc.DeleteRkey):
-            mask = self._forget_rkeys(link, message.rkeys)
-            link.send_llc(
-                llc.DeleteRkey(reply=True, negative=mask != 0, error_mask=mask, rkeys=message.rkeys)
-            )
-            return
-        tokens = {link.number: RToken(message.rkey, message.address)}
-        for other in message.others:
-            if other.link_number in self.links:
-                tokens[other.link_number] = RToken(other.rkey, other.address)
-        negative = message.other_tokens > len(message.others)
-        if not negative:
-            try:
-                self.peer_rmbs.learn_untrusted(tokens)
-            except ProtocolError as error:
-                LOGGER.warning("%r: CONFIRM RKEY: %s", link, error)
-                negative = True
-        link.send_llc(
-            llc.ConfirmRkey(
-                reply=True, negative=negative, rkey=message.rkey, address=message.address
-            )
-        )
-
-    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> int:
-        mask = 0
-        for position, rkey in enumerate(rkeys):
-            rmb = self.peer_rmbs.find(link.number, rkey)
-            if rmb is None:
-                mask |= 0x80 >> position
-                continue
-            self.peer_rmbs.forget(rmb)
-            for user in list(rmb.elements.values()):
-                user.rmbe_conflict()  # nothing may be written there again
-        return mask
 
     # --- endings ---------------------------------------------------------------------------
 

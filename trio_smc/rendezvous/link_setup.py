@@ -156,8 +156,7 @@ class LinkSetup:
     def _renumber(self, link: Link, number: int) -> None:
         # The client learns its first link's number here (3.5.1.5); old servers count from 0.
         del self._group.links[link.number]
-        self._group.own_rmbs.renumber(link.number, number)
-        self._group.peer_rmbs.renumber(link.number, number)
+        self._group.rkeys.renumber(link.number, number)
         link.number = number
         self._group.links[number] = link
 

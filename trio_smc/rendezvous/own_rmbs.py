@@ -3,18 +3,23 @@
 A new RMB of an established group is told to the peer by CONFIRM RKEY before one of its elements
 is named in a CLC message (RFC 7609, 3.5.5.2.1); the first RMB of a group needs none, as the CLC
 messages of the first contact carry its RToken.
+
+While connections keep coming, the next RMB is made ahead of need, when the last free element of
+a size is taken; then only one in many connections of a burst waits for the peer's reply.  RMBs
+that nobody uses any more go in `idle_rmbs`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.config import rmbe_size_code, rmbe_size_of
 from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.exchanges import RkeyRequest
+from trio_smc.rendezvous.idle_rmbs import IdleRmbs
+from trio_smc.rendezvous.rtokens import RToken
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
@@ -27,21 +32,41 @@ LOGGER = logging.getLogger("trio_smc.link_group")
 
 _Done = Callable[["Rmbe | None"], None]
 
+_KEEP_COMING: Final = 1.0
+"""Seconds between two connections of a burst: far more than making an RMB takes, so that a spare
+is ready in time; connections that are rarer can wait for the peer's reply."""
+
+_NOT_FOR_SPARES: Final = 16
+"""RMBs that only demand may make: one of each size there is (A.2.3)."""
+
 
 class OwnRmbs:
-    """The RMBs of this side of one link group."""
+    """The RMBs of this side of one link group.
+
+    Attributes:
+      pool: those whose elements may be handed out; the peer knows them on all links.
+    """
 
     def __init__(self, group: LinkGroup) -> None:
         self._group = group
         self.pool = RmbPool()
+        # Where new RMBs are registered, too.
+        self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
         self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
+        # Who waits for the peer's reply, by element size; nobody, when an RMB is made ahead.
         self._waiting: dict[int, list[_Done]] = {}
+        self._last_request: dict[int, float] = {}
+        self._idle = IdleRmbs(group, self)
+
+    def __len__(self) -> int:
+        """How many there are, those that come and go included."""
+        return len(self._regions)
 
     @property
     def busy(self) -> bool:
         """Whether somebody waits for a new RMB."""
-        return bool(self._waiting)
+        return any(self._waiting.values())
 
     def has_room(self, size: int) -> bool:
         """Whether an element of ``size`` bytes is free or can be made (ruling of 2.1: 255 RMBs)."""
@@ -55,28 +80,75 @@ class OwnRmbs:
         size = rmbe_size_of(rmbe_size_code(size))
         rmbe = self.pool.take(size)
         if rmbe is not None:
+            self._idle.used(rmbe.rmb)
             done(rmbe)
+            self._make_ahead(size)
         elif size in self._waiting:
             self._waiting[size].append(done)
         else:
-            self._add_rmb(size, done)
+            self._add_rmb(size, [done])
 
     def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
         """The registration of ``rmb`` on ``link``: its RKey and address."""
         return self._regions[rmb][link.number]
 
+    def tokens(self, rmb: Rmb) -> dict[int, RToken]:
+        """How the peer reaches ``rmb``, by link number."""
+        regions = self._regions[rmb].items()
+        return {number: RToken(region.rkey, region.address) for number, region in regions}
+
+    def known_to_peer(self) -> tuple[Rmb, ...]:
+        """The RMBs that the peer knows, those that it is asked to forget included."""
+        return self.pool.rmbs + self._idle.leaving
+
     def release(self, rmbe: Rmbe, used: int | None) -> None:
         """Give an element back; ``used`` bytes of its ring were written, None: unknown."""
         if rmbe.rmb in self._regions:
             self.pool.release(rmbe, used)
+            if self.pool.is_empty(rmbe.rmb):
+                self._idle.emptied(rmbe.rmb)
+
+    def free(self, rmb: Rmb) -> None:
+        """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
+        for region in self._regions.pop(rmb).values():
+            region.close()
+        rmb.memory.close()
+
+    # --- links ---------------------------------------------------------------------------------
+
+    def register_on(self, link: Link) -> None:
+        """See `Rkeys.register_on`."""
+        regions: dict[Rmb, MemoryRegion] = {}
+        try:
+            for rmb in self._regions:
+                regions[rmb] = link.pd.register(rmb.memory)
+        except BaseException:
+            for region in regions.values():
+                region.close()
+            raise
+        self._links[link.number] = link
+        for rmb, region in regions.items():
+            self._regions[rmb][link.number] = region
+
+    def forget_link(self, number: int) -> None:
+        """See `Rkeys.forget_link`."""
+        self._links.pop(number, None)
+        for regions in self._regions.values():
+            region = regions.pop(number, None)
+            if region is not None:
+                region.close()
 
     def renumber(self, old: int, new: int) -> None:
         """A link got its number from the server."""
+        self._links[new] = self._links.pop(old)
         for regions in self._regions.values():
             regions[new] = regions.pop(old)
 
+    # --- the end of the group --------------------------------------------------------------------
+
     def close_regions(self) -> None:
         """Revoke every RKey: the peer cannot write any more."""
+        self._idle.close()
         for regions in self._regions.values():
             for region in regions.values():
                 region.close()
@@ -86,30 +158,41 @@ class OwnRmbs:
         for rmb in self._regions:
             rmb.memory.close()
         self._regions.clear()
+        self._links.clear()
 
-    def _add_rmb(self, size: int, done: _Done) -> None:
+    # --- new RMBs -----------------------------------------------------------------------------
+
+    def _make_ahead(self, size: int) -> None:
+        now = self._group.timers.now()
+        before = self._last_request.get(size, -math.inf)
+        self._last_request[size] = now
+        if (
+            now - before < _KEEP_COMING
+            and not self._waiting  # one at a time
+            and not self.pool.has_free(size)
+            and len(self._regions) < MAX_RMBS - _NOT_FOR_SPARES
+            and self._group.usable
+        ):
+            self._add_rmb(size, [])
+
+    def _add_rmb(self, size: int, waiting: list[_Done]) -> None:
         group = self._group
-        if len(self._regions) >= MAX_RMBS:
-            LOGGER.warning("%r: it has %d RMBs, the most there may be", group, MAX_RMBS)
-            done(None)
-            return
         try:
+            if len(self._regions) >= MAX_RMBS:
+                raise OverflowError(f"it has {MAX_RMBS} RMBs, the most there may be")
             rmb = self._make_rmb(size)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             LOGGER.warning("%r: no new RMB of %d-byte elements: %s", group, size, error)
-            done(None)
+            for done in waiting:
+                done(None)
             return
         if group.state == "FORMING":
             self.pool.add(rmb)
-            done(self.pool.take(size))
+            for done in waiting:
+                done(self.pool.take(size))
             return
-        self._waiting[size] = [done]
-        group.exchanges.confirm_rkey(
-            RkeyRequest(
-                message=lambda link: self._confirm_rkey(rmb, link),
-                finished=lambda agreed: self._confirmed(rmb, agreed),
-            )
-        )
+        self._waiting[size] = waiting
+        group.rkeys.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed))
 
     def _make_rmb(self, size: int) -> Rmb:
         group = self._group
@@ -117,7 +200,7 @@ class OwnRmbs:
         memory = group.rnic.alloc_memory(size * count)
         regions: dict[int, MemoryRegion] = {}
         try:
-            for link in group.links.values():
+            for link in self._links.values():
                 if link.state != "DOWN":
                     regions[link.number] = link.pd.register(memory)
         except BaseException:
@@ -129,27 +212,16 @@ class OwnRmbs:
         self._regions[rmb] = regions
         return rmb
 
-    def _confirm_rkey(self, rmb: Rmb, link: Link) -> llc.ConfirmRkey:
-        here = self._regions[rmb][link.number]
-        others = tuple(
-            llc.LinkRToken(link_number=number, rkey=region.rkey, address=region.address)
-            for number, region in self._regions[rmb].items()
-            if number != link.number
-        )
-        return llc.ConfirmRkey(
-            other_tokens=len(others), rkey=here.rkey, address=here.address, others=others
-        )
-
     def _confirmed(self, rmb: Rmb, agreed: bool) -> None:
         waiting = self._waiting.pop(rmb.element_size)
         if agreed:
             self.pool.add(rmb)
         elif rmb in self._regions:
-            for region in self._regions.pop(rmb).values():
-                region.close()
-            rmb.memory.close()
+            self.free(rmb)
         for done in waiting:
             if agreed:
                 self.request(rmb.element_size, done)
             else:
                 done(None)
+        if agreed and self.pool.is_empty(rmb):
+            self._idle.emptied(rmb)  # made ahead, and not needed yet

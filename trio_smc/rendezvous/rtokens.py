@@ -46,9 +46,10 @@ class PeerRmbs:
 
     def __init__(self) -> None:
         self._by_token: dict[tuple[int, int], PeerRmb] = {}
+        self._rmbs: dict[PeerRmb, None] = {}
 
     def __len__(self) -> int:
-        return len(set(map(id, self._by_token.values())))
+        return len(self._rmbs)
 
     def find(self, link_number: int, rkey: int) -> PeerRmb | None:
         """The RMB that has this RKey on this link."""
@@ -57,33 +58,65 @@ class PeerRmbs:
     def learn_untrusted(self, tokens: dict[int, RToken]) -> PeerRmb:
         """Note an RMB's RTokens, by link number; the same again is no change.
 
-        Raises ProtocolError when the table is full or the tokens contradict what is known.
+        Raises ProtocolError when the table is full or the tokens contradict what is known;
+        nothing is noted then.
         """
-        known = {self._by_token.get((number, token.rkey)) for number, token in tokens.items()}
-        rmb = known.pop() if len(known) == 1 else None
-        if known:
+        keys = [(number, token.rkey) for number, token in tokens.items()]
+        known = {self._by_token[key] for key in keys if key in self._by_token}
+        if len(known) > 1:
             raise ProtocolError("RKeys of two RMBs are given as one")
-        if rmb is None:
-            if len(self) >= MAX_RMBS:
-                raise ProtocolError("more RMBs than a link group may have")
-            rmb = PeerRmb()
+        rmb = known.pop() if known else PeerRmb()
+        if rmb not in self._rmbs and len(self._rmbs) >= MAX_RMBS:
+            raise ProtocolError("more RMBs than a link group may have")
         for number, token in tokens.items():
-            if rmb.tokens.get(number, token) != token:
-                raise ProtocolError("an RMB's RToken changed")
+            self._check_untrusted(rmb, number, token)
+        self._rmbs[rmb] = None
+        for number, token in tokens.items():
             rmb.tokens[number] = token
             self._by_token[number, token.rkey] = rmb
         return rmb
 
+    def add_token_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
+        """Note a known RMB's RToken on one more link; the same again is no change.
+
+        Raises ProtocolError when it contradicts what is known.
+        """
+        self._check_untrusted(rmb, number, token)
+        rmb.tokens[number] = token
+        self._by_token[number, token.rkey] = rmb
+
+    def _check_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
+        if self._by_token.get((number, token.rkey), rmb) is not rmb:
+            raise ProtocolError("two RMBs with one RKey")
+        if rmb.tokens.get(number, token) != token:
+            raise ProtocolError("an RMB's RToken changed")
+
+    def covers(self, number: int) -> bool:
+        """Whether every RMB that a connection writes into has an RToken on this link."""
+        return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements)
+
     def renumber(self, old: int, new: int) -> None:
         """A link got its number from the server."""
-        moved = {rmb for (number, _), rmb in self._by_token.items() if number == old}
-        for rmb in moved:
-            token = rmb.tokens.pop(old)
-            rmb.tokens[new] = token
-            del self._by_token[old, token.rkey]
-            self._by_token[new, token.rkey] = rmb
+        if old == new:
+            return
+        for rmb in self._rmbs:
+            token = rmb.tokens.pop(old, None)
+            if token is not None:
+                rmb.tokens[new] = token
+                del self._by_token[old, token.rkey]
+                self._by_token[new, token.rkey] = rmb
 
     def forget(self, rmb: PeerRmb) -> None:
         """Drop an RMB under all its RTokens."""
+        del self._rmbs[rmb]
         for number, token in rmb.tokens.items():
             del self._by_token[number, token.rkey]
+
+    def forget_link(self, number: int) -> None:
+        """Drop all RTokens of a link; an RMB that had no other cannot be reached any more."""
+        for rmb in list(self._rmbs):
+            token = rmb.tokens.pop(number, None)
+            if token is not None:
+                del self._by_token[number, token.rkey]
+                if not rmb.tokens:
+                    del self._rmbs[rmb]
