@@ -161,10 +161,13 @@ class Contact:
         self._rnic.watch(sock.fileno(), _EDGES, self._on_hearer)
         self.hear()
 
-    def end(self) -> None:
-        """Close the sockets and unmap what the peer gave.  Idempotent."""
-        self._rnic.hang_up(self._speaker)
-        self._rnic.hang_up(self._hearer)
+    def end(self, *, quietly: bool) -> None:
+        """Close the sockets, which tells the peer unless ``quietly``, and unmap what it gave.
+
+        Idempotent.
+        """
+        self._rnic.hang_up(self._speaker, quietly=quietly)
+        self._rnic.hang_up(self._hearer, quietly=quietly)
         self._speaker = self._hearer = None
         self.unsaid.clear()
         if self.peer is not None:
@@ -186,7 +189,7 @@ class Contact:
             self._rnic.gone.append(self._owner)
         elif self.unsaid:
             self.speak()
-            self._rnic.stalled.add(self._owner)
+            self._rnic.stalled[self._owner] = None
 
     def _on_hearer(self, _events: int) -> None:
         self.hear()

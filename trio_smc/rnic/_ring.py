@@ -15,6 +15,9 @@ WAITING    both         set by a sender without a posted receive; the receiver c
 
 A receiver that may sleep does ``ARMED = 1; fence; look at HEAD``; a sender does ``HEAD = n; fence;
 look at ARMED``.  One of the two sees the other, so no wakeup is lost; WAITING and POSTED mirror it.
+The same holds at the end of a receiver: it does ``POSTED = CLOSED; ARMED = 1; fence; take`` and the
+sender, who looks at POSTED again when it finds ARMED set, does not call a message sent that nobody
+may have taken.
 x86-64 keeps stores in order among themselves and loads among themselves, and an aligned 8-byte
 store through a memoryview is one instruction; only a store followed by a load can be swapped.
 Python has no fence, but taking and releasing an uncontended lock executes locked instructions,
@@ -130,6 +133,12 @@ class ReceiveRing:
             return True
         return False
 
+    def shut(self, word: int) -> bool:
+        """As `tell`, for the last time: what a `take_untrusted` after this does not find, the
+        sender has not been told was sent."""
+        self._words[_ARMED] = 1
+        return self.tell(word)
+
     def arm(self) -> None:
         """Ask for a doorbell at the next message; a `fence` and a look at `head` must follow."""
         self._words[_ARMED] = 1
@@ -189,6 +198,8 @@ class SendRing:
         if words[_ARMED]:
             words[_ARMED] = 0
             ring_doorbell(self.doorbell)
+            if words[_POSTED] >= PORT_DOWN:
+                return Sent.GONE  # it may have been taken, or not
         return 0
 
     def _refusal(self) -> int:

@@ -40,7 +40,7 @@ from .verbs import (
 if TYPE_CHECKING:
     from .software import SoftRnic
 
-__all__ = ["SoftQueuePair"]
+__all__ = ["STALLED", "Request", "SoftQueuePair"]
 
 _SEND: Final = int(WcOpcode.SEND)
 _WRITE: Final = int(WcOpcode.RDMA_WRITE)
@@ -48,7 +48,8 @@ _RECV: Final = int(WcOpcode.RECV)
 _OK: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
-_STALLED: Final = -1
+STALLED: Final = -1
+"""Instead of a `WcStatus`: a request cannot be done yet."""
 
 # Looking a member up in its class costs more than the comparison.
 _RESET: Final = QpState.RESET
@@ -57,7 +58,7 @@ _ERR: Final = QpState.ERR
 _UNLIMITED: Final = 1 << 62
 _STATUS_OF: Final = {
     Sent.DONE: _OK,
-    Sent.NOT_READY: _STALLED,
+    Sent.NOT_READY: STALLED,
     Sent.GONE: _UNREACHABLE,
     Sent.NONSENSE: int(WcStatus.GENERAL_ERR),
 }
@@ -65,7 +66,7 @@ _STATUS_OF: Final = {
 _new: Any = tuple.__new__
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """A work request that could not be done while it was posted."""
 
     wr_id: int
@@ -76,7 +77,7 @@ class _Request(NamedTuple):
     address: int = 0
     rkey: int = 0
 
-    def kept(self) -> _Request:
+    def kept(self) -> Request:
         """As it is, but of memory that nobody changes."""
         return self._replace(data=_kept(self.data), more=_kept(self.more))
 
@@ -108,7 +109,7 @@ class SoftQueuePair(QueuePair):
         self._closed = False
         self._psn = -1
         self._peer_name: tuple[bytes, int] | None = None
-        self._queue: deque[_Request] = deque()
+        self._queue: deque[Request] = deque()
 
     # -- states --------------------------------------------------------------------------
 
@@ -141,9 +142,7 @@ class SoftQueuePair(QueuePair):
         self.refresh()
 
     def to_err(self) -> None:
-        if self.state is not QpState.ERR:
-            self.ring.take_untrusted(self._complete)
-            self._enter_err()
+        self._enter_err()
 
     def close(self) -> None:
         if self._closed:
@@ -182,7 +181,7 @@ class SoftQueuePair(QueuePair):
             if signaled:
                 self._complete(_new(Completion, (self.qp_num, _SEND, _OK, wr_id, None)))
             return
-        self._post(_Request(wr_id, signaled, bytes(data)))
+        self._post(Request(wr_id, signaled, bytes(data)))
 
     def post_write(
         self,
@@ -203,7 +202,7 @@ class SoftQueuePair(QueuePair):
             if signaled:
                 self._complete(_new(Completion, (self.qp_num, _WRITE, _OK, wr_id, None)))
             return
-        self._post(_Request(wr_id, signaled, None, data, more, address, rkey))
+        self._post(Request(wr_id, signaled, None, data, more, address, rkey))
 
     def write_capacity(self) -> int:
         return _UNLIMITED
@@ -227,16 +226,16 @@ class SoftQueuePair(QueuePair):
         while queue:
             request = queue[0]
             status = self._execute(request)
-            if status == _STALLED:
-                self._rnic.stalled.add(self)
+            if status == STALLED:
+                self._rnic.stalled[self] = None
                 return
             queue.popleft()
             if status:
-                self._fail(request, status)
+                self._enter_err(request, status)
                 return
             if request.signaled:
                 self._finish(request, _OK)
-        self._rnic.stalled.discard(self)
+        self._rnic.stalled.pop(self, None)
         self.refresh()
 
     def port_changed(self) -> None:
@@ -295,7 +294,7 @@ class SoftQueuePair(QueuePair):
         peer = self._contact.peer
         return peer is not None and peer.hello.peer_psn == self._psn
 
-    def _post(self, request: _Request) -> None:
+    def _post(self, request: Request) -> None:
         """Post what could not be done at once, or not at all."""
         if self.state is QpState.ERR and not self._closed:
             self._finish(request, _FLUSHED)
@@ -311,8 +310,8 @@ class SoftQueuePair(QueuePair):
             # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
             self._queue[-1] = request.kept()
 
-    def _execute(self, request: _Request) -> int:
-        """Do one request; returns a `WcStatus` or `_STALLED`."""
+    def _execute(self, request: Request) -> int:
+        """Do one request; returns a `WcStatus` or `STALLED`."""
         if not self._rnic.port_active:
             return _FLUSHED
         contact = self._contact
@@ -323,7 +322,7 @@ class SoftQueuePair(QueuePair):
         if peer is None or not self._reachable():
             return _UNREACHABLE
         if contact.unsaid:
-            return _STALLED
+            return STALLED
         if request.message is not None:
             return _STATUS_OF[peer.ring.put(request.message)]
         if peer.ring.gone():
@@ -336,30 +335,38 @@ class SoftQueuePair(QueuePair):
         except ValueError:
             return int(WcStatus.LOC_PROT_ERR)  # the memory was released meanwhile
 
-    def _finish(self, request: _Request, status: int) -> None:
+    def _finish(self, request: Request, status: int) -> None:
         opcode = _WRITE if request.message is None else _SEND
         self._complete(Completion(self.qp_num, opcode, status, request.wr_id, None))
 
-    def _fail(self, request: _Request, status: int) -> None:
-        self.ring.take_untrusted(self._complete)
-        self._finish(request, status)
-        self._enter_err()
+    def _enter_err(
+        self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
+    ) -> None:
+        """Go to ERR, if not there yet, because of a request that failed or for no such reason.
 
-    def _enter_err(self) -> None:
-        was, self.state = self.state, QpState.ERR
+        Args:
+          failed: taken off the queue; completes with ``status``.
+          quietly: the peer is not told, and notices when it posts.
+        """
+        if self.state is _ERR:
+            return
+        self.state = _ERR
         self._ready = None
+        ring = self.ring
+        # A port that is down tells nobody.
+        told = self._rnic.port_active and not quietly
+        if ring.shut(CLOSED if told else PORT_DOWN) and told:
+            self._ring_peer()
+        ring.take_untrusted(self._complete)
+        if failed is not None:
+            self._finish(failed, status)
         for request in self._queue:
             self._finish(request, _FLUSHED)
         self._queue.clear()
-        if was is QpState.ERR:
-            return
-        if self.ring.posted > self.ring.tail:
+        if ring.posted > ring.tail:
             self._complete(Completion(self.qp_num, _RECV, _FLUSHED, 0, None))
-        # A port that is down tells nobody.
-        if self._rnic.port_active and self.ring.tell(CLOSED):
-            self._ring_peer()
         self._rnic.retire(self)
-        self._contact.end()
+        self._contact.end(quietly=quietly)
 
     def _ring_peer(self) -> None:
         if self._contact.peer is None:

@@ -22,7 +22,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ._fabric import Directory
 from ._reception import Reception, socket_name
@@ -32,6 +32,9 @@ from ._softqp import SoftQueuePair
 from .memory import Memory
 from .verbs import Completion, ProtectionDomain, Rnic, RnicError, RnicEvent, refusals
 
+if TYPE_CHECKING:
+    from .faults import FaultPlan
+
 __all__ = ["SoftRnic"]
 
 _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
@@ -40,18 +43,27 @@ _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
 
 
+class Pushed(Protocol):
+    """What `SoftRnic.poll` has to look after."""
+
+    def push(self) -> None:
+        """Go on if that is possible now."""
+
+
 class SoftRnic(Rnic):
     """A software RNIC port.
 
     Args:
       name: what it is called in statistics and logs.
+      faults: what goes wrong on it, for tests; it costs time only where it is given.
     """
 
     kind: Literal["software", "roce"] = "software"
     copies_on_post = False
 
-    def __init__(self, name: str = "soft0") -> None:
+    def __init__(self, name: str = "soft0", *, faults: FaultPlan | None = None) -> None:
         self.name = name
+        self.faults = faults
         self.gid = bytes(16)
         self.mac = bytes(6)
         self.mtu = 5
@@ -60,17 +72,24 @@ class SoftRnic(Rnic):
         self.receive_depth = SLOTS
         self.on_event = None
         self.done: list[Completion] = []
-        self.stalled: set[SoftQueuePair] = set()
+        self.stalled: dict[Pushed, None] = {}
         self.gone: list[SoftQueuePair] = []
+        # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
+        self.restless = 0
         self._rings: tuple[ReceiveRing, ...] = ()
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], None]] = {}
-        # Sockets of queue pairs that ended while the port was down: nobody may notice yet.
+        # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
+        # yet.
         self._limbo: list[socket.socket] = []
         self._events: list[RnicEvent] = []
         self._open = False
+        self._new_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = SoftQueuePair
+        if faults is not None:
+            faults.attach(self)
+            self._new_qp = faults.queue_pair
 
     # -- the device ----------------------------------------------------------------------
 
@@ -114,6 +133,8 @@ class SoftRnic(Rnic):
         self._limbo.clear()
         self._handlers.clear()
         self._events.clear()
+        self.stalled.clear()
+        self.restless = 0
         self.done.clear()
         self._directory.close()
         self._epoll.close()
@@ -149,7 +170,7 @@ class SoftRnic(Rnic):
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
         with refusals():
-            qp = SoftQueuePair(self, pd, qp_num)
+            qp = self._new_qp(self, pd, qp_num)
         self._qps[qp_num] = qp
         pd.queue_pairs.add(qp)
         self._rings = (*self._rings, qp.ring)
@@ -202,7 +223,7 @@ class SoftRnic(Rnic):
         return taken
 
     def arm(self) -> bool:
-        if self.done or self.gone:
+        if self.done or self.gone or self.restless:
             return False
         rings = self._rings
         for ring in rings:
@@ -263,6 +284,10 @@ class SoftRnic(Rnic):
         self._epoll.unregister(fd)
         self._handlers.pop(fd, None)
 
+    def queue_pairs(self) -> list[SoftQueuePair]:
+        """Those there are, in the order of their making."""
+        return list(self._qps.values())
+
     def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
         """The queue pair of that number."""
         return self._qps.get(qp_num)
@@ -270,17 +295,22 @@ class SoftRnic(Rnic):
     def retire(self, qp: SoftQueuePair) -> None:
         """A queue pair went to ERR: it needs no polling any more."""
         self._rings = tuple(ring for ring in self._rings if ring is not qp.ring)
-        self.stalled.discard(qp)
+        self.stalled.pop(qp, None)
 
-    def hang_up(self, sock: socket.socket | None) -> None:
-        """Close a watched socket; while the port is down the other side may not notice yet."""
+    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
+        """Close a watched socket, or keep it where the other side may not notice yet: the port is
+        down, or it goes ``quietly``."""
         if sock is None:
             return
         self.unwatch(sock.fileno())
-        if self.port_active:
+        if self.port_active and not quietly:
             sock.close()
-        else:
-            self._limbo.append(sock)
+            return
+        for other in tuple(self._limbo):
+            if _peer_has_ended(other):
+                self._limbo.remove(other)
+                other.close()
+        self._limbo.append(sock)
 
     def new_rkey(self) -> int:
         """An RKey that no region of this RNIC has."""
@@ -306,3 +336,9 @@ class SoftRnic(Rnic):
     def _check_open(self) -> None:
         if not self._open:
             raise RnicError(errno.EBADF, f"{self.name} is not open")
+
+
+def _peer_has_ended(sock: socket.socket) -> bool:
+    looker = select.poll()
+    looker.register(sock, 0)
+    return bool(looker.poll(0))
