@@ -13,7 +13,8 @@ import trio
 import trio_smc
 
 NAMES = {
-    "Config", "Fallback", "FallbackReason", "LinkGroup", "LinkGroupKind", "LinkView", "Mode",
+    "Config", "ConnectionCursors", "ConnectionView", "Fallback", "FallbackReason", "LinkGroup",
+    "LinkGroupKind", "LinkView", "Mode",
     "Observer", "Origin", "ProtocolError", "RmbView", "SmcListener", "SmcSocket", "SmcStream",
     "SmcUnavailable", "SoftRnic", "Stack", "StackStatistics", "StreamStatistics", "VerbsRnic",
     "open_listeners", "open_stack", "open_stream", "serve",

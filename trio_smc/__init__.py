@@ -12,6 +12,7 @@ from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
 from trio_smc._base.statistics import StackStatistics, StreamStatistics
 from trio_smc._config_file import load_config
+from trio_smc._connections import ConnectionCursors, ConnectionView
 from trio_smc._enable import disable, enable
 from trio_smc._listener import SmcListener
 from trio_smc._open import open_listeners, open_stack, open_stream, serve
@@ -24,6 +25,8 @@ from trio_smc.rnic.software import SoftRnic
 
 __all__ = [
     "Config",
+    "ConnectionCursors",
+    "ConnectionView",
     "Fallback",
     "FallbackReason",
     "LinkGroup",

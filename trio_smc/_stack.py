@@ -16,10 +16,12 @@ import trio
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.statistics import StackStatistics
 from trio_smc._connect import connect_stream
-from trio_smc._face import plain_socket
+from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
+from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
 from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
 
+from trio_smc._tcp_stream import TcpStream
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._base.observer import Observer
@@ -49,6 +51,25 @@ class Stack(StackCore):
         return tuple(self.view(group) for group in self._groups)
 
     def add_observer(self, observer: Observer) -> None:
+    @property
+    def connections(self) -> tuple[ConnectionView, ...]:
+        """Connections over SMC-R, those in a handshake and closing ones included, and then those
+        over TCP that are open."""
+        return (
+            *(RdmaConnection(self, endpoint) for endpoint in self._endpoints.values()),
+            *(
+                TcpConnection(stream)
+                for stream in self._tcp_streams
+                if isinstance(stream, TcpStream) and stream.socket.fileno() >= 0
+            ),
+        )
+
+    @property
+    def listening_addresses(self) -> tuple[tuple[str, int], ...]:
+        """Address and port of each listener that is open."""
+        names = (listener.socket.getsockname() for listener in self._listeners)
+        return tuple(sorted((name[0], name[1]) for name in names))
+
         """Tell ``observer`` too of everything that happens from now on.
 
         It is called on the Trio thread and must not block; what it raises is logged and stops

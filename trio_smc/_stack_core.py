@@ -31,13 +31,15 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import trio
 
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc._control import ControlSocket
 from trio_smc._endpoint import Endpoint
 from trio_smc._rnics import RnicChange, StackRnics
 from trio_smc._tcp_watch import TcpWatch
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._listener import SmcListener
     from trio_smc._stream import SmcStream
+    from trio_smc._stack import Stack
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous import clc
     from trio_smc.rendezvous.link import Link
@@ -87,6 +90,7 @@ class StackCore:
         self.handshakes = Counter[str]()
         self.closing = False
         self.failure: Exception | None = None
+        self.control: ControlSocket | None = None
         self.unclosed: list[str] = []
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
@@ -131,6 +135,7 @@ class StackCore:
                     nursery.start_soon(self._run_timers)
                     started = True
                     task_status.started()
+                    self._open_control_socket(nursery)
         except ExceptionGroup as group:
             if not started:
                 raise _sole(group) from None
@@ -145,6 +150,13 @@ class StackCore:
 
     def _free(self) -> None:
         if self._forked:
+    def _open_control_socket(self, nursery: trio.Nursery) -> None:
+        if self._supported and self.config.control:
+            directory = Path(self.config.private_directory())
+            self.control = ControlSocket.open(cast("Stack", self), directory)
+            if self.control is not None:
+                nursery.start_soon(self.control.run)
+
             return
         for listener in list(self._listeners):
             listener.close()
@@ -220,6 +232,8 @@ class StackCore:
         self.pump.abandon()
         for endpoint in self._endpoints.values():
             endpoint.connection.__class__ = _ForkedConnection
+        if self.control is not None:
+            self.control.abandon()
 
     def _abort_open_streams(self) -> None:
         for endpoint in list(self._endpoints.values()):

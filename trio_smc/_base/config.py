@@ -30,7 +30,7 @@ _STACK_FIELDS = frozenset(
     {
         "rnics", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
         "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
-        "capture", "capture_payload",
+        "capture", "capture_payload", "control",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
     }
@@ -95,6 +95,7 @@ class Config:
         further ones wait in the TCP backlog.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
+      control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
         pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
       capture_payload: how many bytes of each RDMA write the capture keeps; 0: lengths only.
     """
@@ -121,6 +122,7 @@ class Config:
     urgent_inline: bool = False
     capture: Path | str | None = None
     capture_payload: int = 0
+    control: bool = True
 
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):

@@ -1,0 +1,202 @@
+"""The control socket of a stack: answers the command `trio-smc`, and nobody but the same user.
+
+Theory of operation
+-------------------
+The protocol is told in `_base.control`.  One task of the stack waits in accept and costs nothing
+until somebody asks; each client gets a task, a deadline, and what it asked for, piece by piece,
+so that a stack with many connections goes on with its own work in between.  Whatever a client
+does wrong costs that client only, and a stack that cannot have a socket goes without.
+
+The socket gets its name only when it listens, so that a name that refuses connections is a dead
+process's and may be removed by anybody (as `rendezvous._local_directory` does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+import stat
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from trio_smc._base import control
+from trio_smc._base.errors import ProtocolError
+from trio_smc._snapshot import Snapshots
+from trio_smc.rendezvous._local_directory import DirectoryUnusable, open_private
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trio_smc._stack import Stack
+
+__all__ = ["ControlSocket"]
+
+LOGGER = logging.getLogger("trio_smc.control")
+
+_CLIENTS: Final = 8
+"""Clients answered at a time; further ones wait in the backlog."""
+_PATIENCE: Final = 5.0
+"""Seconds a client may take for its request and for taking the answer."""
+_CAPACITY_PAUSE: Final = 0.5
+_HIDDEN: Final = "."
+
+
+class ControlSocket:
+    """One stack's control socket, from `open` to the end of `run`."""
+
+    def __init__(self, stack: Stack, directory: Path) -> None:
+        self._snapshots = Snapshots(stack)
+        self._pid = os.getpid()
+        self._name = f"{self._pid}-{secrets.token_hex(8)}"
+        self._slots = trio.CapacityLimiter(_CLIENTS)
+        root = open_private(directory, create=True)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(control.DIRECTORY, mode=0o700, dir_fd=root)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            self._directory = os.open(control.DIRECTORY, flags, dir_fd=root)
+        finally:
+            os.close(root)
+        try:
+            self._socket = trio.socket.from_stdlib_socket(self._listen())
+        except BaseException:
+            os.close(self._directory)
+            raise
+        self._remove_stale()
+
+    @classmethod
+    def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
+        """Make one; None, and a line in the log, where that cannot be."""
+        try:
+            return cls(stack, directory)
+        except (OSError, DirectoryUnusable) as error:
+            LOGGER.info("no control socket: %s", error)
+            return None
+
+    def _listen(self) -> socket.socket:
+        hidden, directory = _HIDDEN + self._name, self._directory
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
+            listener.bind(f"/proc/self/fd/{directory}/{hidden}")
+            try:
+                listener.listen(_CLIENTS)
+                os.rename(hidden, self._name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                os.unlink(hidden, dir_fd=directory)
+                raise
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _remove_stale(self) -> None:
+        """Remove the names of processes that are gone."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                pid = control.pid_of_name(name.removeprefix(_HIDDEN))
+                # Only then is it worth a connection, which wakes a process that is there.
+                if pid is not None and not os.path.exists(f"/proc/{pid}"):
+                    with contextlib.suppress(OSError):
+                        self._remove_if_dead(name)
+
+    def _remove_if_dead(self, name: str) -> None:
+        if not stat.S_ISSOCK(os.lstat(name, dir_fd=self._directory).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(f"/proc/self/fd/{self._directory}/{name}")
+            except ConnectionRefusedError:
+                os.unlink(name, dir_fd=self._directory)
+
+    def abandon(self) -> None:
+        """This process is a forked child: the name and its socket are the parent's."""
+        # Not closed by Trio, whose epoll instance is shared with the parent.
+        os.close(self._socket.detach())
+        os.close(self._directory)
+
+    async def run(self) -> None:
+        """Answer until cancelled; then the name is gone."""
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    await self._slots.acquire_on_behalf_of(token := object())
+                    client = await self._accept()
+                    if client is None:
+                        self._slots.release_on_behalf_of(token)
+                    else:
+                        nursery.start_soon(self._serve, client, token)
+        finally:
+            if self._pid == os.getpid():
+                self._socket.close()
+                with contextlib.suppress(OSError):
+                    os.unlink(self._name, dir_fd=self._directory)
+                self._remove_stale()
+                os.close(self._directory)
+
+    async def _accept(self) -> trio.socket.SocketType | None:
+        try:
+            client, _ = await self._socket.accept()
+        except OSError as error:
+            if error.errno != errno.ECONNABORTED:
+                LOGGER.warning("the control socket cannot accept: %s", error)
+                await trio.sleep(_CAPACITY_PAUSE)
+            return None
+        return client
+
+    async def _serve(self, client: trio.socket.SocketType, token: object) -> None:
+        stream = trio.SocketStream(client)
+        try:
+            with trio.move_on_after(_PATIENCE):
+                _, uid = control.peer_credentials(client)  # type: ignore[arg-type]
+                if uid != os.geteuid():
+                    raise ProtocolError(f"user {uid} is not the one who runs this process")
+                await self._answer(stream)
+        except (OSError, ProtocolError, trio.BrokenResourceError) as error:
+            LOGGER.info("a client of the control socket was turned away: %s", error)
+        except Exception:
+            LOGGER.exception("a client of the control socket got no answer")
+        finally:
+            self._slots.release_on_behalf_of(token)
+            client.close()
+
+    async def _answer(self, stream: trio.SocketStream) -> None:
+        try:
+            wanted = await _request(stream)
+            for part, data in self._snapshots.parts(wanted):
+                await stream.send_all(control.encode({"part": part, "data": data}))
+            last: dict[str, Any] = {"part": "end", "data": None}
+        except ProtocolError as error:
+            last = {"part": "error", "data": str(error)}
+        except Exception:
+            await stream.send_all(
+                control.encode({"part": "error", "data": "see this process's log"})
+            )
+            raise
+        await stream.send_all(control.encode(last))
+
+
+async def _request(stream: trio.SocketStream) -> list[str]:
+    """What a client wants.  Raises ProtocolError."""
+    header = await _exactly(stream, control.HEADER_SIZE)
+    length = control.length_untrusted(header, control.REQUEST_LIMIT)
+    wanted = control.decode_untrusted(await _exactly(stream, length)).get("want")
+    if not isinstance(wanted, list) or not all(isinstance(part, str) for part in wanted):
+        raise ProtocolError("a request without a list of what is wanted")
+    return wanted
+
+
+async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = await stream.receive_some(count - len(data))
+        if not piece:
+            raise ProtocolError(f"a request that ends after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)
