@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
 from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
 from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
-
 from trio_smc._tcp_stream import TcpStream
+
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._base.observer import Observer
@@ -50,7 +51,6 @@ class Stack(StackCore):
         """Link groups, forming and ending ones included."""
         return tuple(self.view(group) for group in self._groups)
 
-    def add_observer(self, observer: Observer) -> None:
     @property
     def connections(self) -> tuple[ConnectionView, ...]:
         """Connections over SMC-R, those in a handshake and closing ones included, and then those
@@ -70,6 +70,7 @@ class Stack(StackCore):
         names = (listener.socket.getsockname() for listener in self._listeners)
         return tuple(sorted((name[0], name[1]) for name in names))
 
+    def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` too of everything that happens from now on.
 
         It is called on the Trio thread and must not block; what it raises is logged and stops
@@ -119,13 +120,15 @@ class Stack(StackCore):
         """As `trio_smc.open_listeners`, by this stack."""
         with self.call():
             effective = self._effective(config)
-            listening = await trio.open_tcp_listeners(port, host=host, backlog=backlog)
+            listening = await open_listening_sockets(
+                port, host=host, backlog=backlog, prepare=partial(self.offer_option, effective)
+            )
             with contextlib.ExitStack() as undo:
                 for each in listening:
-                    undo.callback(each.socket.close)
+                    undo.callback(each.close)
                 listeners: list[SmcListener] = []
                 for each in listening:
-                    listener = SmcListener(self, plain_socket(each.socket), effective)
+                    listener = SmcListener(self, each, effective)
                     undo.callback(listener.close)
                     listeners.append(listener)
                 undo.pop_all()

@@ -47,6 +47,7 @@ from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
 from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.tcp_option import TcpOption
 from trio_smc.rendezvous.timers import Timers
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import QueuePair, Rnic
@@ -54,8 +55,8 @@ from trio_smc.rnic.verbs import QueuePair, Rnic
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._listener import SmcListener
-    from trio_smc._stream import SmcStream
     from trio_smc._stack import Stack
+    from trio_smc._stream import SmcStream
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous import clc
     from trio_smc.rendezvous.link import Link
@@ -87,10 +88,11 @@ class StackCore:
         self.timers = Timers(trio.current_time, self._timer_is_earlier)
         self.tcp_watch: TcpWatch
         self.discovery = Discovery(config.private_directory())
+        self.tcp_option = TcpOption(Path(config.tcp_option))
         self.handshakes = Counter[str]()
+        self.control: ControlSocket | None = None
         self.closing = False
         self.failure: Exception | None = None
-        self.control: ControlSocket | None = None
         self.unclosed: list[str] = []
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
@@ -133,9 +135,9 @@ class StackCore:
                         await nursery.start(self.pump.run)
                         nursery.start_soon(self.tcp_watch.run)
                     nursery.start_soon(self._run_timers)
+                    self._open_control_socket(nursery)
                     started = True
                     task_status.started()
-                    self._open_control_socket(nursery)
         except ExceptionGroup as group:
             if not started:
                 raise _sole(group) from None
@@ -148,8 +150,6 @@ class StackCore:
             finally:
                 self._ended.set()
 
-    def _free(self) -> None:
-        if self._forked:
     def _open_control_socket(self, nursery: trio.Nursery) -> None:
         if self._supported and self.config.control:
             directory = Path(self.config.private_directory())
@@ -157,12 +157,15 @@ class StackCore:
             if self.control is not None:
                 nursery.start_soon(self.control.run)
 
+    def _free(self) -> None:
+        if self._forked:
             return
         for listener in list(self._listeners):
             listener.close()
         for group in list(self._groups):
             group.machine.send("links_lost")
         self.rnic_set.close()
+        self.tcp_option.close()
         if hasattr(self, "tcp_watch"):
             self.tcp_watch.close()
 
@@ -229,11 +232,11 @@ class StackCore:
     def forked(self) -> None:
         """This process is a forked child: nothing here may touch what the parent works with."""
         self._forked = self.closing = True
+        if self.control is not None:
+            self.control.abandon()
         self.pump.abandon()
         for endpoint in self._endpoints.values():
             endpoint.connection.__class__ = _ForkedConnection
-        if self.control is not None:
-            self.control.abandon()
 
     def _abort_open_streams(self) -> None:
         for endpoint in list(self._endpoints.values()):
@@ -271,6 +274,12 @@ class StackCore:
         if not self._supported:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self.rnic_set.serving(local, remote)
+
+    def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
+        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may."""
+        remote = any(rnic.kind == "roce" for rnic in self.rnic_set.opened)
+        if config.discovery == "tcp-option" or (config.discovery == "auto" and remote):
+            self.tcp_option.offer(sock)
 
     def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
         """An RNIC came or went: link groups of its kind are told."""

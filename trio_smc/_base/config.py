@@ -22,6 +22,7 @@ RMBE_SIZE_UNIT = 16 * 1024
 
 _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
+_MAX_CAPTURE_PAYLOAD = 4096  # the largest path MTU
 _SOFTWARE_RECEIVE_BUFFER = 1024 * 1024
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 
@@ -60,8 +61,9 @@ class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
     Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``rmbe_eye_catcher``,
-    ``shutdown_timeout``, ``capture``, ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
-    them otherwise than its stack's; left at their defaults they are the stack's.
+    ``shutdown_timeout``, ``control``, ``capture``, ``capture_payload`` and the timers of links)
+    raise ValueError when a call's own config sets them otherwise than its stack's; left at their
+    defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
@@ -94,10 +96,11 @@ class Config:
       max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
         further ones wait in the TCP backlog.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
-      capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
       control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
+      capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
         pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
-      capture_payload: how many bytes of each RDMA write the capture keeps; 0: lengths only.
+      capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
+        0: lengths only.
     """
 
     rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
@@ -120,9 +123,9 @@ class Config:
     shutdown_timeout: float = 5
     max_handshakes: int = 128
     urgent_inline: bool = False
+    control: bool = True
     capture: Path | str | None = None
     capture_payload: int = 0
-    control: bool = True
 
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):
@@ -139,8 +142,11 @@ class Config:
             and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
         ):
             raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
-        if not _is_integer(self.capture_payload) or self.capture_payload < 0:
-            raise ValueError(f"capture_payload: {self.capture_payload!r} is no number of bytes")
+        if not (
+            _is_integer(self.capture_payload)
+            and 0 <= self.capture_payload <= _MAX_CAPTURE_PAYLOAD
+        ):
+            raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
         if not isinstance(self.assume, tuple):
