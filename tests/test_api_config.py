@@ -17,6 +17,7 @@ MIB = 1024 * KIB
 STACK_FIELDS: dict[str, Any] = {
     "rnics": (),
     "directory": "/nowhere",
+    "tcp_option": "/nowhere",
     "spin": 0.0,
     "rmbe_eye_catcher": True,
     "first_contact_timeout": 1,
@@ -78,6 +79,9 @@ def test_immutable_and_keyword_only() -> None:
         ("max_handshakes", 0),
         ("max_handshakes", 1.5),
         ("max_handshakes", True),
+        ("capture_payload", -1),
+        ("capture_payload", 4097),
+        ("capture_payload", 1.0),
         ("receive_buffer", 0),
         ("receive_buffer", -1),
         ("receive_buffer", 1.0),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from contextvars import ContextVar
 
 import trio
@@ -90,7 +90,8 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
       config: the stack's settings, and the default for the calls inside.
 
     Raises:
-      OSError: an RNIC that ``config.rnics`` names cannot be opened.
+      OSError: an RNIC that ``config.rnics`` names cannot be opened, or ``config.capture`` cannot
+        be written.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     stack = Stack(config or Config())
@@ -99,14 +100,18 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         try:
             with trio.CancelScope(shield=True):
                 await nursery.start(stack.run)
-            token = _current.set(stack)
             try:
-                yield stack
+                with _captured(stack):
+                    token = _current.set(stack)
+                    try:
+                        yield stack
+                    finally:
+                        # A fixture may be finished in another context than it was started in.
+                        with suppress(ValueError):
+                            _current.reset(token)
+                        await stack.shut_down()
             finally:
-                # A fixture may be finished in another context than it was started in.
-                with suppress(ValueError):
-                    _current.reset(token)
-                await stack.shut_down()
+                await stack.shut_down()  # also when the capture did not begin
         except BaseException as error:
             # Kept out of the nursery, which would wrap it in an ExceptionGroup.
             failure = error
@@ -118,6 +123,19 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
             failure = stack.failure
         if failure is not None:
             raise failure
+
+
+@contextmanager
+def _captured(stack: Stack) -> Iterator[None]:
+    """`Config.capture`, to the last message of a stack that is shut down inside."""
+    config = stack.config
+    if config.capture is None:
+        yield
+        return
+    from trio_smc.capture.file import FileCapture  # only who captures needs it
+
+    with closing(FileCapture(stack, config.capture, config.capture_payload)):
+        yield
 
 
 async def open_stream(

@@ -1,0 +1,147 @@
+"""The file of `Config(capture=...)`: written by a thread of its own, so that no disk stops Trio.
+
+Theory of operation
+-------------------
+The Trio thread appends blocks to a queue; the thread takes what is there, writes it in one system
+call and sleeps for `_GATHER` seconds, so that busy connections cost few wakeups and the file is
+never older than that.  Nothing is buffered beyond it: what was written survives the process.
+
+The queue is bounded.  When a disk is slower than the traffic, blocks are dropped and counted, and
+the file says how many (interface statistics, ``isb_ifdrop``).  A disk that is full, or fails, ends
+the capture and nothing else: one line in the log, the file cut back to its last whole block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trio_smc.capture import pcapng
+from trio_smc.capture.recorder import Capture
+
+if TYPE_CHECKING:
+    from trio_smc import Stack
+
+__all__ = ["FileCapture"]
+
+LOGGER = logging.getLogger("trio_smc.capture")
+
+_GATHER: Final = 0.02
+_MOST_WAITING: Final = 16 * 1024 * 1024
+"""Bytes that may wait for the disk."""
+
+
+class FileCapture:
+    """Captures a stack into a file until `close`.
+
+    Args:
+      stack: which one; it must be open.
+      path: created with mode 0600, overwritten when it is there.
+      payload: how many bytes of each RDMA write to keep.
+
+    Raises:
+      OSError: the file cannot be written, is no regular file, or is another capture's just now.
+
+    Attributes:
+      dropped: blocks that were not written because the disk was too slow.
+    """
+
+    def __init__(self, stack: Stack, path: Path | str, payload: int = 0) -> None:
+        self._path = Path(path)
+        self._fd = _open(self._path)
+        self._stack = stack
+        self._waiting: deque[bytes] = deque()
+        self._given = 0  # bytes; only the Trio thread counts here
+        self._taken = 0  # and here only the capture's
+        self._whole = 0  # bytes of the file that are whole blocks
+        self._news = threading.Event()
+        self._ending = threading.Event()
+        self._failed = False
+        self.dropped = 0
+        self._observer = Capture(self._append, payload)
+        self._thread = threading.Thread(target=self._run, name="trio_smc capture", daemon=True)
+        self._thread.start()
+        stack.add_observer(self._observer)
+
+    def close(self) -> None:
+        """Write what waits, and end.  Blocks until the disk has taken it; idempotent."""
+        self._stack.remove_observer(self._observer)
+        self._ending.set()
+        self._news.set()
+        self._thread.join()
+
+    # --- the Trio thread ---------------------------------------------------------------------
+
+    def _append(self, block: bytes) -> None:
+        if self._failed:
+            return
+        if self._given - self._taken + len(block) > _MOST_WAITING:
+            self.dropped += 1
+            return
+        self._given += len(block)
+        self._waiting.append(block)
+        if not self._news.is_set():
+            self._news.set()
+
+    # --- the capture's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        told = 0
+        try:
+            while True:
+                self._news.wait()
+                last = self._ending.is_set()
+                self._news.clear()
+                blocks = self._take()
+                if self.dropped != told:
+                    told = self.dropped
+                    blocks.append(pcapng.statistics(time.time_ns(), told))
+                self._put(b"".join(blocks))
+                if last:
+                    return
+                self._ending.wait(_GATHER)
+        except OSError as error:
+            self._failed = True
+            LOGGER.error("the capture %s ends: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._whole)
+        finally:
+            self._waiting.clear()
+            os.close(self._fd)
+
+    def _take(self) -> list[bytes]:
+        waiting = self._waiting
+        blocks = [waiting.popleft() for _ in range(len(waiting))]
+        self._taken += sum(map(len, blocks))
+        return blocks
+
+    def _put(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        self._whole += len(data)
+
+
+def _open(path: Path) -> int:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, f"capture: {path} is no regular file")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, f"capture: {path} is being written by another") from None
+        os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
