@@ -26,7 +26,7 @@ ready-dev:
 	@$(PYTHON) scripts/bootstrap.py dev
 
 ready-docs:
-	@$(PYTHON) scripts/bootstrap.py dev dot tshark
+	@$(PYTHON) scripts/bootstrap.py dev dot redis-server tshark
 
 demo: ready-cli
 	@$(BIN)/python -m examples.demo $(ARGS)

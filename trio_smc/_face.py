@@ -145,7 +145,8 @@ class SocketFace(trio.socket.SocketType):
         self._listener: SmcListener | None = None
         self._listening = _is_listening(plain)
         self._publishing = trio.Lock()
-        self._read_shut = self._write_shut = False
+        self._read_shut = self._write_shut = self._closed = False
+        self._ended: stdlib_socket.socket | None = None
 
     def __repr__(self) -> str:
         return f"<SocketFace {self.stream or self.plain!r}>"
@@ -178,8 +179,20 @@ class SocketFace(trio.socket.SocketType):
         return self._write_shut or self.plain.did_shutdown_SHUT_WR
 
     def fileno(self) -> int:
-        """The TCP socket's descriptor; -1 once closed."""
-        return self.plain.fileno()
+        """The TCP socket's descriptor; -1 once closed.
+
+        The TCP connection ends with the SMC-R connection, which may be before the program closes
+        its socket.  Until then there has to be a descriptor, which shows the end of a stream.
+        """
+        if self._closed:
+            return -1
+        number = self.plain.fileno()
+        if number >= 0 or self._rdma is None:
+            return number
+        if self._ended is None:
+            self._ended, other = stdlib_socket.socketpair()
+            other.close()
+        return self._ended.fileno()
 
     def getsockname(self) -> Any:
         """The local address."""
@@ -285,6 +298,9 @@ class SocketFace(trio.socket.SocketType):
 
     def close(self) -> None:
         """Close; what was sent still arrives."""
+        self._closed = True
+        if self._ended is not None:
+            self._ended.close()
         if self._listener is not None:
             self._listener.close()
         elif self._rdma is not None:

@@ -1,0 +1,192 @@
+"""Unmodified programs under `trio-smc run`: command lines of others, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
+PATIENCE = 30
+
+APPLICATION = """
+from quart_trio import QuartTrio
+app = QuartTrio(__name__)
+
+@app.route("/")
+async def index():
+    return "unmodified " * 1000
+"""
+
+BROWSER = """
+import sys, httpx, trio
+
+async def main():
+    async with httpx.AsyncClient() as client:
+        for _ in range(3):
+            answer = await client.get(sys.argv[1])
+            print(answer.status_code, len(answer.content))
+
+trio.run(main)
+"""
+
+DATABASE_CLIENT = """
+import sys, coredis, trio
+
+async def main():
+    client = coredis.Redis(host="127.0.0.1", port=int(sys.argv[1]), decode_responses=True)
+    async with client:
+        await client.set("name", "x" * 100_000)
+        print(len(await client.get("name")))
+
+trio.run(main)
+"""
+
+
+@contextmanager
+def started(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server that is stopped at the end; its output is one pipe."""
+    with subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.communicate(timeout=PATIENCE)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """The first line of its output that has ``text``."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError("".join(seen))
+
+
+def run_client(cwd: Path, program: str, *arguments: str) -> str:
+    """What a client says that must not fall back to TCP."""
+    (cwd / "client.py").write_text(program)
+    done = subprocess.run(
+        [*RUN, "--require-smc", "--", sys.executable, "client.py", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
+    """The workers are processes of its own, spawned by multiprocessing."""
+    (tmp_path / "application.py").write_text(APPLICATION)
+    hypercorn = str(Path(sys.executable).with_name("hypercorn"))
+    command = [*RUN, "--", hypercorn, "-k", "trio", "-w", str(workers)]
+    with started([*command, "-b", "127.0.0.1:0", "application:app"], tmp_path) as server:
+        line = wait_for(server, "Running on")
+        said = run_client(tmp_path, BROWSER, line.split("Running on ")[1].split()[0])
+    assert said.splitlines() == ["200 11000"] * 3
+
+
+def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
+    """Client - SMC-R - `trio-smc proxy` - TCP - a server that knows nothing of it."""
+    redis = shutil.which("redis-server")
+    assert redis, "redis-server is missing"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    proxy = [sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc"]
+    with (
+        started([redis, "--port", str(port), "--save", ""], tmp_path) as database,
+        started([*proxy, "smc:127.0.0.1:0", f"tcp:127.0.0.1:{port}"], tmp_path) as front,
+    ):
+        wait_for(database, "eady to accept connections")
+        front_port = wait_for(front, "listening on").split()[-1]
+        said = run_client(tmp_path, DATABASE_CLIENT, front_port)
+        wait_for(front, "passing on, smc-r")
+    assert said == "100000\n"
+
+
+def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
+    """Two proxies in a row between two programs of plain sockets; both directions, half closed."""
+    proxy = [sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        with started([*proxy, "smc:127.0.0.1:0", target], tmp_path) as near:
+            middle = wait_for(near, "listening on").split()[-1]
+            with started([*proxy, "tcp:127.0.0.1:0", f"smc:127.0.0.1:{middle}"], tmp_path) as far:
+                port = int(wait_for(far, "listening on").split()[-1])
+                with socket.create_connection(("127.0.0.1", port), PATIENCE) as client:
+                    accepted, _ = server.accept()
+                    with accepted:
+                        accepted.settimeout(PATIENCE)
+                        client.sendall(b"question")
+                        client.shutdown(socket.SHUT_WR)
+                        assert accepted.makefile("rb").read() == b"question"
+                        accepted.sendall(b"answer")
+                        accepted.shutdown(socket.SHUT_WR)
+                        assert client.makefile("rb").read() == b"answer"
+                with socket.create_connection(("127.0.0.1", port), PATIENCE) as client:
+                    accepted, _ = server.accept()
+                    client.sendall(b"half a")
+                    assert accepted.recv(100)
+                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1" + bytes(7))
+                    accepted.close()
+                    with pytest.raises(ConnectionResetError):
+                        client.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "which program?"),
+        (["--config", "missing.toml", "--", "true"], "missing.toml"),
+        (["--config", "bad.toml", "--", "true"], "there is no setting 'colour'"),
+        (["--config", "worse.toml", "--", "true"], "worse.toml"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('colour = "red"')
+    (tmp_path / "worse.toml").write_bytes(b"\xff\xfe = [")
+    done = subprocess.run(
+        [*RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_such_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*RUN, "--", "no-such-program"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 127
+
+
+def test_a_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*RUN, "--", sys.executable, "-c", "import trio_smc; import trio; print(trio.run)"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # The command itself is a Python program with that path.
+    assert done.stdout.splitlines()[:-1] == ["theirs", "theirs"]
+    assert "run at" in done.stdout
+    assert "_enable" not in done.stderr
