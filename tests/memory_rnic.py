@@ -177,7 +177,7 @@ class PlainQueuePair(QueuePair):
         self.mtu = 0
         self._psns: tuple[int, int] = (-1, -1)
         self.work: deque[Work] = deque()
-        self._places = True
+        self.places = True
         self._closed = False
         rnic.qps[self.qp_num] = self
         rnic.fabric.held["qp"] += 1
@@ -303,9 +303,9 @@ class PlainQueuePair(QueuePair):
         status = WcStatus.RETRY_EXC_ERR
         if peer is not None and self._reaches(peer) and fate is not Fate.LOST:
             if fate is Fate.UNPLACED:
-                peer._places = False
+                peer.places = False
             status = WcStatus.SUCCESS
-            if peer._places:
+            if peer.places:
                 status = self._write(peer, work) if work.message is None else self._send(peer, work)
             if fate is Fate.UNACKNOWLEDGED:
                 status = WcStatus.RETRY_EXC_ERR
@@ -343,6 +343,7 @@ class PlainQueuePair(QueuePair):
                     region.memory.view[start : start + len(piece)] = piece
                     start += len(piece)
                 return WcStatus.SUCCESS
+        peer.rnic.access_errors += 1
         peer.to_err()
         return WcStatus.REM_ACCESS_ERR
 
@@ -381,6 +382,8 @@ class MemoryRnic(Rnic):
         self.done: list[Completion] = []
         self.no_memory = False
         """Whether `alloc_memory` fails."""
+        self.access_errors = 0
+        """Writes of peers to where nothing is registered."""
 
     def open(self, directory: Path) -> None:
         self.fabric.rnics[self.gid] = self

@@ -1,0 +1,410 @@
+"""Random schedules of two whole link groups, with everything that can happen to links and RNICs.
+
+    python -m tests.campaigns.link_groups --cases 20000 [--seed N] [--case K]
+
+A case is two stacks with 1-8 RNICs each and 50-400 steps.  A step moves one small thing: a request
+of one queue pair is done, one side looks at its completions, a handshake goes on, an application
+sends, receives, opens or closes.  Between them come, as far as the case has drawn them: requests
+that are lost, or whose acknowledgement is, or that are acknowledged and not placed; queue pairs
+that fail with or without the other side noticing; paths that are cut; ports that go down and
+return; RNICs that appear, fail, run out of queue pairs or memory, are drained and put back;
+operators who delete links and terminate groups; time that passes.  Then all is left to settle.
+
+What holds in every case:
+
+1. Nothing raises, nothing is logged with a traceback, and things settle.
+2. No application gets a byte that was not sent, or in another order, at any time; no write goes
+   to where nothing is registered.
+3. Both sides agree on groups, links (numbers, queue pairs, kind), RTokens (what one registered is
+   what the other knows, on every link) and connections (on a usable link, into the right
+   element), or have nothing of it.
+4. Connections that are open then carry bytes in both directions, or both ends get an error.
+5. What is open then is what groups and connections have; after both stacks are closed nothing is.
+6. Nothing happened to links and RNICs: no connection breaks, and the group is as good as the RNICs
+   allow.
+
+A case depends on the seed and its number only: ``--seed N --case K`` replays case K alone, and
+prints every LLC message and every change of state.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.campaigns._options import parse
+from tests.link_group_world import SIZES, GroupWorld, Stream, agreement, kind_of
+from tests.memory_rnic import Fate, MemoryRnic, PlainQueuePair
+from tests.rendezvous_pair import Side
+from trio_smc._base.config import Config
+from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.link_group import LinkGroup
+
+__all__ = ["FAULTS", "Result", "run"]
+
+_SETTLING = 70.0
+"""Seconds after which a link that is dead at one end only was tested (30 + 30 + 2)."""
+_WORKLOAD = {"nudge": 60, "send": 10, "receive": 6, "pass_time": 1, "open": 2, "close": 1}
+FAULTS = (
+    "lose", "unacknowledged", "unplaced", "fail", "fail_noticed", "cut", "port_down", "port_flap",
+    "fatal", "new_rnic", "drain", "delete_link", "terminate", "no_memory", "no_queue_pairs",
+    "stall", "abort",
+)  # fmt: skip
+
+
+@dataclass
+class Result:
+    """What a campaign saw.
+
+    Fields:
+      faults: how often each kind of fault happened.
+      endings: what became of cases: kinds of groups at the end, and "gone".
+      streams: connections that worked at the end, and those that had broken.
+      failures: one line for each case that broke a rule, with what replays it.
+    """
+
+    cases: int
+    seed: int
+    seconds: float = 0.0
+    steps: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    streams: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no case broke a rule."""
+        return not self.failures
+
+
+class Case:
+    """One schedule."""
+
+    def __init__(self, seed: int, case: int, write: Callable[[str], None] | None = None) -> None:
+        self.rng = rng = random.Random(f"{seed}/{case}")
+        self.steps = int(50 * 8 ** rng.random())
+        self.faults: Counter[str] = Counter()
+        self.endings: list[str] = []
+        self.streams: Counter[str] = Counter()
+        # One case in eight sees nothing go wrong, the others a few kinds of things.
+        count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+        self.kinds = rng.sample(FAULTS, count)
+        self.fault_rate = rng.choice((0.01, 0.03, 0.1)) if self.kinds else 0.0
+        self.config = Config(
+            link_group_idle=rng.choice((20.0, 600.0)),
+            rmbe_eye_catcher=rng.random() < 0.1,
+        )
+        most = rng.choice((1, 2, 2, 3, 8))
+        self.rnics = (rng.randint(1, most), rng.randint(1, most))
+        self._write = write
+
+    def run(self) -> None:
+        """Run it; AssertionError says which rule was broken."""
+        rng = self.rng
+        with GroupWorld(rng, self.rnics, config=self.config, write=self._write) as world:
+            self.world = world
+            world.say(f"{self.rnics} RNICs, {self.steps} steps, {self.kinds}")
+            for _ in range(rng.choice((0, 1, 1, 3))):
+                self._do_open()
+                if rng.random() < 0.7:
+                    world.settle()
+            kinds, weights = tuple(_WORKLOAD), tuple(_WORKLOAD.values())
+            for _ in range(self.steps):
+                if self.kinds and rng.random() < self.fault_rate:
+                    self._fault(rng.choice(self.kinds))
+                else:
+                    getattr(self, f"_do_{rng.choices(kinds, weights)[0]}")()
+            world.say("left to settle")
+            self._repair()
+            self._settle()
+            self._use_streams()
+            agreement(world)
+            self._note_ending()
+            self._close_streams()
+
+    # --- what applications do ------------------------------------------------------------------
+
+    def _do_nudge(self) -> None:
+        self.world.nudge()
+
+    def _stream(self) -> Stream | None:
+        streams = self.world.streams
+        return self.rng.choice(streams) if streams else None
+
+    def _do_send(self) -> None:
+        stream = self._stream()
+        if stream is not None:
+            stream.send(self.rng.randrange(2), self.rng.choice((1, 100, 3000, 16000)))
+
+    def _do_receive(self) -> None:
+        stream = self._stream()
+        if stream is not None:
+            stream.receive(self.rng.randrange(2))
+
+    def _do_pass_time(self) -> None:
+        """A little, or until something happens, with everything on its way arriving."""
+        if self.rng.random() < 0.8:
+            self.world.pass_time(self.rng.choice((0.01, 0.1, 1.0)))
+        else:
+            self.world.pass_time(self.rng.choice((10.0, 31.0, 65.0)))
+
+    def _do_open(self) -> None:
+        if len(self.world.streams) < 12:
+            self.world.open(self.rng.choice(SIZES))
+
+    def _do_close(self) -> None:
+        stream = self._stream()
+        if stream is not None and self.rng.random() < 0.5:
+            stream.close(self.rng.randrange(2))
+
+    # --- what happens to links and RNICs -------------------------------------------------------
+
+    def _fault(self, kind: str) -> None:
+        if getattr(self, f"_fault_{kind}")():
+            self.world.say(kind)
+            self.faults[kind] += 1
+
+    def _queue_pair(self) -> PlainQueuePair | None:
+        pairs = self.world.queue_pairs()
+        return self.rng.choice(pairs) if pairs else None
+
+    def _side(self) -> Side:
+        return self.rng.choice(self.world.sides)
+
+    def _rnic(self) -> MemoryRnic:
+        return self.rng.choice(self._side().rnics)
+
+    def _doom(self, fate: Fate) -> bool:
+        self.world.fate = fate
+        return True
+
+    def _fault_lose(self) -> bool:
+        return self._doom(Fate.LOST)
+
+    def _fault_unacknowledged(self) -> bool:
+        return self._doom(Fate.UNACKNOWLEDGED)
+
+    def _fault_unplaced(self) -> bool:
+        return self._doom(Fate.UNPLACED)
+
+    def _fault_fail(self) -> bool:
+        qp = self._queue_pair()
+        if qp is not None:
+            qp.fail(notices=False)
+        return qp is not None
+
+    def _fault_fail_noticed(self) -> bool:
+        qp = self._queue_pair()
+        if qp is not None:
+            qp.fail(notices=True)
+        return qp is not None
+
+    def _fault_cut(self) -> bool:
+        path = frozenset(self.rng.choice(side.rnics).gid for side in self.world.sides)
+        self.world.fabric.cut ^= {path}
+        return True
+
+    def _fault_port_down(self) -> bool:
+        self._rnic().port_down()
+        return True
+
+    def _fault_fatal(self) -> bool:
+        self._rnic().port_down(fatal=True)
+        return True
+
+    def _fault_port_flap(self) -> bool:
+        rnic = self._rnic()
+        if rnic.port_active:
+            rnic.port_down()
+        else:
+            rnic.port_up()
+        return True
+
+    def _fault_new_rnic(self) -> bool:
+        side = self._side()
+        if len(side.rnics) < 8:
+            side.add_rnic()
+            return True
+        return False
+
+    def _fault_drain(self) -> bool:
+        side = self._side()
+        rnic = self.rng.choice(side.rnics)
+        if side.stack.rnic_set.is_drained(rnic):
+            side.stack.rnic_set.undrain(rnic)
+        else:
+            side.stack.rnic_set.drain(rnic)
+        return True
+
+    def _group(self) -> LinkGroup | None:
+        groups = self._side().groups
+        return self.rng.choice(groups) if groups else None
+
+    def _fault_delete_link(self) -> bool:
+        group = self._group()
+        if group is None or not group.links:
+            return False
+        _delete_link(group, self.rng.choice(list(group.links)), self.rng.random() < 0.5)
+        return True
+
+    def _fault_terminate(self) -> bool:
+        group = self._group()
+        if group is not None:
+            group.terminate()
+        return group is not None
+
+    def _fault_no_memory(self) -> bool:
+        rnic = self._rnic()
+        rnic.no_memory = not rnic.no_memory
+        return True
+
+    def _fault_no_queue_pairs(self) -> bool:
+        rnic = self._rnic()
+        rnic.most_qps = len(rnic.qps) + self.rng.choice((0, 1)) if rnic.most_qps is None else None
+        return True
+
+    def _fault_stall(self) -> bool:
+        self.world.stall()
+        return True
+
+    def _fault_abort(self) -> bool:
+        stream = self._stream()
+        if stream is not None:
+            stream.abort(self.rng.randrange(2))
+        return stream is not None
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _repair(self) -> None:
+        """Most cases end with everything in working order again."""
+        world, heals = self.world, self.rng.random() < 0.7
+        world.fate = Fate.DONE
+        for qp in world.queue_pairs():
+            if not qp.places:  # its RNIC was about to fail
+                qp.fail(notices=False)
+        if heals:
+            world.fabric.cut.clear()
+        for side in world.sides:
+            for rnic in side.rnics:
+                rnic.most_qps, rnic.no_memory = None, False
+                if heals:
+                    rnic.port_up()
+                    side.stack.rnic_set.undrain(rnic)
+
+    def _settle(self) -> None:
+        world = self.world
+        world.pass_time(_SETTLING)
+        for _ in range(20):
+            groups = [group for side in world.sides for group in side.groups]
+            if all(_rests(group) for group in groups):
+                break
+            world.pass_time(1.0)
+        assert all(stream.settled for stream in world.streams), "a rendezvous never ends"
+
+    def _use_streams(self) -> None:
+        world = self.world
+        streams = [stream for stream in world.streams if stream.both and not any(stream.closed)]
+        for stream in streams:
+            for place in (0, 1):
+                self._drink(stream, place)
+                stream.send(place, 500)
+        world.settle()
+        for stream in streams:
+            for place in (0, 1):
+                self._drink(stream, place)
+        for stream in streams:
+            failed = [not stream.alive(place) for place in (0, 1)]
+            assert failed in ([False, False], [True, True]), f"broken are {failed}"
+            self.streams["broken" if failed[0] else "alive"] += 1
+            if not failed[0]:
+                missing = [flow.sent - flow.received for flow in stream.flows]
+                assert missing == [0, 0], f"missing bytes: {missing}"
+            if not self.faults:
+                assert not failed[0], "broken although nothing happened"
+
+    def _drink(self, stream: Stream, place: int) -> None:
+        for _ in range(1000):
+            if not stream.receive(place):
+                self.world.settle()
+                if not stream.receive(place):
+                    return
+
+    def _note_ending(self) -> None:
+        world = self.world
+        self.endings = [kind_of(group) for group in world.client.groups] or ["gone"]
+        if self.faults:
+            return
+        best = ("single", "asymmetric", "symmetric")[(self.rnics[0] > 1) + (self.rnics[1] > 1)]
+        if not hasattr(LinkGroup, "usable_links"):
+            best = "single"
+        assert self.endings in ([best], ["gone"]), f"{self.endings} with {self.rnics} RNICs"
+
+    def _close_streams(self) -> None:
+        for stream in self.world.streams:
+            for place in (0, 1):
+                self._drink(stream, place)
+                stream.close(place)
+        self.world.settle()
+
+
+def _rests(group: LinkGroup) -> bool:
+    return group.exchanges.state == "IDLE" and group.state not in ("FORMING", "TERMINATING")
+
+
+def _delete_link(group: Any, number: int, orderly: bool) -> None:
+    if hasattr(group, "delete_link"):
+        group.delete_link(number, orderly=orderly, reason=llc.DeleteLinkReason.OPERATOR)
+    else:
+        group.deletion.delete_link(number)
+
+
+def run(cases: int, seed: int, *, first: int = 0) -> Result:
+    """Run ``cases`` schedules from number ``first`` on."""
+    result = Result(cases, seed)
+    start = time.perf_counter()
+    for number in range(first, first + cases):
+        case = Case(seed, number)
+        try:
+            case.run()
+        except Exception as error:
+            text = str(error) or repr(error)
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            result.failures.append(
+                f"{kind}{text}\n  replay: python -m tests.campaigns.link_groups"
+                f" --seed {seed} --case {number}"
+            )
+        result.steps += case.steps
+        result.faults.update(case.faults)
+        result.endings.update(case.endings)
+        result.streams.update(case.streams)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def main() -> int:
+    """Return the exit code: 0 when every case kept the rules."""
+    arguments = parse(__doc__, cases=20_000, replay="case")
+    if arguments.case is not None:
+        Case(arguments.seed, arguments.case, write=print).run()
+        return 0
+    result = run(arguments.cases, arguments.seed)
+    for line in result.failures[:20]:
+        print(line)
+    for name in ("faults", "endings", "streams"):
+        counts = sorted(getattr(result, name).items())
+        print(f"{name}:", ", ".join(f"{key} {count}" for key, count in counts))
+    print(
+        f"link_groups: {result.cases} cases, {result.steps} steps, seed {result.seed},"
+        f" {result.seconds:.1f} s, {len(result.failures)} failures"
+    )
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
