@@ -23,7 +23,7 @@ from typing import Any, Final
 import trio
 
 from trio_smc._base.config import Config
-from trio_smc._face import FaceFactory
+from trio_smc._face_factory import FaceFactory
 from trio_smc._open import find_stack, set_default_config
 
 __all__ = ["disable", "enable"]

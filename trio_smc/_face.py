@@ -19,17 +19,16 @@ What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a de
 
 from __future__ import annotations
 
-import errno
-import os
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import trio
 
 from trio_smc._connect import connect_socket
+from trio_smc._face_data import FaceData, socket_errors, unsupported
 from trio_smc._listener import SmcListener
 from trio_smc._rdma_stream import RdmaStream
 
@@ -39,27 +38,14 @@ if TYPE_CHECKING:
     from trio_smc._stack import Stack
     from trio_smc._stream import SmcStream
 
-__all__ = ["FaceFactory", "SocketFace", "is_tcp", "plain_socket"]
+__all__ = ["FindStack", "SocketFace", "plain_socket"]
 
-_make_plain: Final = trio.socket.from_stdlib_socket
-_TCP: Final = {0, stdlib_socket.IPPROTO_TCP}
 _LATE_PORT: Final = (
     stdlib_socket.IPPROTO_IP,
     getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
 )
-_DONT_WAIT: Final = getattr(stdlib_socket, "MSG_DONTWAIT", 0)
-_NO_SIGNAL: Final = getattr(stdlib_socket, "MSG_NOSIGNAL", 0)
 
 FindStack = Callable[[], Awaitable["Stack"]]
-
-
-def is_tcp(family: int, kind: int, protocol: int) -> bool:
-    """Whether such a socket is one of TCP's."""
-    return (
-        family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6)
-        and kind & 0xF == stdlib_socket.SOCK_STREAM
-        and protocol in _TCP
-    )
 
 
 def plain_socket(sock: trio.socket.SocketType) -> trio.socket.SocketType:
@@ -67,64 +53,7 @@ def plain_socket(sock: trio.socket.SocketType) -> trio.socket.SocketType:
     return sock.plain if isinstance(sock, SocketFace) else sock
 
 
-class FaceFactory(trio.abc.SocketFactory):
-    """What `trio.socket.set_custom_socket_factory` takes.
-
-    Args:
-      find_stack: which stack new connections and listeners use.
-    """
-
-    def __init__(self, find_stack: FindStack) -> None:
-        self._find_stack = find_stack
-
-    def socket(
-        self, family: int | None = None, type: int | None = None, proto: int | None = None
-    ) -> trio.socket.SocketType:
-        """A new socket: a face for TCP, Trio's own for anything else."""
-        return self.wrap(
-            stdlib_socket.socket(
-                stdlib_socket.AF_INET if family is None else family,
-                stdlib_socket.SOCK_STREAM if type is None else type,
-                0 if proto is None else proto,
-            )
-        )
-
-    def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
-        """What stands for ``sock`` in Trio: see `trio.socket.from_stdlib_socket`.
-
-        A connected socket stays what it is: its handshake was or is somebody else's.
-        """
-        plain = _make_plain(sock)
-        if not is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):
-            return plain
-        return SocketFace(plain, self._find_stack)
-
-
-def _is_connected(sock: stdlib_socket.socket) -> bool:
-    try:
-        sock.getpeername()
-    except OSError as error:
-        return error.errno != errno.ENOTCONN
-    return True
-
-
-@contextmanager
-def _socket_errors() -> Iterator[None]:
-    """Errors of a stream as those of a socket."""
-    try:
-        yield
-    except trio.ClosedResourceError as error:
-        raise _os_error(errno.EBADF) from error
-    except trio.BrokenResourceError as error:
-        number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
-        raise _os_error(number) from error
-
-
-def _os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
-
-
-class SocketFace(trio.socket.SocketType):
+class SocketFace(FaceData):
     """A socket of TCP whose connection may be SMC-R.
 
     Attributes:
@@ -264,7 +193,7 @@ class SocketFace(trio.socket.SocketType):
         """A connection whose handshake is done, and the peer's address."""
         if not self._listening:
             return await self.plain.accept()  # which says what is wrong
-        with _socket_errors():
+        with socket_errors():
             stream = await (await self._published()).accept()
         plain = stream.socket
         name = plain.getpeername()
@@ -289,7 +218,7 @@ class SocketFace(trio.socket.SocketType):
         if self._rdma is None:
             self.plain.shutdown(flag)
             return
-        with _socket_errors():
+        with socket_errors():
             if flag != stdlib_socket.SHUT_RD:
                 self._rdma.shut_down_writing()
                 self._write_shut = True
@@ -314,125 +243,20 @@ class SocketFace(trio.socket.SocketType):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- data --------------------------------------------------------------------------------
-
-    async def recv(self, buflen: int, flags: int = 0, /) -> bytes:
-        """As `socket.socket.recv`; MSG_PEEK is the only flag."""
-        rdma = self._rdma
-        if rdma is None:
-            return await self.plain.recv(buflen, flags)
-        if self._read_shut or not buflen:
-            await trio.lowlevel.checkpoint()
-            return b""
-        with _socket_errors():
-            if flags & ~_DONT_WAIT:
-                return await self._peek(rdma, buflen, flags)
-            return await rdma.receive_some(buflen)
-
-    async def _peek(self, rdma: RdmaStream, buflen: int, flags: int) -> bytes:
-        if flags & ~_DONT_WAIT != stdlib_socket.MSG_PEEK:
-            _unsupported()
-        return await rdma.peek_some(buflen)
-
-    async def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
-        """As `socket.socket.recv_into`."""
-        if self._rdma is None:
-            return await self.plain.recv_into(buffer, nbytes, flags)
-        with memoryview(buffer).cast("B") as view:
-            data = await self.recv(nbytes or len(view), flags)
-            view[: len(data)] = data
-        return len(data)
-
-    async def recvfrom(self, bufsize: int, flags: int = 0, /) -> tuple[bytes, Any]:
-        """As `socket.socket.recvfrom`: of a connected socket, without an address."""
-        if self._rdma is None:
-            return await self.plain.recvfrom(bufsize, flags)
-        return await self.recv(bufsize, flags), None
-
-    async def recvfrom_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> Any:
-        """As `socket.socket.recvfrom_into`."""
-        if self._rdma is None:
-            return await self.plain.recvfrom_into(buffer, nbytes, flags)
-        return await self.recv_into(buffer, nbytes, flags), None
-
-    async def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        """As `socket.socket.recvmsg`; there is never any ancillary data."""
-        if self._rdma is None:
-            return await self.plain.recvmsg(bufsize, ancbufsize, flags)
-        return await self.recv(bufsize, flags), [], 0, None
-
-    async def recvmsg_into(self, buffers: Any, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        """As `socket.socket.recvmsg_into`."""
-        if self._rdma is None:
-            return await self.plain.recvmsg_into(buffers, ancbufsize, flags)
-        views = [memoryview(each).cast("B") for each in buffers]
-        data = await self.recv(sum(map(len, views)), flags)
-        left = memoryview(data)
-        for view in views:
-            view[: len(left)] = left[: len(view)]
-            left = left[len(view) :]
-        return len(data), [], 0, None
-
-    async def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """As `socket.socket.send`: at least one byte, and as many as there is room for."""
-        rdma = self._rdma
-        if rdma is None:
-            return await self.plain.send(data, flags)
-        if flags & ~(_NO_SIGNAL | _DONT_WAIT | stdlib_socket.MSG_OOB):
-            _unsupported()
-        if self._write_shut:
-            raise _os_error(errno.EPIPE)
-        view = memoryview(data).cast("B")
-        with _socket_errors():
-            if flags & stdlib_socket.MSG_OOB:
-                await rdma.send_urgent(view)
-                return len(view)
-            return await rdma.send_some(view)
-
-    async def sendto(self, *arguments: Any) -> int:
-        """As `socket.socket.sendto`; a connected socket takes no destination."""
-        if self._rdma is None:
-            return await self.plain.sendto(*arguments)
-        if arguments[-1] is not None:
-            raise _os_error(errno.EISCONN)
-        return await self.send(*arguments[:-1])
-
-    async def sendmsg(
-        self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None, /
-    ) -> int:
-        """As `socket.socket.sendmsg`, without ancillary data."""
-        if self._rdma is None:
-            return await self.plain.sendmsg(buffers, ancdata, flags, address)
-        if list(ancdata):
-            _unsupported()
-        return await self.sendto(b"".join(buffers), flags, address)
-
-    async def wait_writable(self) -> None:
-        """Wait until `send` might send something (`trio.SocketStream` asks)."""
-        if self._rdma is None:
-            await cast(Any, self.plain).wait_writable()
-            return
-        with _socket_errors():
-            await self._rdma.wait_send_all_might_not_block()
-
     # --- what makes two of one ---------------------------------------------------------------
 
     def detach(self) -> int:
         """Give the descriptor away: of plain TCP only."""
         if self._rdma is not None or self._listener is not None:
-            _unsupported()
+            unsupported()
         return self.plain.detach()
 
     def dup(self) -> trio.socket.SocketType:
         """A second socket for the same connection: of plain TCP only."""
         if self._rdma is not None:
-            _unsupported()
+            unsupported()
         return self.plain.dup()
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
-
-
-def _unsupported() -> NoReturn:
-    raise _os_error(errno.EOPNOTSUPP)
