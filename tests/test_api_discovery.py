@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import trio
@@ -35,8 +37,9 @@ from tests.api_peers import (
     read_exactly,
     read_to_end,
 )
-from trio_smc import Config, FallbackReason, Mode, Origin, SmcListener, SmcStream, Stack
-from trio_smc.rendezvous import clc
+from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream, Stack
+from trio_smc.rendezvous import clc, tcp_option
+from trio_smc.rendezvous.tcp_option import TcpOption
 
 EYE = clc.EYE_CATCHER
 SOON = 0.05  # a handshake time-out that is meant to pass, seconds
@@ -428,20 +431,37 @@ async def test_random_first_bytes(rng: random.Random) -> None:
 # --- "tcp-option" --------------------------------------------------------------------------------
 
 
-async def test_the_tcp_option_cannot_be_used_yet() -> None:
-    config = Config(discovery="tcp-option")
-    reason = FallbackReason.TCP_OPTION_UNAVAILABLE
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSYS, FallbackReason.TCP_OPTION_UNAVAILABLE),
+        (errno.EINVAL, FallbackReason.TCP_OPTION_UNAVAILABLE),
+        (errno.EPERM, FallbackReason.TCP_OPTION_NOT_PERMITTED),
+    ],
+)
+async def test_the_tcp_option_cannot_be_used(
+    number: int, reason: FallbackReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is pinned, and the kernel takes no program of ours."""
+
+    def refuse(cgroup: Path) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tcp_option, "load_option", refuse)
+    config = Config(discovery="tcp-option", tcp_option="/nowhere")
     await expect_tcp(config, config, reason, reason)
     await expect_tcp(QUICK, config, FallbackReason.PEER_NOT_CAPABLE, reason)
     await expect_tcp(config, QUICK, reason, FallbackReason.PEER_NOT_CAPABLE)
 
 
-async def test_the_tcp_option_strictly(runtime_directory: Path) -> None:
+async def test_the_tcp_option_strictly(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing else counts under "tcp-option", the list of the assumed neither."""
+    monkeypatch.setattr(TcpOption, "offer", lambda self, sock: None)  # and nothing goes out
     config = Config(discovery="tcp-option", assume=("127.0.0.0/8",))
     async with listening(config) as (stack, listener):
         assert [name[:5] for name in os.listdir(runtime_directory / "trio-smc")] == ["rnic-"]
         mine, other = await connect(stack, listener)
-        assert mine.fallback is not None
-        assert mine.fallback.origin is Origin.LOCAL
+        assert mine.fallback == Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
         await close_all(mine, other)

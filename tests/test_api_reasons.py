@@ -311,7 +311,8 @@ async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = {
     Reason.DIRECTORY_UNUSABLE: "test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "test_api_discovery.test_a_process_of_another_user",
-    Reason.TCP_OPTION_UNAVAILABLE: "test_api_discovery.test_the_tcp_option_cannot_be_used_yet",
+    Reason.TCP_OPTION_UNAVAILABLE: "test_api_discovery.test_the_tcp_option_cannot_be_used",
+    Reason.TCP_OPTION_NOT_PERMITTED: "test_api_discovery.test_the_tcp_option_cannot_be_used",
 }
 
 

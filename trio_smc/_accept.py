@@ -80,7 +80,7 @@ async def _negotiate(
     try:
         local, remote = _name(sock.getsockname()), _name(sock.getpeername())
         rnic = stack.rnic_for(local[0], remote[0])
-        plain = await _discover(sock, config, publication, local, remote, rnic)
+        plain = await _discover(stack, sock, config, publication, local, remote, rnic)
     except (OSError, _Silent):
         with stack.handshake():  # ended before it began
             raise
@@ -101,6 +101,7 @@ async def _negotiate(
 
 
 async def _discover(
+    stack: Stack,
     sock: trio.socket.SocketType,
     config: Config,
     publication: Publication,
@@ -109,8 +110,6 @@ async def _discover(
     rnic: Rnic | FallbackReason,
 ) -> Fallback | None:
     """Why the client is not going to send CLC messages; None: it is."""
-    if config.discovery == "tcp-option":
-        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
     claim = publication.claim(local, remote)
     if claim is not None:
         if isinstance(rnic, FallbackReason):
@@ -120,8 +119,14 @@ async def _discover(
     elif config.assumes(local, remote, publication.address):
         agreed = await _proposal_follows(sock, config.handshake_timeout)
     else:
-        unavailable = publication.unavailable if is_same_host(local[0], remote[0]) else None
-        return Fallback.local(unavailable or FallbackReason.PEER_NOT_CAPABLE)
+        reason = stack.tcp_option.answer(sock)
+        if reason is not None:
+            if config.discovery == "auto" and is_same_host(local[0], remote[0]):
+                reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
+            return Fallback.local(reason)
+        # Looked at and not just believed: the client does not know when the option of the
+        # SYN-ACK was lost on the way.
+        agreed = await _proposal_follows(sock, config.handshake_timeout)
     return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
 

@@ -57,12 +57,15 @@ class _Attempt:
     Attributes:
       named: the (host, port) that the user asked for.
       peer: the address it resolved to.
+      announcement: made on this host; or why discovery is impossible.
+      offers: whether the TCP option is to tell.
     """
 
     sock: trio.socket.SocketType
     named: tuple[str, int]
     peer: tuple[str, int]
     announcement: Announcement | FallbackReason | None = None
+    offers: bool = False
 
     def assumed(self, config: Config) -> bool:
         """Whether the peer is known to speak SMC-R without being asked."""
@@ -136,15 +139,19 @@ async def _negotiated(stack: Stack, attempt: _Attempt, config: Config) -> SmcStr
 
 async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStream | Fallback:
     sock, announcement = attempt.sock, attempt.announcement
-    if config.discovery == "tcp-option":
-        return Fallback.local(FallbackReason.TCP_OPTION_UNAVAILABLE)
-    if not isinstance(announcement, Announcement) and not attempt.assumed(config):
+    if attempt.offers:
+        reason = stack.tcp_option.answer(sock)
+        if reason is not None:
+            return Fallback.local(reason)
+    elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
         return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = plain_address(sock.getsockname()[0])
     rnic = stack.rnic_for(here, attempt.peer[0])
     if isinstance(rnic, FallbackReason):
         # Before "go" is said, after which the server counts on a Proposal.
-        return Fallback.local(rnic)
+        if not attempt.offers:
+            return Fallback.local(rnic)
+        return await _decline(stack, sock, rnic, config)
     if isinstance(announcement, Announcement):
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
@@ -162,6 +169,19 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
         if isinstance(outcome, Established):
             return established_stream(stack, outcome, sock, config)
+    return outcome.fallback
+
+
+async def _decline(
+    stack: Stack, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
+) -> Fallback:
+    """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
+    negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
+    with stack.handshake():
+        negotiation.decline(reason)
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        if isinstance(outcome, Established):
+            raise RuntimeError("a negotiation was declined and succeeded")
     return outcome.fallback
 
 
@@ -294,6 +314,9 @@ async def _connect_attempt(
             attempt.announcement = source
             if local is not None and not bound:
                 await _bind(sock, local, late_port=True)
+            if attempt.offers:
+                attempt.announcement = stack.tcp_option.offer(sock)
+                attempt.offers = attempt.announcement is None
         await sock.connect(address)
     except BaseException:
         attempt.close()
@@ -316,8 +339,11 @@ async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -
 def _announced_source(
     stack: Stack, attempt: _Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
-    """The address to announce on this host; why not; or None where it does not apply."""
-    if config.discovery != "auto" or attempt.assumed(config):
+    """The address to announce on this host; why not; or None where it does not apply.
+
+    Sets ``attempt.offers`` where the TCP option is to tell instead.
+    """
+    if attempt.assumed(config):
         return None
     host, port = address[0], address[1]
     source = local or source_address(host, port)
@@ -325,7 +351,12 @@ def _announced_source(
         plain = plain_address(source or "")
     except ValueError:
         return None  # no route, or a name as local address
-    if source is None or not is_same_host(plain, host):
+    if source is None:
         return None
     rnic = stack.rnic_for(plain, attempt.peer[0])
-    return rnic if isinstance(rnic, FallbackReason) else source
+    if isinstance(rnic, FallbackReason):
+        return rnic
+    if config.discovery == "tcp-option" or not is_same_host(plain, host):
+        attempt.offers = True
+        return None
+    return source

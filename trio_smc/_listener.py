@@ -65,7 +65,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             stdlib_socket.IPPROTO_IPV6, stdlib_socket.IPV6_V6ONLY
         )
         if self._config.discovery == "tcp-option":
-            return discovery.publish_nothing(name, FallbackReason.TCP_OPTION_UNAVAILABLE)
+            return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
 
     async def accept(self) -> SmcStream:

@@ -20,7 +20,7 @@ class ClientNegotiation(Negotiation):
 
     Args:
       host: the stack.
-      rnic: the RNIC that serves the connection's route.
+      rnic: the RNIC that serves the connection's route; None only if it is declined at once.
       proposal: what is sent; its GID and MAC are those of ``rnic``.
       receive_buffer: bytes wanted of the connection's RMB element.
     """
@@ -28,8 +28,9 @@ class ClientNegotiation(Negotiation):
     _is_client = True
 
     def __init__(
-        self, *, host: NegotiationHost, rnic: Rnic, proposal: clc.Proposal, receive_buffer: int
-    ) -> None:
+        self, *, host: NegotiationHost, rnic: Rnic | None, proposal: clc.Proposal | None,
+        receive_buffer: int,
+    ) -> None:  # fmt: skip
         super().__init__(CLC_CLIENT, host, receive_buffer)
         self._rnic = rnic
         self._proposal = proposal
@@ -37,6 +38,11 @@ class ClientNegotiation(Negotiation):
     def start(self) -> None:
         """Send SMC Proposal."""
         self.machine.send("propose")
+
+    def decline(self, reason: FallbackReason) -> None:
+        """Send SMC Decline in its place."""
+        self._unable = reason
+        self.machine.send("unable")
 
     @property
     def awaits_clc(self) -> bool:
@@ -69,12 +75,14 @@ class ClientNegotiation(Negotiation):
 
     def send_proposal(self) -> None:
         """3.5.1.2: no RoCE resource is committed yet."""
+        if self._proposal is None:
+            raise RuntimeError("there is nothing to propose")
         self._send(self._proposal)
 
     def form_group(self) -> None:
         """3.5.1.3: a queue pair in RTR, and an RMB, before SMC Confirm."""
         peer = self._peer
-        if peer is None or not self._form_group(peer.peer_id, self._rnic):
+        if peer is None or self._rnic is None or not self._form_group(peer.peer_id, self._rnic):
             return
         try:
             self._connect_first(peer)

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import trio
+
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _bpf
 from trio_smc.rendezvous._option_program import (
@@ -45,6 +47,8 @@ LINK_NAME: Final = "link_1"
 
 _GUARDED_LISTENERS: Final = 16384
 _TCP_INFO_SIZE: Final = 8
+
+_Socket = socket.socket | trio.socket.SocketType
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class TcpOption:
         self._trouble: FallbackReason | None = None
         self._may_load = True
 
-    def offer(self, sock: socket.socket) -> FallbackReason | None:
+    def offer(self, sock: _Socket) -> FallbackReason | None:
         """Let ``sock`` offer SMC-R; before it connects or listens.
 
         Returns None, or why the option cannot be used; the socket is a plain one then.
@@ -130,7 +134,7 @@ class TcpOption:
                 self._trouble = self._failed("offering", error)
         return self._trouble
 
-    def answer(self, sock: socket.socket) -> FallbackReason | None:
+    def answer(self, sock: _Socket) -> FallbackReason | None:
         """What came of it; for a connected or an accepted socket.
 
         Returns None when both ends offered SMC-R, or why the connection is plain TCP.
@@ -156,7 +160,7 @@ class TcpOption:
             os.close(self._words)
         self._loaded = self._words = self._identity = None
 
-    def _word(self, sock: socket.socket) -> int:
+    def _word(self, sock: _Socket) -> int:
         if self._words is None:
             return 0
         try:

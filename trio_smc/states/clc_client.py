@@ -35,6 +35,7 @@ class ClcClientChart(Chart):
 
     # fmt: off
     edge(START, "propose", PROPOSED, do="send_proposal", rfc="3.5.1.2")
+    edge(START, "unable", DECLINING, do="decline_unable", rfc="C.1 (in lieu of SMC Proposal)")
     edge(PROPOSED, "accept", DECLINING, when="reserved_value", do="decline_reserved_value",
          rfc="C.6 (bad enumerated value)")
     edge(PROPOSED, "accept", PREPARING, when="first_contact", do="form_group", rfc="3.5.1.3")
