@@ -1,0 +1,78 @@
+"""A short run of the campaign of two link groups, and whether it would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.campaigns import link_groups
+from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.rkeys import Rkeys
+
+
+def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:
+    cases = 20_000 if full else 500
+    result = link_groups.run(cases, seed)
+    assert result.failures == []
+    # Everything that can happen did, and all that can come of it has come.
+    assert set(result.faults) == set(link_groups.FAULTS)
+    assert result.endings["gone"] > cases // 20
+    assert result.endings.total() - result.endings["gone"] > cases // 2
+    assert result.streams["alive"] > cases // 2
+    assert result.streams["broken"] > cases // 10
+
+
+def _leak(self: OwnRmbs) -> None:
+    self._regions.clear()
+
+
+def _keep(self: Rkeys, *_: object) -> int:
+    """A DELETE RKEY that is answered and not obeyed."""
+    return 0
+
+
+def _crash(self: Rkeys, *_: object) -> None:
+    raise KeyError("link")
+
+
+def _deaf(self: LinkGroup) -> None:
+    """Connections that nobody tells that their link is lost."""
+
+
+def _no_tests(self: Link) -> None:
+    self._restart_timer(1000.0, "idle_timer")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "text"),
+    [
+        (OwnRmbs, "close", _leak, "open are"),
+        (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
+        (Rkeys, "answer", _crash, "given up"),
+        (LinkGroup, "end_connections", _deaf, ""),
+        (Link, "start_idle_timer", _no_tests, "the server"),
+    ],
+    ids=["leak", "stale RToken", "exception", "deaf connections", "no TEST LINK"],
+)
+def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
+    owner: type,
+    name: str,
+    broken: Callable[..., object],
+    text: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    line = None
+    for first in range(0, 2000, 50):
+        failures = link_groups.run(50, seed, first=first).failures
+        line = next((line for line in failures if text in line), None)
+        if line is not None:
+            break
+    assert line is not None
+    case = int(line.rsplit("--case ", 1)[1])
+    again = link_groups.run(1, seed, first=case)
+    assert len(again.failures) == 1
