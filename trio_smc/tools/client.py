@@ -1,0 +1,246 @@
+"""The asking side of the control protocol: snapshots of this user's running stacks.
+
+Plain blocking sockets with one deadline for each stack; the protocol is told in
+`trio_smc._base.control`.  What an answer holds was written by another process: its parts are
+checked for their shape here, and commands take fields out of it by `dict.get`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from trio_smc import ProtocolError
+from trio_smc._base import control
+from trio_smc.tools.errors import ToolError
+
+__all__ = ["Snapshot", "take_snapshots"]
+
+_PATIENCE: Final = 3.0
+"""Seconds for one stack's whole answer."""
+_ITEMS: Final = 1_000_000
+"""Items of one list that are taken from an answer."""
+_PIECE: Final = 65536
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one stack said of itself.
+
+    Attributes:
+      pid: its process.
+      stack: its peer ID, hexadecimal.
+      uptime: seconds since it was opened.
+      program: the command line of the process, shortened.
+      statistics, connections, link_groups, rnics, listeners: as `trio_smc._snapshot` makes them;
+        empty when they were not asked for.
+    """
+
+    pid: int
+    stack: str = ""
+    uptime: float = 0.0
+    program: str = ""
+    statistics: dict[str, Any] = field(default_factory=dict)
+    connections: list[dict[str, Any]] = field(default_factory=list)
+    link_groups: list[dict[str, Any]] = field(default_factory=list)
+    rnics: list[dict[str, Any]] = field(default_factory=list)
+    listeners: list[list[Any]] = field(default_factory=list)
+
+
+def take_snapshots(
+    directory: Path, want: Sequence[str], pid: int | None = None, *, some: bool = True
+) -> list[Snapshot]:
+    """Ask all stacks, or those of one process, in the order of their process numbers.
+
+    Names of processes that are gone are skipped, and removed.  Without `pid`, stacks that do not
+    answer are left out as long as another one does.
+
+    Args:
+      directory: the private directory.
+      want: parts (`trio_smc._base.control.PARTS`).
+      pid: only this process.
+      some: whether finding no stack at all is an error.
+
+    Raises:
+      ToolError: the directory is not private, no stack answers, or an answer is damaged.
+    """
+    found: list[Snapshot] = []
+    problems: list[str] = []
+    with _opened(directory) as root:
+        for number, name in _names(root):
+            if pid is not None and number != pid:
+                continue
+            try:
+                snapshot = _ask(root, name, number, want)
+            except (OSError, ProtocolError) as error:
+                problems.append(f"process {number} {_said(error)}")
+            else:
+                if snapshot is not None:
+                    found.append(snapshot)
+    if problems and (pid is not None or not found):
+        raise ToolError(problems[0])
+    if not found and some:
+        raise ToolError(_nobody(directory, pid))
+    return found
+
+
+def _nobody(directory: Path, pid: int | None) -> str:
+    if pid is None:
+        return f"no running process has a stack in {directory}"
+    if not os.path.exists(f"/proc/{pid}"):
+        return f"there is no process {pid}"
+    return (
+        f"process {pid} has no stack in {directory}; it may not use trio_smc, "
+        "have another directory, or be set to Config(control=False)"
+    )
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ProtocolError):
+        return f"gave a damaged answer: {error}"
+    if isinstance(error, TimeoutError):
+        return "does not answer; its event loop may be blocked"
+    return f"cannot be asked: {error.strerror if isinstance(error, OSError) else error}"
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int | None]:
+    """The open directory of control sockets; None where there is none."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    root = below = None
+    try:
+        try:
+            root = os.open(directory, flags)
+            found = os.fstat(root)
+            if found.st_uid != os.geteuid():
+                raise ToolError(f"{directory} belongs to user {found.st_uid}")
+            if found.st_mode & 0o077:
+                raise ToolError(
+                    f"{directory} has mode {stat.S_IMODE(found.st_mode):o} "
+                    "where only 700 is private"
+                )
+            below = os.open(control.DIRECTORY, flags, dir_fd=root)
+        except FileNotFoundError:
+            below = None
+        except OSError as error:
+            raise ToolError(f"{directory}: {error.strerror}") from None
+        yield below
+    finally:
+        for descriptor in (root, below):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _names(root: int | None) -> list[tuple[int, str]]:
+    if root is None:
+        return []
+    named = ((control.pid_of_name(name), name) for name in os.listdir(root))
+    return sorted((pid, name) for pid, name in named if pid is not None)
+
+
+# --- one stack -------------------------------------------------------------------------------
+
+
+def _ask(root: int | None, name: str, pid: int, want: Sequence[str]) -> Snapshot | None:
+    """A stack's answer; None when its process is gone.
+
+    Raises:
+      OSError, ProtocolError: it does not answer, or not as it should.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_PATIENCE)
+        try:
+            sock.connect(f"/proc/self/fd/{root}/{name}")
+        except FileNotFoundError:
+            return None  # it ended since
+        except ConnectionRefusedError:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=root)
+            return None
+        _, uid = control.peer_credentials(sock)
+        if uid != os.geteuid():
+            raise ProtocolError(f"it is user {uid}'s")
+        snapshot = Snapshot(pid, program=_program(pid))
+        sock.sendall(control.encode({"want": list(want)}))
+        while _take_untrusted(snapshot, _message(sock, deadline)):
+            pass
+        return snapshot
+
+
+def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
+    """Add a message to the snapshot; False after the last one.
+
+    Raises:
+      ProtocolError: it has not the shape it should have, or is a refusal.
+    """
+    part: Any = message.get("part")
+    data: Any = message.get("data")
+    match part, data:
+        case "end", _:
+            if not snapshot.stack:
+                raise ProtocolError("it ended before it began")
+            return False
+        case "error", str():
+            raise ProtocolError(data[:200])
+        case "process", {"stack": str() as stack, "uptime": int() | float() as uptime}:
+            snapshot.stack, snapshot.uptime = stack, float(uptime)
+        case "statistics", {"fallbacks": list() as fallbacks}:
+            _check_untrusted(fallbacks, dict)
+            snapshot.statistics = dict(data)
+        case "connections" | "link_groups" | "rnics" | "listeners", list():
+            _check_untrusted(data, list if part == "listeners" else dict)
+            present = getattr(snapshot, part)
+            if len(present) + len(data) > _ITEMS:
+                raise ProtocolError(f"more than {_ITEMS} {part}")
+            present += data
+        case "process" | "statistics" | "connections" | "link_groups" | "rnics" | "listeners", _:
+            raise ProtocolError(f"its {part} are malformed")
+        case _:
+            pass  # something newer than this program
+    return True
+
+
+def _check_untrusted(items: list[Any], kind: type) -> None:
+    if not all(isinstance(item, kind) for item in items):
+        raise ProtocolError("a list of something else than it should hold")
+
+
+def _message(sock: socket.socket, deadline: float) -> dict[str, Any]:
+    header = _exactly(sock, control.HEADER_SIZE, deadline)
+    length = control.length_untrusted(header, control.REPLY_LIMIT)
+    return control.decode_untrusted(_exactly(sock, length, deadline))
+
+
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        piece = sock.recv(min(count - len(data), _PIECE))
+        if not piece:
+            raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)
+
+
+def _program(pid: int) -> str:
+    """The command line, as far as it tells programs apart."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return ""
+    words = [os.path.basename(words[0]), *words[1:]] if words else words
+    return " ".join(words).strip()[:60]

@@ -1,0 +1,96 @@
+"""`trio-smc lg`: link groups, their links and RMBs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.options import add_json, add_process, private_directory
+from trio_smc.tools.output import print_json, show, size, table
+
+NAME = "lg"
+SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
+DESCRIPTION = """
+List the link groups of this user's running processes (RFC 7609, 2.2): everything that
+connections to one peer share.
+
+Columns:
+  GROUP   number within its process, as `trio-smc ss` shows it
+  ROLE    client or server: which side of the first TCP connection this was
+  KIND    single: one link; asymmetric: two links that share one side's RNIC; symmetric: the
+          loss of any one RNIC is survived
+  LINK    number, as the server gave it; USERS: connections that send on it
+  USER ID link user IDs of this side and the peer (A.3.1), which the peer's tools show, too
+  RMBS    RMB elements in use, of how many, and their size
+
+Parallel groups and several processes are told apart by PID and GROUP.
+"""
+EPILOG = """
+Examples:
+  trio-smc lg
+  trio-smc lg --pid 4242 --json
+
+Exit codes: 0, or 2 when no process answers.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_process(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask, and print."""
+    snapshots = take_snapshots(private_directory(options), ("link_groups",), options.pid)
+    if options.json:
+        print_json(
+            [{"pid": s.pid, "stack": s.stack, "link_groups": s.link_groups} for s in snapshots]
+        )
+        return 0
+    columns = ("PID", ">GROUP", "ROLE", "PEER ID", "KIND", "STATE", ">LINK", "LINK STATE", "RNIC",
+               ">USERS", "USER ID", "RMBS")  # fmt: skip
+    rows = [
+        row
+        for snapshot in snapshots
+        for group in snapshot.link_groups
+        for row in _rows(snapshot.pid, group)
+    ]
+    show(table(columns, rows))
+    return 0
+
+
+def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
+    """One row for each link or RMB size, whatever are more; only the first names the group."""
+    names = [group.get(name) for name in ("number", "role", "peer_id", "kind", "state")]
+    links = [_link(link) for link in _dicts(group.get("links"))]
+    rmbs = _rmbs(_dicts(group.get("rmbs")))
+    return [
+        [
+            *([pid, *names] if not number else [" "] * 6),
+            *(links[number] if number < len(links) else [" "] * 5),
+            rmbs[number] if number < len(rmbs) else " " if number else None,
+        ]
+        for number in range(max(len(links), len(rmbs), 1))
+    ]
+
+
+def _link(link: dict[str, Any]) -> list[object]:
+    get = link.get
+    users = f"{get('user_id', 0):08x} {get('peer_user_id', 0):08x}"
+    return [get("number"), get("state"), get("rnic"), get("connections"), users]
+
+
+def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
+    """In words, one line for each size."""
+    sizes: dict[int, list[int]] = {}
+    for rmb in rmbs:
+        total = sizes.setdefault(rmb.get("element_size", 0), [0, 0])
+        total[0] += rmb.get("in_use", 0)
+        total[1] += rmb.get("elements", 0)
+    return [f"{used} of {all_} × {size(each)}" for each, (used, all_) in sorted(sizes.items())]
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

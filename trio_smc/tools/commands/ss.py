@@ -1,0 +1,148 @@
+"""`trio-smc ss`: the connections of running processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from trio_smc.tools.client import Snapshot, take_snapshots
+from trio_smc.tools.options import add_json, add_process, private_directory
+from trio_smc.tools.output import print_json, show, size, table
+from trio_smc.tools.words import address, fallback_codes
+
+NAME = "ss"
+SUMMARY = "list connections: SMC-R or TCP, their state, and why it is TCP"
+DESCRIPTION = """
+List the connections of this user's running processes, and what their stacks listen on.
+
+Columns:
+  STATE     over SMC-R as RFC 7609, 4.8 names it (ACTIVE is open, INIT a handshake that is not
+            finished, PEERCLOSEWAIT1 closed by this side, ...); else of the TCP connection
+  MODE      smc-r or tcp
+  RECV-Q    bytes that arrived and that the program has not received
+  SEND-Q    bytes sent that the peer has not taken, as far as this side knows
+  GROUP     link group, as `trio-smc lg` numbers it, and the link within it
+  FALLBACK  why the mode is tcp: "local: ..." was decided by this side, "peer: ..." by the other
+
+With -v also the cursors of RFC 7609, 4.3, in bytes since the connection began, CDC messages,
+and the diagnosis words (RFC 7609, A.2.4) with a remedy; `trio-smc reasons` explains all of them.
+"""
+EPILOG = """
+Examples:
+  trio-smc ss                  everything
+  trio-smc ss --tcp            only what stays on TCP, and why
+  trio-smc ss --pid 4242 -v    one process, with cursors
+  trio-smc ss --json           for scripts; fields are described in docs/cli.md
+
+Exit codes: 0, or 2 when no process answers.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_process(parser)
+    add_json(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="cursors, queues, codes")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
+                      help="only connections over SMC-R")  # fmt: skip
+    mode.add_argument("--tcp", dest="mode", action="store_const", const="tcp",
+                      help="only connections that stay on TCP")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask, and print."""
+    snapshots = take_snapshots(
+        private_directory(options), ("connections", "listeners"), options.pid
+    )
+    for snapshot in snapshots:
+        snapshot.connections = [
+            each for each in snapshot.connections if options.mode in (None, each.get("mode"))
+        ]
+    if options.json:
+        names = ("pid", "stack", "uptime", "program", "connections", "listeners")
+        print_json([_only(snapshot, names) for snapshot in snapshots])
+    else:
+        show(_table(snapshots, options.mode))
+        if options.verbose:
+            for snapshot in snapshots:
+                for connection in snapshot.connections:
+                    show("", *_details(snapshot, connection))
+    return 0
+
+
+def _only(snapshot: Snapshot, names: tuple[str, ...]) -> dict[str, Any]:
+    everything = dataclasses.asdict(snapshot)
+    return {name: everything[name] for name in names}
+
+
+def _table(snapshots: list[Snapshot], mode: str | None) -> Any:
+    columns = ("PID", "STATE", "MODE", ">RECV-Q", ">SEND-Q", "LOCAL", "PEER", "GROUP", "FALLBACK")
+    return table(columns, list(_rows(snapshots, mode)))
+
+
+def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]:
+    for snapshot in snapshots:
+        if mode is None:
+            for listener in snapshot.listeners:
+                yield [snapshot.pid, "LISTEN", *(None,) * 3, address(listener), *(None,) * 3]
+        for each in snapshot.connections:
+            yield [
+                snapshot.pid,
+                each.get("state"),
+                each.get("mode"),
+                each.get("receive_queue"),
+                each.get("send_queue"),
+                address(each.get("local")),
+                address(each.get("peer")),
+                _place(each),
+                _why(each.get("fallback")),
+            ]
+
+
+def _place(connection: dict[str, Any]) -> str | None:
+    group = connection.get("link_group")
+    if group is None:
+        return None
+    link = connection.get("link")
+    return f"{group}, link {'-' if link is None else link}"
+
+
+def _why(fallback: Any) -> str | None:
+    if not isinstance(fallback, dict):
+        return None
+    return f"{fallback.get('origin')}: {fallback.get('reason')}"
+
+
+def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
+    ends = f"{address(connection.get('local'))} → {address(connection.get('peer'))}"
+    yield f"pid {snapshot.pid}  {connection.get('mode')}  {ends}"
+    cursors, counts = connection.get("cursors"), connection.get("statistics")
+    if isinstance(cursors, dict):
+        get = cursors.get
+        yield (
+            f"  sent      {get('produced')} written, {get('delivered')} delivered, "
+            f"{get('taken')} taken by the peer; window {size(get('window', 0))} "
+            f"of {size(get('peer_ring', 0))}"
+        )
+        yield (
+            f"  received  {get('received')} arrived, {get('consumed')} taken; "
+            f"ring {size(get('ring', 0))}"
+        )
+        yield (
+            f"  CDC       last completed {get('sequence_sent')}, last received "
+            f"{get('sequence_received')}, alert token 0x{get('alert_token', 0):08x}"
+        )
+    if isinstance(counts, dict) and connection.get("mode") == "smc-r":
+        get = counts.get
+        yield (
+            f"  counted   {get('writes')} RDMA writes, {get('cdcs_sent')} CDC messages sent, "
+            f"{get('cdcs_received')} received, {get('coalesced')} spared, "
+            f"{get('window_stalls')} waits for the window"
+        )
+    fallback = connection.get("fallback")
+    if isinstance(fallback, dict):
+        yield f"  why TCP   {fallback.get('message')} ({fallback_codes(fallback)})"
+        yield f"  remedy    {fallback.get('remedy')}"
