@@ -78,15 +78,7 @@ class OwnRmbs:
     def request(self, size: int, done: _Done) -> None:
         """Call ``done`` with an element of ``size`` bytes, or with None; now or later."""
         size = rmbe_size_of(rmbe_size_code(size))
-        rmbe = self.pool.take(size)
-        if rmbe is not None:
-            self._idle.used(rmbe.rmb)
-            done(rmbe)
-            self._make_ahead(size)
-        elif size in self._waiting:
-            self._waiting[size].append(done)
-        else:
-            self._add_rmb(size, [done])
+        self._serve(size, [done])
 
     def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
         """The registration of ``rmb`` on ``link``: its RKey and address."""
@@ -162,6 +154,21 @@ class OwnRmbs:
 
     # --- new RMBs -----------------------------------------------------------------------------
 
+    def _serve(self, size: int, waiting: list[_Done]) -> None:
+        """Give each an element; those for whom there is none wait for one more RMB."""
+        for place, done in enumerate(waiting):
+            rmbe = self.pool.take(size)
+            if rmbe is None:
+                if size in self._waiting:
+                    self._waiting[size] += waiting[place:]
+                else:
+                    self._add_rmb(size, waiting[place:])
+                return
+            self._idle.used(rmbe.rmb)
+            done(rmbe)
+        if waiting:
+            self._make_ahead(size)
+
     def _make_ahead(self, size: int) -> None:
         now = self._group.timers.now()
         before = self._last_request.get(size, -math.inf)
@@ -216,12 +223,11 @@ class OwnRmbs:
         waiting = self._waiting.pop(rmb.element_size)
         if agreed:
             self.pool.add(rmb)
-        elif rmb in self._regions:
+        else:
             self.free(rmb)
-        for done in waiting:
-            if agreed:
-                self.request(rmb.element_size, done)
-            else:
+        if not agreed:
+            for done in waiting:
                 done(None)
-        if agreed and self.pool.is_empty(rmb):
-            self._idle.emptied(rmb)  # made ahead, and not needed yet
+            return
+        self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
+        self._serve(rmb.element_size, waiting)
