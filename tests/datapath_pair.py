@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trio_smc.datapath import cdc
 from trio_smc.datapath.connection import Connection
@@ -68,7 +68,7 @@ class FakeChannel:
     def __init__(self, number: int = 1) -> None:
         self.number = number
         self.queue: deque[tuple[str, object, int]] = deque()
-        self.uncompleted: deque[tuple[Connection, int]] = deque()
+        self.uncompleted: deque[tuple[Any, int]] = deque()
         self.log: list[Write | Cdc] = []
         self.raw: list[bytes] = []
         self.slots: int | None = None
@@ -80,7 +80,7 @@ class FakeChannel:
         self.weights: deque[int] = deque()  # work requests a completion gives back
         self.room = 1 << 40
         """Bytes `capacity` offers at most."""
-        self.waiting: list[Connection] = []
+        self.waiting: list[Any] = []
         self.peer: Connection | None = None
         self.peer_base = 0
         self.rkey = 0
@@ -92,7 +92,7 @@ class FakeChannel:
             return 0
         return self.room
 
-    def wait_for_room(self, connection: Connection) -> None:
+    def wait_for_room(self, connection: Any) -> None:
         assert connection not in self.waiting
         self.waiting.append(connection)
 
@@ -106,7 +106,7 @@ class FakeChannel:
         self.log.append(Write(start, start + len(data) - 1))
         self.queue.append(("write", data, start))
 
-    def post_cdc(self, connection: Connection, message: bytes) -> None:
+    def post_cdc(self, connection: Any, message: bytes) -> None:
         self.posted += 1
         assert self.work is None or self.posted <= self.work
         self.weights.append(self.unsignaled + 1)
@@ -118,6 +118,13 @@ class FakeChannel:
         self.raw.append(message)
         self.queue.append(("cdc", message, items[1]))
         self.uncompleted.append((connection, items[1]))
+
+    def hand_over(self, connection: object, heir: object) -> None:
+        for entry, (owner, sequence) in enumerate(self.uncompleted):
+            if owner is connection:
+                self.uncompleted[entry] = (heir, sequence)
+        if connection in self.waiting:
+            self.waiting.remove(connection)
 
     def deliver(self, count: int | None = None) -> int:
         """Do up to ``count`` posted things (all by default) at the peer; how many were done."""
@@ -146,7 +153,8 @@ class FakeChannel:
         while done < delivered and (count is None or done < count):
             connection, sequence = self.uncompleted.popleft()
             self.posted -= self.weights.popleft()
-            connection.on_cdc_complete(sequence)
+            if connection is not None:
+                connection.on_cdc_complete(sequence)
             done += 1
         if self.waiting and self.capacity():
             waiting, self.waiting = self.waiting, []
@@ -192,11 +200,7 @@ class Pair:
             )
             for i in (0, 1)
         )
-        self.ab, self.ba = FakeChannel(1), FakeChannel(1)
-        for channel, peer in ((self.ab, self.b), (self.ba, self.a)):
-            channel.peer = peer
-            channel.peer_base = 0x7000_0000 * channel.number
-            channel.rkey = 0x1234
+        self.ab, self.ba = self._new_channel(0, 1), self._new_channel(1, 1)
         if connect:
             self.know(0)
             self.know(1)
@@ -223,6 +227,39 @@ class Pair:
             address=channel.peer_base,
             rkey=channel.rkey,
         )
+
+    def _new_channel(self, side: int, number: int) -> FakeChannel:
+        channel = FakeChannel(number)
+        channel.peer = self.connections[1 - side]
+        channel.peer_base = 0x7000_0000 * number
+        channel.rkey = 0x1234 + number
+        return channel
+
+    def next_channel(self, side: int) -> FakeChannel:
+        """Another link for what one side sends, in the place of its old one, which is returned.
+
+        The side does not use it before `move`.
+        """
+        old = self.channels[side]
+        new = self._new_channel(side, old.number + 1)
+        if side == 0:
+            self.ab = new
+        else:
+            self.ba = new
+        return old
+
+    def move(self, side: int) -> None:
+        """One side goes on with `next_channel`."""
+        channel = self.channels[side]
+        self.connections[side].move(channel, channel.peer_base, channel.rkey)
+
+    def fail_link(self, side: int) -> FakeChannel:
+        """The link that one side sends on fails, and what is in flight with it; another carries
+        on. Returns the old one."""
+        old = self.next_channel(side)
+        old.queue.clear()
+        self.move(side)
+        return old
 
     def flush(self) -> None:
         """What the scheduler does before it sleeps."""

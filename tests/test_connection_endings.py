@@ -328,7 +328,9 @@ def take(row: Row, lone: Lone) -> None:
     new = lone.host.calls[calls:]
     names = {"RST": "reset_tcp", "FIN": "close_tcp"}
     assert [call for call in new if call != "closed"] == ([names[row.tcp]] if row.tcp else [])
-    assert ("closed" in new) is (row.state == "CLOSED")
+    if row.state == "CLOSED":
+        lone.complete()  # the RMBE is free once the last word has arrived
+    assert ("closed" in lone.host.calls) is (row.state == "CLOSED")
     assert (lone.it.error.errno if lone.it.error else 0) == row.error
     if error is not None:
         assert lone.it.error is error, "the first error stays"
@@ -489,6 +491,8 @@ def test_the_last_word_waits_for_room_and_the_rmbe_with_it() -> None:
         assert lone.channel.waiting == [lone.it]
         lone.it.on_room()
         assert [entry.endings for entry in lone.channel.log if isinstance(entry, Cdc)] == [C]
+        assert lone.host.calls == ["close_tcp"], "it may be lost with its link"
+        lone.complete()
         assert lone.host.calls == ["close_tcp", "closed"]
 
 
@@ -516,35 +520,6 @@ def test_the_last_word_is_given_up_when_the_peer_is(way: str) -> None:
         lone.it.on_room()
         assert lone.channel.log == []
         assert lone.host.calls == ["reset_tcp", "closed"]
-
-
-def test_another_link_carries_on() -> None:
-    """Addresses and RKeys differ by link; what was owed on the old one goes out on the new."""
-    with lone_connection() as lone:
-        STEPS["open"](lone)
-        lone.it.send(memoryview(b"0123456789"))
-        lone.channel.room = 0
-        assert lone.it.send(memoryview(b"no room")) == 0
-        lone.it.shutdown_write()
-        lone.complete()
-        other = FakeChannel(2)
-        other.peer_base, other.rkey = 5000, 7
-        assert len(lone.channel.log) == 2
-        lone.it.attach(other, 5000, 7)
-        assert [entry.endings for entry in other.log if isinstance(entry, Cdc)] == [D]
-        assert lone.it.channel is other
-
-
-def test_another_link_takes_the_writes() -> None:
-    with lone_connection() as lone:
-        STEPS["open"](lone)
-        lone.it.send(memoryview(b"0123456789"))
-        other = FakeChannel(2)
-        other.peer_base, other.rkey = 5000, 7
-        lone.it.attach(other, 5000, 7)
-        lone.it.send(memoryview(b"more"))
-        assert other.log == [Write(10, 13), Cdc(2, producer=(14, 0), consumer=(0, 0))]
-        assert [count for count, _ in lone.it.replay()] == [0, 10]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,10 @@ def test_nothing_reaches_an_aborted_connection(pair: Pair) -> None:
     pair.b.on_cdc_untrusted(message(pair, sequence=4, endings=cdc.ABNORMAL_CLOSE))
     assert pair.b.state == "CLOSED"
     pair.b.on_cdc_untrusted(message(pair, sequence=5, producer=(7, 7)))
+    assert pair.hosts[1].calls == ["reset_tcp"]
+    pair.ba.deliver()
+    pair.ba.complete()
+    pair.b.on_cdc_untrusted(message(pair, sequence=6, producer=(7, 7)))
     assert pair.b.stale_cdcs == 1
     assert pair.hosts[1].calls == ["reset_tcp", "closed"]
 

@@ -10,11 +10,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath_pair import Cdc, FakeChannel, Pair, Write
-from trio_smc.datapath.cdc import SENDING_DONE, URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
+from trio_smc.datapath.cdc import (
+    FAILOVER_VALIDATION,
+    SENDING_DONE,
+    URGENT_PENDING,
+    URGENT_PRESENT,
+    WRITER_BLOCKED,
+)
 from trio_smc.datapath.connection import Connection
 
 RING = 64
 P, U, B = URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
+F = FAILOVER_VALIDATION
 
 
 @pytest.fixture
@@ -395,10 +402,10 @@ def test_another_link_tells_it_again_only_if_it_may_be_lost(pair: Pair, complete
         pair.ab.complete()
     other = FakeChannel(2)
     other.peer = pair.b
-    pair.a.attach(other, 0, 0)
+    pair.a.move(other, 0, 0)
     assert pair.a.send(view(b"later")) == 0
     pair.b.send(view(b"x" * 60))
     pair.ba.deliver()
     pair.a.receive(60)
-    assert flags(other) == [0 if completed else P | U]
+    assert flags(other) == ([F, 0] if completed else [F, P | U, 0])
     assert not pair.a.can_send

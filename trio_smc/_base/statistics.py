@@ -26,6 +26,8 @@ class StreamStatistics:
     """How often a sender found the peer's window closed."""
     stale_cdcs: int = 0
     """CDC messages discarded for their sequence number (RFC 7609, A.4)."""
+    failovers: int = 0
+    """How often this side moved its sending to another link (RFC 7609, 4.6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class StackStatistics:
     link_groups: int = 0
     """Link groups opened."""
     failovers: int = 0
+    """Moves of a connection's sending to another link, of all connections."""
     handshakes: int = 0
     """Exchanges of CLC messages begun, or waited for because the peer is assumed to speak SMC-R."""
     handshakes_failed: int = 0

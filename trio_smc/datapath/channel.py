@@ -18,12 +18,13 @@ AnyConnection: TypeAlias = Any
 class Channel(Protocol):
     """One link, as a connection sees it. What is posted arrives in the order of posting.
 
-    No method raises because the link has failed: that is told by `Connection.attach` (another
-    link carries on) or `Connection.links_lost`.
+    No method raises because the link has failed: that is told by `Connection.move` (another link
+    carries on) or `Connection.links_lost`.
     """
 
-    number: int
-    """The link number within its link group."""
+    @property
+    def number(self) -> int:
+        """The link number within its link group."""
 
     def capacity(self) -> int:
         """Bytes that can be written now.
@@ -47,6 +48,12 @@ class Channel(Protocol):
         """Send a CDC message; its completion calls ``connection.on_cdc_complete(sequence)``.
 
         Completions are reported in order, each once.
+        """
+
+    def hand_over(self, connection: AnyConnection, heir: AnyConnection | None) -> None:
+        """Report completions of what ``connection`` has posted to ``heir``; None: to nobody.
+
+        A call of ``on_room`` that ``connection`` waits for is not made.
         """
 
 

@@ -107,11 +107,6 @@ class Connection(Endings):
         return self._rmbe
 
     @property
-    def channel(self) -> Channel | None:
-        """The link it is on; None before `peer_known` and when it is over."""
-        return self._channel
-
-    @property
     def sequence_sent(self) -> int:
         """Sequence number of the last CDC message completed: SS of RFC 7609, 4.6.1."""
         return self._completed
@@ -132,6 +127,7 @@ class Connection(Endings):
             coalesced=self.coalesced,
             window_stalls=self.window_stalls,
             stale_cdcs=self.stale_cdcs,
+            failovers=self.failovers,
         )
 
     def set_policy(
@@ -171,21 +167,10 @@ class Connection(Endings):
             raise ValueError("the peer's element has no room for data")
         self.peer_rmbe_known = True
         self._set_peer(alert_token, element_size, first)
-        self.attach(channel, address, rkey)
-
-    def attach(self, channel: Channel, address: int, rkey: int) -> None:
-        """Use this link from now on (the address and RKey of the peer's RMBE differ by link).
-
-        What was posted to another link before is not sent again by this: see `replay`.
-        """
         if self._released:
             return
-        self._channel = channel
-        self._address = address + self._peer_first
-        self._rkey = rkey
-        self._waiting = False
-        self._tell_urgent_again()
-        if self._owed or self._told < self._urgent_mark <= self._consumed:
+        self._use(channel, address, rkey)
+        if self._told < self._urgent_mark <= self._consumed:
             self._owe_cdc()
 
     def established(self) -> None:
@@ -200,15 +185,15 @@ class Connection(Endings):
 
     def links_lost(self) -> None:
         """No link is left in the group: nothing can be sent any more (4.8.3)."""
-        self._channel = None
         self._owed = False
+        self._leave_link()
         self._machine.send("links_lost")
         self._release_if_due()
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
-        self._silent = True
         self._owed = False
+        self._leave_link()
         self._machine.send("rmbe_conflict")
         self._release_if_due()
 

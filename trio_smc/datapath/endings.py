@@ -6,9 +6,10 @@ The states of RFC 7609, 4.8 and all their edges are declared in `trio_smc.states
 `Endings` is what that machine reads and does: guards are attributes here, actions methods. Where
 an ending comes from, the application, the peer or the host, is `Connection`'s matter.
 
-CLOSED means that the RMBE may serve another connection. If the last word (C or A) is still owed
-because the link had no room, the host hears of it only when that has been posted; unless a timer
-or the loss of the links says that nobody is there to hear it.
+CLOSED means that the RMBE may serve another connection. The host hears of it only when the last
+word (C or A) is complete: it may be lost with its link, and a peer that has not heard it may send
+its writes again over another link (RFC 7609, 4.6.2), into the RMBE. Unless a timer or the loss of
+the links says that nobody is there to hear it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
-from trio_smc.datapath.urgent_sender import UrgentSender
+from trio_smc.datapath.moving import Moving
 from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
 
@@ -49,7 +50,7 @@ class _Nobody:
 _CLOSED = Machine(CONNECTION, _Nobody(), state="CLOSED")
 
 
-class Endings(UrgentSender):
+class Endings(Moving):
     """Base of `Connection`: its states."""
 
     __slots__ = (
@@ -150,6 +151,7 @@ class Endings(UrgentSender):
     def _last_word_complete(self, sequence: int) -> None:
         if self._flags & ABNORMAL_CLOSE and sequence == self._sequence:
             self._machine.send("abort_sent")
+        self._release_if_due()
 
     def on_room(self) -> None:
         """The channel has room again, as `Channel.wait_for_room` promised."""
@@ -186,6 +188,7 @@ class Endings(UrgentSender):
         if new == "CLOSED":
             if event in _GIVEN_UP:
                 self._owed = False  # the peer is given up, and with it the last word
+                self._leave_link()
             if self._timer is not None:
                 self._timer = None
                 self._host.set_timer(self, None)
@@ -196,15 +199,17 @@ class Endings(UrgentSender):
         self._wake_urgent()
 
     def _release_if_due(self) -> None:
-        """Give the RMBE back once the state is CLOSED and the last word is posted."""
+        """Give the RMBE back once the state is CLOSED and the last word has arrived."""
         if self._released or self._owed or self._machine.state != "CLOSED":
+            return
+        if self._silent and self._completed != self._sequence and self._channel is not None:
             return
         self._released = True
         if self._application_closed:
             self._drop_unread()
         self._leave_ring()
         self._drop_unsent()
-        self._channel = None
+        self._leave_link()
         self._flush_later = None
         self._machine = _CLOSED
         host = self._host

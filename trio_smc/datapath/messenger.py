@@ -34,7 +34,7 @@ _pack = cdc.LAYOUT.pack
 
 
 class Messenger(UrgentReceiver):
-    """Base of `Sender`: the link in use, and the CDC messages it carries for us."""
+    """Base of `Delivery`: the link in use, and the CDC messages it carries for us."""
 
     __slots__ = (
         "_announced",

@@ -1,4 +1,4 @@
-"""The sending half of a connection: window, RDMA writes, replay.
+"""The sending half of a connection: window and RDMA writes; `delivery` is what comes back.
 
 Theory of operation
 -------------------
@@ -18,28 +18,18 @@ anything is consumed, and is cleared in the next message after the window has op
 A blocked writer goes on at a tenth of the ring and not at each byte the peer takes (the silly
 window of 4.5.1, seen from the other side); the peer reports any consumption until then, so this
 cannot stall.
-
-Whatever is posted is kept, in order, until the CDC message that announces it is complete
-(4.6.2): `replay` gives it back after a link failed. What the application passed as bytes is kept
-as it is; other buffers are copied when they are small. Large ones are only borrowed, since a
-copy would cost more than waiting: `borrowed` is then not 0, and the caller waits until it is, or
-calls `keep_copies` before it lets the buffer go.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from typing import TYPE_CHECKING
 
-from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cursor import advance_untrusted
-from trio_smc.datapath.messenger import Messenger
-from trio_smc.datapath.rmb import EYE_CATCHER
+from trio_smc.datapath.delivery import Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from trio_smc.datapath.channel import Channel
     from trio_smc.datapath.rmb import Rmbe
@@ -47,34 +37,20 @@ if TYPE_CHECKING:
 __all__ = ["Sender"]
 
 
-class Sender(Messenger):
-    """Base of `Connection`: what it sends."""
+class Sender(Delivery):
+    """Base of `UrgentSender`: what it sends."""
 
     __slots__ = (
         "_address",
         "_chunk",
-        "_completed",
         "_copy_limit",
         "_corked",
-        "_delivered",
-        "_flush_when_delivered",
-        "_replay",
-        "_resume",
         "_rkey",
-        "_sendable",
-        "_taken",
-        "_taken_offset",
-        "_taken_wrap",
-        "_wanted",
-        "borrowed",
         "send_limit",
         "window_stalls",
         "writes",
     )
 
-    _replay: deque[tuple[int, int, memoryview]]
-    borrowed: int
-    """Bytes of the caller's own, changeable memory that a replay would read."""
     send_limit: int | None
     """At most this many bytes are unacknowledged at a time; None: as many as fit."""
 
@@ -89,17 +65,8 @@ class Sender(Messenger):
         super().__init__(rmbe, flush_later=flush_later)
         self._address = self._rkey = 0  # where the peer's ring starts
         self._chunk = 0 if chunks else -1  # set by _set_peer
-        self._resume = 1
         self._copy_limit = copy_limit
-        self._delivered = 0
-        self._corked = self._flush_when_delivered = False
-        self._taken = 0
-        self._taken_wrap = self._taken_offset = 0
-        self._replay = deque()
-        self._completed = 0  # of the last one completed: SS of 4.6.1
-        self._sendable = False
-        self._wanted = 0  # bytes the blocked writer has left
-        self.borrowed = 0
+        self._corked = False
         self.send_limit = None
         self.writes = 0
         self.window_stalls = 0
@@ -145,20 +112,6 @@ class Sender(Messenger):
         """Bytes posted so far."""
         return self._produced
 
-    @property
-    def unacknowledged(self) -> int:
-        """Bytes posted and not yet known to have reached the peer's RMBE."""
-        return self._produced - self._delivered
-
-    @property
-    def unsent(self) -> bool:
-        """Whether data is under way (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
-
-        Data only: a cursor update under way is no reason to wait with an ending, as what is
-        posted arrives in order, nor to call the peer's close a loss of data.
-        """
-        return self._produced != self._delivered
-
     def send(self, data: memoryview) -> int:
         """Post as much of ``data`` as window and link take; never waits.
 
@@ -202,7 +155,9 @@ class Sender(Messenger):
             piece = data if take == total else data[sent : sent + take]
             if not stable:
                 piece = self._copy_or_borrow(piece)
-            self._write(channel, piece, take)
+            self._write(channel, piece, take, self._produced)
+            produced = self._produced = self._produced + take
+            self._record.append(((self._sequence + 1) & 0xFFFF, produced, piece))
             left -= take
             window -= take
             self._blocked = not window and left > 0
@@ -242,25 +197,6 @@ class Sender(Messenger):
         self.send_limit = limit
         self._wake_writer()
 
-    @property
-    def quiet(self) -> bool:
-        """Whether all that the peer was told of has arrived there."""
-        return self._delivered == self._announced
-
-    def keep_copies(self) -> None:
-        """Copy what is `borrowed`: the caller takes its buffer back (a cancelled send)."""
-        if self.borrowed:
-            self._replay = deque(
-                (sequence, end, data if type(data.obj) is bytes else memoryview(bytes(data)))
-                for sequence, end, data in self._replay
-            )
-            self.borrowed = 0
-
-    def replay(self) -> Iterator[tuple[int, memoryview]]:
-        """What is posted and not delivered, in order: (count of its first byte, bytes)."""
-        for _, end, data in self._replay:
-            yield end - len(data), data
-
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
         if len(data) <= self._copy_limit or (self._corked and len(data) < self._chunk):
             return memoryview(bytes(data))
@@ -275,9 +211,9 @@ class Sender(Messenger):
 
     # --- posting -----------------------------------------------------------------------------
 
-    def _write(self, channel: Channel, data: memoryview, length: int) -> None:
-        """One RDMA write at the producer cursor, two where the ring wraps (4.7.4)."""
-        start = self._produced % self._peer_usable
+    def _write(self, channel: Channel, data: memoryview, length: int, count: int) -> None:
+        """One RDMA write where byte number ``count`` belongs, two where the ring wraps (4.7.4)."""
+        start = count % self._peer_usable
         head = self._peer_usable - start
         if length <= head:
             channel.post_write(self, data, self._address + start, self._rkey)
@@ -286,8 +222,6 @@ class Sender(Messenger):
             channel.post_write(self, data[:head], self._address + start, self._rkey)
             channel.post_write(self, data[head:], self._address, self._rkey)
             self.writes += 2
-        self._produced += length
-        self._replay.append(((self._sequence + 1) & 0xFFFF, self._produced, data))
 
     def _stall(self, wanted: int) -> None:
         """The window is closed, or too small for a writer that was told blocked."""
@@ -310,89 +244,6 @@ class Sender(Messenger):
             and not self._urgent_goal
         )
 
-    # --- what comes back ---------------------------------------------------------------------
-
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A CDC message, and every write before it, has reached the peer."""
-        self._completed = sequence
-        replay = self._replay
-        while replay and not (sequence - replay[0][0]) & 0x8000:
-            if self.borrowed:
-                self._release(replay)
-            else:
-                self._delivered = replay.popleft()[1]
-        self._after_delivery()
-        if self._silent:
-            self._last_word_complete(sequence)
-
-    def _release(self, replay: deque[tuple[int, int, memoryview]]) -> None:
-        _, self._delivered, data = replay.popleft()
-        if self.borrowed and type(data.obj) is not bytes:
-            self.borrowed -= len(data)
-            if not self.borrowed:
-                self._wake_writer()
-
-    def _after_delivery(self) -> None:
-        if self._flush_when_delivered and self._delivered == self._announced:
-            self.flush()
-        if self._produced == self._delivered:
-            self._all_delivered()
-            # Delivery opens no window: who waits for that would only look and sleep again.
-            if not self._blocked or not self._sendable:
-                self._wake_writer()
-
-    def _consumer_untrusted(self, wrap: int, offset: int) -> None:
-        """Follow the peer's consumer cursor; the caller knows that it has moved.
-
-        Raises:
-          ProtocolError: it goes back, or beyond what the peer was told of.
-        """
-        if self._channel is None:
-            # A message that outran the Confirm: nothing was produced, either layout is fine.
-            if wrap or offset not in (0, len(EYE_CATCHER)):
-                raise ProtocolError("a consumer cursor before anything was sent")
-            return
-        count = self._taken + offset - self._taken_offset
-        if (
-            wrap != self._taken_wrap
-            or offset >= self._peer_usable
-            or not self._taken < count <= self._announced
-        ):
-            count = advance_untrusted(
-                self._taken,
-                wrap,
-                offset,
-                usable=self._peer_usable,
-                first=self._peer_first,
-                limit=self._announced,
-            )
-        self._taken = count
-        self._taken_wrap = wrap
-        self._taken_offset = offset
-        if self._taken > self._delivered:
-            # What the peer has taken has arrived, whether or not its completion was seen.
-            replay = self._replay
-            while replay and replay[0][1] <= self._taken:
-                self._release(replay)
-            self._after_delivery()
-        if self._urgent_end and self._taken >= self._urgent_end:
-            self._urgent_end = 0
-        if self._blocked:
-            window = self._peer_usable - self._produced + self._taken
-            if window < self._resume and window < self._wanted:
-                return
-            self._blocked = False
-        if self.on_writable is not None:
-            self._wake_writer()
-
-    # --- endings -----------------------------------------------------------------------------
-
-    def _drop_unsent(self) -> None:
-        """Nothing posted will be replayed, nothing more is sent."""
-        self._replay.clear()
-        self._delivered = self._produced
-        self.borrowed = 0
-
     def _refuse_send(self) -> int:
         """Raise what `send` owes its caller in a connection that takes no data; 0 in one that
         does, only not before the peer has taken an urgent byte (4.7.5, step 3)."""
@@ -401,13 +252,3 @@ class Sender(Messenger):
         if self.error is not None:
             raise self._failure(self.error)
         raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    # --- supplied by the class built on this one ---------------------------------------------
-
-    def _all_delivered(self) -> None:
-        """`unsent` became false."""
-        raise NotImplementedError
-
-    def _last_word_complete(self, sequence: int) -> None:
-        """A CDC message is complete, and one with C or A was posted."""
-        raise NotImplementedError

@@ -28,7 +28,7 @@ __all__ = ["UrgentSender"]
 
 
 class UrgentSender(Sender):
-    """Base of `Endings`: our urgent data."""
+    """Base of `Moving`: our urgent data."""
 
     __slots__ = ("_urgent_sequence",)
 
