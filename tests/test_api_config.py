@@ -38,6 +38,10 @@ CALL_FIELDS: dict[str, Any] = {
     "handshake_timeout": 1,
     "close_timeout": 1,
     "max_handshakes": 1,
+    "handshake_limit": 1,
+    "allow": (80,),
+    "deny": ("192.0.2.0/24",),
+    "learn_short": True,
     "urgent_inline": True,
 }
 

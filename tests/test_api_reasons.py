@@ -312,6 +312,8 @@ ELSEWHERE = {
     Reason.DIRECTORY_UNUSABLE: "test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "test_api_discovery.test_a_process_of_another_user",
     Reason.TCP_OPTION_UNAVAILABLE: "test_api_discovery.test_the_tcp_option_cannot_be_used",
+    Reason.NOT_PERMITTED: "test_policy.test_a_server_that_may_not",
+    Reason.SHORT_CONNECTIONS: "test_policy.test_short_connections_become_tcp",
     Reason.TCP_OPTION_NOT_PERMITTED: "test_api_discovery.test_the_tcp_option_cannot_be_used",
 }
 

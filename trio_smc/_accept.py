@@ -13,6 +13,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
 from trio_smc._option_actions import receive_buffer_for
+from trio_smc._policy import Peer, permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
 from trio_smc._tcp_stream import TcpStream
@@ -38,14 +39,21 @@ _TCP_CLOSE_WAIT: Final = 8
 
 
 async def accept_stream(
-    stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
+    stack: Stack,
+    sock: trio.socket.SocketType,
+    config: Config,
+    publication: Publication,
+    *,
+    busy: bool = False,
 ) -> SmcStream | None:
     """Make a stream of an accepted TCP connection, or None when it had to be closed.
+
+    ``busy``: as many handshakes are under way as the listener wants to have.
 
     Never raises for anything the client does; closes ``sock`` unless a stream has it.
     """
     try:
-        fallback = await _negotiate(stack, sock, config, publication)
+        fallback = await _negotiate(stack, sock, config, publication, busy)
     except _Silent as error:
         LOGGER.info("connection closed: %s", error)
         sock.close()
@@ -75,11 +83,18 @@ async def accept_stream(
 
 
 async def _negotiate(
-    stack: Stack, sock: trio.socket.SocketType, config: Config, publication: Publication
+    stack: Stack,
+    sock: trio.socket.SocketType,
+    config: Config,
+    publication: Publication,
+    busy: bool,
 ) -> RdmaStream | Fallback:
     try:
         local, remote = _name(sock.getsockname()), _name(sock.getpeername())
-        rnic = stack.rnic_for(local[0], remote[0])
+        client = (remote[0], local[1])
+        rnic = permitted_rnic(
+            stack, config, local[0], client, local, publication.address, busy=busy
+        )
         plain = await _discover(stack, sock, config, publication, local, remote, rnic)
     except (OSError, _Silent):
         with stack.handshake():  # ended before it began
@@ -96,7 +111,7 @@ async def _negotiate(
     with stack.handshake():
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
         if isinstance(outcome, Established):
-            return established_stream(stack, outcome, sock, config)
+            return established_stream(stack, outcome, sock, config, client)
     return outcome.fallback
 
 
@@ -131,7 +146,11 @@ async def _discover(
 
 
 def established_stream(
-    stack: Stack, outcome: Established, sock: trio.socket.SocketType, config: Config
+    stack: Stack,
+    outcome: Established,
+    sock: trio.socket.SocketType,
+    config: Config,
+    peer: Peer,
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete.
 
@@ -149,6 +168,8 @@ def established_stream(
     endpoint.adopt(sock)
     stream = RdmaStream(stack, endpoint, sock, config)
     stack.count_mode(stream, None)
+    if config.learn_short:
+        stack.short_connections.opened(endpoint.connection, peer)
     return stream
 
 

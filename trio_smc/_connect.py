@@ -23,6 +23,7 @@ from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
+from trio_smc._policy import permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
 from trio_smc._tcp_stream import TcpStream
@@ -146,7 +147,7 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
     elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
         return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = plain_address(sock.getsockname()[0])
-    rnic = stack.rnic_for(here, attempt.peer[0])
+    rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named)
     if isinstance(rnic, FallbackReason):
         # Before "go" is said, after which the server counts on a Proposal.
         if not attempt.offers:
@@ -168,7 +169,7 @@ async def _negotiate(stack: Stack, attempt: _Attempt, config: Config) -> RdmaStr
         negotiation.start()
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
         if isinstance(outcome, Established):
-            return established_stream(stack, outcome, sock, config)
+            return established_stream(stack, outcome, sock, config, attempt.peer)
     return outcome.fallback
 
 
@@ -353,7 +354,7 @@ def _announced_source(
         return None  # no route, or a name as local address
     if source is None:
         return None
-    rnic = stack.rnic_for(plain, attempt.peer[0])
+    rnic = permitted_rnic(stack, config, plain, attempt.peer, attempt.named)
     if isinstance(rnic, FallbackReason):
         return rnic
     if config.discovery == "tcp-option" or not is_same_host(plain, host):

@@ -53,6 +53,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._closed = False
         self._scope = trio.CancelScope()
         # A connection holds its slot from before it is accepted by TCP until `accept` takes it.
+        self._under_way = 0
         self._slots = trio.CapacityLimiter(config.max_handshakes)
         self.publication = self._publish()
         stack.add_listener(self)
@@ -150,9 +151,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     async def _handshake(self, sock: trio.socket.SocketType, token: object) -> None:
         stream = None
+        self._under_way += 1
         try:
-            stream = await accept_stream(self._stack, sock, self._config, self.publication)
+            limit = self._config.handshake_limit
+            busy = limit is not None and self._under_way > limit
+            stream = await accept_stream(
+                self._stack, sock, self._config, self.publication, busy=busy
+            )
         finally:
+            self._under_way -= 1
             if stream is None:
                 self._slots.release_on_behalf_of(token)
         if stream is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from trio_smc._base.addresses import Listed, check_list, is_listed
 
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
@@ -95,6 +95,14 @@ class Config:
         as long again for calls under way to end, and for link groups.
       max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
         further ones wait in the TCP backlog.
+      handshake_limit: while more handshakes of one listener are under way, it takes further
+        connections as TCP at once; None: they wait their turn.
+      allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
+        ports of the service.  A client compares what it connects to; a listener compares its own
+        address, and the client's with its own port.
+      deny: who may not, as those whose connections IPsec protects, which RDMA writes would pass
+        by (RFC 7609, 5); stronger than `allow`.
+      learn_short: use TCP for peers whose connections were always short.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
@@ -122,6 +130,10 @@ class Config:
     link_group_idle: float = 600
     shutdown_timeout: float = 5
     max_handshakes: int = 128
+    handshake_limit: int | None = None
+    allow: tuple[Listed, ...] = ()
+    deny: tuple[Listed, ...] = ()
+    learn_short: bool = False
     urgent_inline: bool = False
     control: bool = True
     capture: Path | str | None = None
@@ -135,26 +147,23 @@ class Config:
         for name in _TIMES:
             if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
-        if not _is_integer(self.max_handshakes) or self.max_handshakes < 1:
-            raise ValueError(f"max_handshakes: {self.max_handshakes!r} is not a number from 1 on")
+        _check_number("max_handshakes", self.max_handshakes, 1)
+        if self.handshake_limit is not None:
+            _check_number("handshake_limit", self.handshake_limit, 0)
         if self.receive_buffer is not None and not (
             _is_integer(self.receive_buffer)
             and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
         ):
             raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
         if not (
-            _is_integer(self.capture_payload)
-            and 0 <= self.capture_payload <= _MAX_CAPTURE_PAYLOAD
+            _is_integer(self.capture_payload) and 0 <= self.capture_payload <= _MAX_CAPTURE_PAYLOAD
         ):
             raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
-        if not isinstance(self.assume, tuple):
-            raise ValueError("assume: a tuple of networks and (host, port) pairs")
-        for entry in self.assume:
-            if not isinstance(entry, str | tuple):
-                raise ValueError(f"assume: {entry!r} is neither a network nor a (host, port) pair")
-            _parse_assume(entry)
+        check_list("assume", self.assume)
+        check_list("allow", self.allow, ports=True)
+        check_list("deny", self.deny, ports=True)
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
@@ -175,11 +184,17 @@ class Config:
         """
         if self.discovery != "auto":
             return self.discovery == "assume"
-        return any(
-            _matches(_parse_assume(entry), host, port)
-            for entry in self.assume
-            for host, port in addresses
-        )
+        return any(is_listed(entry, addresses) for entry in self.assume)
+
+    def permits(self, *addresses: tuple[str, int]) -> bool:
+        """Whether the lists let a connection use SMC-R.
+
+        Args:
+          addresses: (host, port) of whatever names it, each with the port of the service.
+        """
+        if any(is_listed(entry, addresses) for entry in self.deny):
+            return False
+        return not self.allow or any(is_listed(entry, addresses) for entry in self.allow)
 
     def check_call(self, stack: Config) -> None:
         """Raise ValueError when this config of one call changes what belongs to its stack."""
@@ -198,37 +213,9 @@ _TIMES = (
 )  # fmt: skip
 
 
-_Assumed = ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[str, int]
-
-
-@lru_cache(maxsize=1024)
-def _parse_assume(entry: str | tuple[str, int]) -> _Assumed:
-    """A network, or a pair whose host is in canonical form.  ValueError says what is wrong."""
-    if isinstance(entry, str):
-        try:
-            return ipaddress.ip_network(entry)
-        except ValueError as error:
-            raise ValueError(f"assume: {error}") from None
-    match entry:
-        case (str() as host, int() as port) if 0 < port < 65536:
-            return _canonical(host), port
-    raise ValueError(f"assume: {entry!r} is neither a network nor a (host, port) pair")
-
-
-def _matches(entry: _Assumed, host: str, port: int) -> bool:
-    if isinstance(entry, tuple):
-        return entry == (_canonical(host), port)
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]) in entry
-    except ValueError:
-        return False  # a name
-
-
-def _canonical(host: str) -> str:
-    try:
-        return str(ipaddress.ip_address(host.partition("%")[0]))
-    except ValueError:
-        return host.lower()
+def _check_number(name: str, value: object, least: int) -> None:
+    if not _is_integer(value) or cast(int, value) < least:
+        raise ValueError(f"{name}: {value!r} is not a number from {least} on")
 
 
 def _is_integer(value: object) -> bool:

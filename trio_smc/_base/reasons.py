@@ -72,7 +72,7 @@ class FallbackReason(StrEnum):
     LINK_FAILED = "link-failed"
     """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
     HANDSHAKE_LIMIT = "handshake-limit"
-    """The listener has `Config.max_handshakes` under way already."""
+    """The listener has `Config.handshake_limit` or `Config.max_handshakes` under way already."""
     TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
     """This system cannot send the TCP option, or no program that sends it serves this process."""
     TCP_OPTION_NOT_PERMITTED = "tcp-option-not-permitted"
@@ -85,6 +85,10 @@ class FallbackReason(StrEnum):
     """The two processes' same-host discovery speak no common version."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
     """This operating system has nothing that trio_smc could use."""
+    NOT_PERMITTED = "not-permitted"
+    """`Config.allow` or `Config.deny` keeps this connection on TCP."""
+    SHORT_CONNECTIONS = "short-connections"
+    """Connections with this peer have been too short to be worth it (`Config.learn_short`)."""
     DECLINED = "declined"
     """The peer declined for a reason that it did not name in words we know."""
 
@@ -154,7 +158,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.HANDSHAKE_LIMIT: _Explanation(
         "the listener has too many handshakes under way",
-        "raise Config(max_handshakes=...) or connect more slowly",
+        "raise Config(handshake_limit=...) or Config(max_handshakes=...), or connect more slowly",
         Diagnosis.OUT_OF_MEMORY,
     ),
     FallbackReason.TCP_OPTION_UNAVAILABLE: _Explanation(
@@ -185,6 +189,16 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "this operating system offers nothing that SMC-R could use",
         "run both ends on Linux on x86-64",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.NOT_PERMITTED: _Explanation(
+        "the lists of who may use SMC-R exclude this connection",
+        "change Config(allow=...) or Config(deny=...), if that is not what was meant",
+        Diagnosis.CONFIGURATION,
+    ),
+    FallbackReason.SHORT_CONNECTIONS: _Explanation(
+        "connections with this peer have carried too little to be worth their set-up",
+        "nothing to do: one is tried again every few minutes; or set Config(learn_short=False)",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.DECLINED: _Explanation(

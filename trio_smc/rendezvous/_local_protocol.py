@@ -74,6 +74,8 @@ _REASONS = {
     5: FallbackReason.NO_RNIC,
     6: FallbackReason.RNIC_DOWN,
     7: FallbackReason.OUT_OF_RESOURCES,
+    8: FallbackReason.NOT_PERMITTED,
+    9: FallbackReason.SHORT_CONNECTIONS,
 }
 _REASON_CODES = {reason: code for code, reason in _REASONS.items()}
 

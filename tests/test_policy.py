@@ -1,0 +1,171 @@
+"""Who may use SMC-R: lists, the limit on handshakes, and what was learned of short connections."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream
+from trio_smc._policy import REST, SHORT, SHORT_AFTER, ShortConnections
+
+HOST = "127.0.0.1"
+PEER = ("192.0.2.1", 80)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def listening(config: Config | None = None) -> AsyncIterator[SmcListener]:
+    (listener,) = await trio_smc.open_listeners(0, host=HOST, config=config)
+    async with listener:
+        yield listener
+
+
+async def connect(listener: SmcListener, config: Config | None = None) -> list[SmcStream]:
+    """The client's and the server's end."""
+    ends: list[SmcStream] = []
+
+    async def accept() -> None:
+        ends.append(await listener.accept())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept)
+        client = await trio_smc.open_stream(HOST, listener.socket.getsockname()[1], config=config)
+    return [client, *ends]
+
+
+async def fallbacks(listener: SmcListener, config: Config | None = None) -> list[Fallback | None]:
+    """Why each end is TCP; None: it is not."""
+    ends = await connect(listener, config)
+    for each in ends:
+        each.abort()
+    return [each.fallback for each in ends]
+
+
+@pytest.mark.parametrize(
+    ("lists", "permitted"),
+    [
+        ({}, True),
+        ({"deny": ("192.0.2.0/24",)}, False),
+        ({"deny": ("198.51.100.0/24",)}, True),
+        ({"deny": (80,)}, False),
+        ({"deny": (81,)}, True),
+        ({"deny": (("192.0.2.1", 80),)}, False),
+        ({"allow": ("192.0.2.0/24",)}, True),
+        ({"allow": ("198.51.100.0/24",)}, False),
+        ({"allow": (80,), "deny": ("192.0.2.1/32",)}, False),
+        ({"allow": (81, 80)}, True),
+    ],
+)
+def test_lists(lists: dict[str, tuple[str | int, ...]], permitted: bool) -> None:
+    assert replace(Config(), **lists).permits(PEER) is permitted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entry", [0, 65536, True, "nowhere", ("host",), ("host", 0), 1.5, None])
+@pytest.mark.parametrize("name", ["allow", "deny"])
+def test_bad_entries(name: str, entry: object) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        Config(**{name: (entry,)})  # type: ignore[arg-type]
+
+
+async def test_a_client_that_may_not() -> None:
+    config = Config(deny=("127.0.0.0/8",))
+    async with trio_smc.open_stack(), listening() as listener:
+        client, server = await fallbacks(listener, config)
+    assert client == Fallback.local(FallbackReason.NOT_PERMITTED)
+    assert server is not None
+    assert server.reason is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_a_server_that_may_not() -> None:
+    config = Config(allow=("192.0.2.0/24",))
+    async with trio_smc.open_stack(), listening(config) as listener:
+        client, server = await fallbacks(listener)
+    assert server == Fallback.local(FallbackReason.NOT_PERMITTED)
+    assert client is not None
+    assert (client.reason, client.origin) == (FallbackReason.NOT_PERMITTED, trio_smc.Origin.PEER)
+
+
+async def test_a_server_that_may_not_declines_what_was_promised() -> None:
+    """Under "assume" the client sends its Proposal unasked."""
+    config = Config(discovery="assume", deny=(HOST + "/32",))
+    async with trio_smc.open_stack(), listening(config) as listener:
+        client, server = await fallbacks(listener, Config(discovery="assume"))
+    assert server == Fallback.local(FallbackReason.NOT_PERMITTED)
+    assert client is not None
+    assert client.peer_code == server.code
+
+
+async def test_too_many_handshakes() -> None:
+    async with trio_smc.open_stack(), listening(Config(handshake_limit=0)) as listener:
+        client, server = await fallbacks(listener)
+    assert server == Fallback.local(FallbackReason.HANDSHAKE_LIMIT)
+    assert client is not None
+    assert (client.reason, client.origin) == (FallbackReason.HANDSHAKE_LIMIT, trio_smc.Origin.PEER)
+
+
+async def test_one_handshake_at_a_time_is_within_a_limit_of_one() -> None:
+    async with trio_smc.open_stack(), listening(Config(handshake_limit=1)) as listener:
+        for _ in range(3):
+            assert await fallbacks(listener) == [None, None]
+
+
+def test_learning() -> None:
+    clock = Clock()
+    short = ShortConnections(clock)
+    for number in range(SHORT_AFTER):
+        assert not short.avoids(PEER)
+        short.opened(number, PEER)
+        short.closed(number, SHORT - 1)
+    assert short.avoids(PEER)
+    assert not short.avoids(("192.0.2.1", 81))
+    clock.now += REST
+    assert not short.avoids(PEER), "one may try"
+    assert short.avoids(PEER), "and the others wait for what it finds"
+    short.opened("trying", PEER)
+    short.closed("trying", SHORT)
+    assert not short.avoids(PEER), "it was worth it"
+
+
+def test_one_long_connection_forgives_the_short_ones() -> None:
+    short = ShortConnections(Clock())
+    for number in range(3 * SHORT_AFTER):
+        short.opened(number, PEER)
+        short.closed(number, SHORT if number % SHORT_AFTER == 0 else 0)
+        assert not short.avoids(PEER)
+
+
+def test_what_was_not_noted_is_not_learned() -> None:
+    short = ShortConnections(Clock())
+    for number in range(2 * SHORT_AFTER):
+        short.closed(number, 0)
+    assert not short.avoids(PEER)
+
+
+async def test_short_connections_become_tcp() -> None:
+    config = Config(learn_short=True)
+    modes = []
+    async with trio_smc.open_stack(config), listening() as listener:
+        for _ in range(SHORT_AFTER + 2):
+            client, server = await connect(listener)
+            await client.send_all(b"short")
+            assert await server.receive_some() == b"short"
+            for each in (client, server):
+                await each.aclose()
+            modes.append(client.mode)
+            if client.fallback is not None:
+                assert client.fallback.reason is FallbackReason.SHORT_CONNECTIONS
+    # Both ends learn; the server's port is the same for both, and so is the count.
+    assert modes.count(Mode.SMC_R) <= SHORT_AFTER
+    assert modes[-1] is Mode.TCP
