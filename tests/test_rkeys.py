@@ -421,7 +421,7 @@ def test_both_sides_know_the_same_whatever_there_is(
             old = data.draw(st.sampled_from(sorted(client.group.links)))
             add_link(client.group, server.group, number, old=old)
             if data.draw(st.booleans()) and len(client.group.links) > 2:
-                _remove_link(client, server, data.draw(st.sampled_from(sorted(client.group.links))))
+                remove_link(client, server, data.draw(st.sampled_from(sorted(client.group.links))))
         for place, side in enumerate(sides):
             elements(side, left[place], SMALL)
         world.settle()
@@ -432,7 +432,7 @@ def test_both_sides_know_the_same_whatever_there_is(
             assert known_alike(side.group, sides[1 - place].group)
 
 
-def _remove_link(client: Side, server: Side, number: int) -> None:
+def remove_link(client: Side, server: Side, number: int) -> None:
     for side in (client, server):
         link = side.group.links.pop(number)
         side.group.rkeys.forget_link(number)
