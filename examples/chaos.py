@@ -1,0 +1,432 @@
+"""Connections survive what their RNICs do not: faults on purpose, under traffic that is checked.
+
+    python -m examples.chaos [--seed N] [--seconds S | --faults N] [--rnics 1-4]
+                             [--connections N] [--json]
+
+Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py); whenever their
+link group is whole, this process lets something go wrong on one side: queue pairs fail, noticed by
+both or by one, ports go down and come back, messages, writes and completions are lost, messages
+come late, wakeups come twice.  Each is shown as it happens, and a table ends it.
+
+One kind, "not-placed", is a message that counts as arrived and did not.  Nobody can repair that:
+the one connection it belonged to must be reset (RFC 7609, 4.6.1), and no other.
+
+The exit code is 1 when a byte was lost, doubled or out of order, or when a connection was reset
+that should not be, or not reset that should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+__all__ = ["Chaos", "Policy", "Result"]
+
+# Kinds of faults, and how often they come in relation to each other.
+KINDS = {
+    "link-down": 20,
+    "link-down-here": 20,
+    "port-flap": 15,
+    "completion-lost": 10,
+    "message-lost": 10,
+    "write-lost": 10,
+    "not-placed": 5,
+    "delay": 3,
+    "wakeup": 3,
+    "link-silent": 1,
+}
+HARMLESS = frozenset({"delay", "wakeup"})
+SETTINGS: dict[str, Any] = {
+    "receive_buffer": 128 * 1024,
+    "test_link_interval": 0.5,
+    "test_link_timeout": 1.0,
+    "close_timeout": 10.0,
+}
+# Seconds until a group counts as not whole again, an armed fault as having met nobody, and a
+# process as hung.
+WHOLE_WITHIN, MEETS_WITHIN, ENDS_WITHIN = 30.0, 1.0, 90.0
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is to be done.
+
+    seconds, faults: whichever comes first; None = no limit.
+    during: one fault in so many comes in the middle of a failover; 0 = none.
+    scale: how much a conversation says, in percent.
+    """
+
+    seed: int
+    seconds: float | None = None
+    faults: int | None = None
+    rnics: int = 2
+    connections: int = 50
+    during: int = 5
+    scale: int = 100
+    kinds: dict[str, int] = field(default_factory=lambda: dict(KINDS))
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What happened.  `problems` is what must not happen, in words."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    during_failover: int = 0
+    missed: int = 0
+    conversations: Counter[str] = field(default_factory=Counter)
+    resets: set[int] = field(default_factory=set)
+    due: dict[int, bool] = field(default_factory=dict)
+    """Conversations that met "not-placed": whether they must be reset, or only may be."""
+    refused: int = 0
+    fallbacks: int = 0
+    failovers: int = 0
+    bytes: int = 0
+    longest_pause: float = 0.0
+    seconds: float = 0.0
+    recoveries: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def injected(self) -> int:
+        """Failures: faults that end a link at least."""
+        return sum(count for kind, count in self.faults.items() if kind not in HARMLESS)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table at the end."""
+        rows = [(f"fault {kind}", str(count)) for kind, count in sorted(self.faults.items())]
+        recoveries = sorted(self.recoveries) or [0.0]
+        middle = recoveries[len(recoveries) // 2]
+        return [
+            *rows,
+            ("failures", f"{self.injected}, {self.during_failover} of them during a failover"),
+            ("whole again after", f"{middle * 1e3:.0f} ms, {recoveries[-1] * 1e3:.0f} ms at most"),
+            ("connections moved", str(self.failovers)),
+            ("connections reset", f"{len(self.resets)}, {sum(self.due.values())} had to be"),
+            ("connections ended", ", ".join(
+                f"{kind} {count}" for kind, count in sorted(self.conversations.items()))),
+            ("refused, or TCP", f"{self.refused}, {self.fallbacks}"),
+            ("bytes checked", f"{self.bytes / 1e6:.1f} MB"),
+            ("longest pause", f"{self.longest_pause * 1000:.0f} ms"),
+            ("problems", str(len(self.problems))),
+        ]  # fmt: skip
+
+
+class Side:
+    """One of the two processes, from here."""
+
+    def __init__(self, role: str, process: trio.Process) -> None:
+        self.role = role
+        self.process = process
+        self.links: dict[str, Any] = {}
+        self.port: int | None = None
+        self.ready = False
+        self.ended = False
+
+    async def tell(self, do: str, **arguments: Any) -> None:
+        """Send a command."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(trio.BrokenResourceError):
+            await self.process.stdin.send_all((json.dumps({"do": do, **arguments}) + "\n").encode())
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What it says until it ends."""
+        assert self.process.stdout is not None
+        buffered = b""
+        async for data in self.process.stdout:
+            *lines, buffered = (buffered + data).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+
+class Chaos:
+    """Runs the two processes and makes their lives hard."""
+
+    def __init__(self, policy: Policy, show: Show) -> None:
+        self.policy = policy
+        self.result = Result(seed=policy.seed)
+        self._show = show
+        self._rng = random.Random(policy.seed)
+        self._changed = trio.Event()
+        self._struck = 0
+        self._sides: list[Side] = []
+        self._start = 0.0
+
+    async def run(self) -> Result:
+        """Do what the policy says."""
+        self._start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for role in ("server", "client"):
+                await self._open(role, nursery)
+            server, client = self._sides
+            await self._until(lambda: server.ready and client.ready, 20)
+            await client.tell("connect", port=server.port)
+            await self._make_trouble()
+            await self._finish()
+            for side in self._sides:
+                if side.process.poll() is None:
+                    side.process.kill()
+        self._judge()
+        self.result.seconds = trio.current_time() - self._start
+        return self.result
+
+    # -- processes -----------------------------------------------------------------------
+
+    async def _open(self, role: str, nursery: trio.Nursery) -> None:
+        policy = self.policy
+        settings = {
+            "role": role, "seed": policy.seed, "rnics": policy.rnics, "scale": policy.scale,
+            "connections": policy.connections, "settings": SETTINGS,
+        }  # fmt: skip
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "examples.chaos_peer", json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        side = Side(role, process)
+        self._sides.append(side)
+        nursery.start_soon(self._listen, side)
+
+    async def _listen(self, side: Side) -> None:
+        async for event in side.events():
+            getattr(self, "_on_" + event.pop("event"))(side, **event)
+            self._changed.set()
+        code = await side.process.wait()
+        side.ended = True
+        if code:
+            self.result.problems.append(f"the {side.role}'s process ended with exit code {code}")
+        self._changed.set()
+
+    async def _finish(self) -> None:
+        for side in reversed(self._sides):
+            await side.tell("stop")
+        if not await self._until(lambda: all(side.ended for side in self._sides), ENDS_WITHIN):
+            for side in self._sides:
+                await side.tell("moments")
+            self.result.problems.append("a process did not end")
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        with trio.move_on_after(seconds):
+            while not condition():
+                self._changed = trio.Event()
+                await self._changed.wait()
+        return condition()
+
+    # -- what they say -------------------------------------------------------------------
+
+    def _on_ready(self, side: Side, port: int | None) -> None:
+        side.port = port
+        side.ready = True
+
+    def _on_links(self, side: Side, **links: Any) -> None:
+        side.links = links
+
+    def _on_refused(self, side: Side, number: int, why: str) -> None:
+        self.result.refused += 1
+
+    def _on_fallback(self, side: Side, why: str) -> None:
+        self.result.fallbacks += 1
+
+    def _on_missed(self, side: Side, kind: str, why: str) -> None:
+        self.result.missed += 1
+
+    def _on_moments(self, side: Side, moments: list[str]) -> None:
+        self._say(f"{side.role}: {'; '.join(moments)}")
+
+    def _on_struck(
+        self, side: Side, kind: str, rnic: str, number: int | None = None, must: bool = False
+    ) -> None:
+        self._struck += 1
+        self.result.faults[kind] += 1
+        if kind == "not-placed" and number is not None:
+            self.result.due[number] = must
+        about = "" if number is None else f", connection {number}"
+        self._say(f"fault {self._struck}: {kind} on {rnic}{about}")
+
+    def _on_ended(
+        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, moment: str
+    ) -> None:
+        result = self.result
+        result.bytes += bytes
+        if kind == "stream":
+            result.longest_pause = max(result.longest_pause, pause)
+        if side.role == "client" and how == "done":
+            result.conversations[kind] += 1
+        if how == "reset":
+            result.resets.add(number)
+            self._say(f"connection {number} ({kind}) was reset at the {side.role}: {moment}")
+        elif how != "done":
+            problem = f"connection {number} ({kind}) at the {side.role}: {how}; {moment}"
+            result.problems.append(problem)
+            self._say(problem)
+
+    def _on_statistics(self, side: Side, bytes: int, failovers: int, connections: int) -> None:
+        self.result.failovers += failovers
+
+    def _say(self, text: str) -> None:
+        self._show(f"{trio.current_time() - self._start:8.2f} s  {text}")
+
+    # -- trouble -------------------------------------------------------------------------
+
+    def _whole(self, but: dict[str, Any] | None = None) -> bool:
+        """Whether both see the same usable links, as good as it gets, and not just these."""
+        a, b = (side.links for side in self._sides)
+        if not a or not b:
+            return False
+        kind = "single" if self.policy.rnics == 1 else "symmetric"
+        return bool(
+            a["groups"] == b["groups"] == 1
+            and a["kind"] == b["kind"] == kind
+            and a["links"] == b["links"] != []
+            and not a["coming"] and not b["coming"]
+            and (but is None or all(each.links["ids"] != but[each.role] for each in self._sides))
+        )  # fmt: skip
+
+    def _ids(self) -> dict[str, list[int]]:
+        return {side.role: side.links["ids"] for side in self._sides}
+
+    def _goes_on(self) -> bool:
+        policy = self.policy
+        if any(side.ended for side in self._sides):
+            return False
+        if policy.faults is not None and self.result.injected >= policy.faults:
+            return False
+        return policy.seconds is None or trio.current_time() - self._start < policy.seconds
+
+    async def _make_trouble(self) -> None:
+        if not await self._until(self._whole, WHOLE_WITHIN):
+            self.result.problems.append(f"no link group came to be whole: {self._state()}")
+            return
+        kinds = list(self.policy.kinds)
+        number = 0
+        while self._goes_on():
+            number += 1
+            before, links = self._ids(), self._sides[0].links["links"]
+            [kind] = self._rng.choices(kinds, list(self.policy.kinds.values()))
+            begun = trio.current_time()
+            if not await self._strike(kind) or kind in HARMLESS:
+                continue
+            during = self.policy.during
+            if during and self._rng.random() < 1 / during:
+                await self._strike_again(links)
+            if await self._until(lambda b=before: self._whole(b), WHOLE_WITHIN):  # type: ignore[misc]
+                self.result.recoveries.append(trio.current_time() - begun)
+            else:
+                self.result.problems.append(
+                    f"after fault {self._struck} ({kind}) the group is not whole: {self._state()}"
+                )
+                return
+
+    async def _strike(self, kind: str) -> bool:
+        """Let something go wrong; False when it met nothing."""
+        side = self._rng.choice(self._sides)
+        rnic = self._rng.randrange(self.policy.rnics)
+        seconds = round(0.05 * self._rng.random(), 4)
+        struck, missed = self._struck, self.result.missed
+        await side.tell("strike", kind=kind, rnic=rnic, seconds=seconds)
+        await self._until(
+            lambda: self._struck > struck or self.result.missed > missed, MEETS_WITHIN
+        )
+        if self._struck == struck and self.result.missed == missed:
+            self.result.missed += 1
+            await side.tell("disarm")
+        return self._struck > struck
+
+    async def _strike_again(self, before: list[int]) -> None:
+        """In the middle of the failover; only what leaves a link to go on with."""
+        left = [len(set(side.links["links"]) & set(before)) for side in self._sides]
+        await trio.sleep(0.02 * self._rng.random())
+        kinds = ["delay", "wakeup"]
+        if min(left) > 2:
+            kinds = [kind for kind in self.policy.kinds if kind not in HARMLESS]
+        if await self._strike(self._rng.choice(kinds)):
+            self.result.during_failover += 1
+
+    def _state(self) -> str:
+        return "; ".join(f"{side.role} {side.links}" for side in self._sides)
+
+    # -- the end -------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        result = self.result
+        if self.policy.rnics == 1:
+            return  # with the link all of its connections are lost, as they should be
+        for number in sorted(result.resets - set(result.due)):
+            result.problems.append(f"connection {number} was reset, and nothing of it was lost")
+        for number, must in sorted(result.due.items()):
+            if must and number not in result.resets:
+                result.problems.append(f"connection {number} went on, and a message of it was lost")
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _show_table(rows: list[tuple[str, str]]) -> None:
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    for name, text in rows:
+        print(f"{name:<24}{text}")
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.chaos", description="faults of RNICs under traffic"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
+    parser.add_argument("--seconds", type=float, default=None, help="default 20 without --faults")
+    parser.add_argument("--faults", type=int, default=None, help="stop after so many failures")
+    parser.add_argument("--rnics", type=int, default=2, choices=range(1, 5), help="of each side")
+    parser.add_argument("--connections", type=int, default=50)
+    parser.add_argument("--json", action="store_true", help="only the result, as JSON")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    seconds = arguments.seconds
+    if seconds is None and arguments.faults is None:
+        seconds = 20.0
+    policy = Policy(
+        seed=seed, seconds=seconds, faults=arguments.faults, rnics=arguments.rnics,
+        connections=arguments.connections,
+    )  # fmt: skip
+    show: Show = _silent if arguments.json else _print
+    show(f"seed {seed}")
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        SETTINGS["directory"] = directory
+        result = trio.run(Chaos(policy, show).run)
+    if arguments.json:
+        print(json.dumps({**dict(result.rows()), "seed": seed, "problems": result.problems}))
+    else:
+        _show_table(result.rows())
+        for problem in result.problems:
+            print(problem)
+    return 1 if result.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The traffic of `chaos.py`: conversations in which both sides know what every byte has to be.
+
+Each connection carries one conversation.  Its first 16 bytes say which; both sides derive the rest
+of it from that.  Every direction is a text of its own in which each byte is known from its
+position, followed by the SHA-256 of all of it and the end of the stream.  So a byte that is lost,
+doubled, swapped or of somebody else's shows at once and at its place.
+
+kinds: "stream" both ways at the same time, in writes of 1 byte to 256 KiB; "request" requests and
+answers in turn; "urgent" requests whose last byte is urgent; "half-close" one side sends and ends,
+then the other does; "abort" as "stream", and the client aborts somewhere in the middle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import trio
+
+from trio_smc import SmcStream
+
+__all__ = ["KINDS", "Conversation", "Wrong"]
+
+HEADER = struct.Struct("!QII")
+KINDS = ("stream", "request", "urgent", "half-close", "abort")
+_WEIGHTS = (5, 5, 2, 4, 1)
+_BLOCK = 1_000_003  # a prime: no power of two apart are two bytes alike
+_NOISE = memoryview(random.Random(7609).randbytes(_BLOCK) * 2)
+_LARGEST = 256 * 1024
+_DIGEST = hashlib.sha256().digest_size
+
+
+class Wrong(Exception):
+    """A byte is not what it has to be."""
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return int(least * (most / least) ** rng.random())
+
+
+def _text(start: int, position: int, size: int) -> memoryview:
+    offset = (start + position) % _BLOCK
+    return _NOISE[offset : offset + size]
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """One side of a conversation, and how far it is.
+
+    Attributes:
+      seed: determines everything.
+      number: which one; `scale` multiplies how much is said, in percent.
+      said_all: this side has sent its last byte; a message of its connection that gets lost from
+        now on may be one that nobody misses.
+      pause: longest time between two pieces of a "stream", seconds.
+      moved: bytes received.
+      moment: what it is doing, for who wonders why it does not end.
+    """
+
+    stream: SmcStream
+    seed: int
+    number: int
+    scale: int = 100
+    client: bool = True
+    said_all: bool = False
+    aborted: bool = False
+    pause: float = 0.0
+    moved: int = 0
+    moment: str = "begins"
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        plan = self._rng("kind")
+        [self.kind] = plan.choices(KINDS, _WEIGHTS)
+        self._out = self._in = 0
+        self._out_hash, self._in_hash = hashlib.sha256(), hashlib.sha256()
+        starts = plan.randrange(_BLOCK), plan.randrange(_BLOCK)
+        self._out_start, self._in_start = starts if self.client else starts[::-1]
+
+    @classmethod
+    async def accept(cls, stream: SmcStream) -> Conversation:
+        """The server's side of whatever the client begins."""
+        header = b""
+        while len(header) < HEADER.size:
+            data = await stream.receive_some(HEADER.size - len(header))
+            if not data:
+                raise Wrong("the stream ended in the header")
+            header += data
+        seed, number, scale = HEADER.unpack(header)
+        return cls(stream=stream, seed=seed, number=number, scale=scale, client=False)
+
+    async def run(self) -> None:
+        """Have the conversation and close the stream.
+
+        Raises, alone or in exception groups:
+          Wrong: a byte is not what it has to be.
+          trio.BrokenResourceError: the connection was reset.
+        """
+        if self.client:
+            await self.stream.send_all(HEADER.pack(self.seed, self.number, self.scale))
+        if self.kind == "half-close":
+            await self._in_turn()
+        elif self.kind in ("stream", "abort"):
+            await self._at_once()
+        else:
+            await self._requests()
+        if not self.aborted:
+            self.moment = "closes"
+            await self.stream.aclose()
+
+    # -- kinds ---------------------------------------------------------------------------
+
+    async def _at_once(self) -> None:
+        totals = [self._amount("a"), self._amount("b")]
+        to_say, to_hear = totals if self.client else totals[::-1]
+        aborts = self.kind == "abort"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._say_everything, to_say)
+            if aborts and self.client:
+                await self._hear(to_hear // 2)
+                self.aborted = True
+                nursery.cancel_scope.cancel()
+            await self._hear_everything(to_hear)
+        if self.aborted:
+            self.stream.abort()
+
+    async def _in_turn(self) -> None:
+        first, second = self._amount("a"), self._amount("b")
+        if self.client:
+            await self._say_everything(first)
+            await self._hear_everything(second)
+        else:
+            await self._hear_everything(first)
+            await self._say_everything(second)
+
+    async def _requests(self) -> None:
+        plan = self._rng("requests")
+        urgent = self.kind == "urgent"
+        for _ in range(max(1, _log_uniform(plan, 1, 300) * self.scale // 100)):
+            request, answer = (_log_uniform(plan, 1, 30_000) for _ in range(2))
+            if self.client:
+                await self._say(request, urgent=urgent)
+                await self._hear(answer)
+            else:
+                await (self._hear_urgent if urgent else self._hear)(request)
+                await self._say(answer)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._say_everything, 0)
+            await self._hear_everything(0)
+
+    # -- speaking and listening ----------------------------------------------------------
+
+    def _rng(self, what: str) -> random.Random:
+        return random.Random(f"{self.seed} {self.number} {what}")
+
+    def _amount(self, direction: str) -> int:
+        return max(1, _log_uniform(self._rng(direction), 1000, 4_000_000) * self.scale // 100)
+
+    def _sizes(self, total: int) -> Iterator[int]:
+        rng = self._rng(f"writes {self.client}")
+        while total:
+            size = min(total, _log_uniform(rng, 1, _LARGEST))
+            yield size
+            total -= size
+
+    async def _say(self, size: int, *, urgent: bool = False) -> None:
+        data = _text(self._out_start, self._out, size)
+        self._out += size
+        self._out_hash.update(data)
+        self.moment = f"sends up to {self._out}"
+        await (self.stream.send_urgent if urgent else self.stream.send_all)(data)
+
+    async def _say_everything(self, total: int) -> None:
+        for size in self._sizes(total):
+            await self._say(size)
+            if size % 4 == 0:
+                await trio.sleep(size % 64 / 5000)
+        self.said_all = True
+        await self.stream.send_all(self._out_hash.digest())
+        await self.stream.send_eof()
+
+    async def _receive(self, most: int) -> bytes:
+        self.moment = f"waits for byte {self._in}"
+        data = bytes(await self.stream.receive_some(most))
+        self.moved += len(data)
+        return data
+
+    def _check(self, data: bytes) -> None:
+        expected = _text(self._in_start, self._in, len(data))
+        if data != expected:
+            at = next(index for index, byte in enumerate(data) if byte != expected[index])
+            raise Wrong(f"a wrong byte at position {self._in + at}")
+        self._in += len(data)
+        self._in_hash.update(data)
+
+    async def _hear(self, size: int) -> None:
+        while size:
+            start = trio.current_time()
+            data = await self._receive(min(size, _LARGEST))
+            if not data:
+                raise Wrong(f"the stream ended at position {self._in}, {size} bytes too early")
+            self.pause = max(self.pause, trio.current_time() - start)
+            self._check(data)
+            size -= len(data)
+
+    async def _hear_urgent(self, size: int) -> None:
+        self.moment = f"waits for the urgent byte {self._in + size - 1}"
+        last = await self.stream.receive_urgent()
+        await self._hear(size - 1)
+        self._check(last)
+        self.moved += 1
+
+    async def _hear_everything(self, total: int) -> None:
+        await self._hear(total)
+        digest = b""
+        while len(digest) < _DIGEST and (data := await self._receive(_DIGEST - len(digest))):
+            digest += data
+        if digest != self._in_hash.digest():
+            raise Wrong(f"another SHA-256 after {self._in} bytes")
+        if await self._receive(1):
+            raise Wrong("more bytes than were sent")

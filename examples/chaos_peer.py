@@ -1,0 +1,263 @@
+"""One of the two processes of `chaos.py`: connections with traffic, RNICs, and faults on them.
+
+    python -m examples.chaos_peer '{"role": "server", "seed": 1, "rnics": 2, ...}'
+
+It reads commands and says what happens, one JSON object per line; its controller is `chaos.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import trio
+
+import trio_smc
+from examples.chaos_load import Conversation, Wrong
+from trio_smc import Config, SmcStream, SoftRnic, Stack
+from trio_smc.rnic.faults import Fault, FaultPlan
+
+HOST = "127.0.0.1"
+PATIENCE = 60.0
+"""Seconds after which a conversation counts as hung."""
+LOOK_EVERY = 0.004
+USABLE = ("ACTIVE", "TESTING")
+_CDC = 0xFE
+_CONNECTION_FLAGS = 25  # the byte of a CDC message with the flags of endings (RFC 7609, A.4)
+
+
+def say(**event: Any) -> None:
+    """One line to the controller."""
+    os.write(1, (json.dumps(event) + "\n").encode())
+
+
+async def outcome(conversation: Conversation) -> str:
+    """Have a conversation: "done", "reset", or what is wrong."""
+    how = "done"
+    try:
+        await conversation.run()
+    except* trio.BrokenResourceError as broken:
+        # A client that aborts is all right.
+        if conversation.kind != "abort" or conversation.client:
+            how = "reset"
+            conversation.moment = repr(_first(broken).__cause__)
+    except* Wrong as wrong:
+        how = f"wrong: {_first(wrong)}"
+    return how
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """What the process holds."""
+
+    role: str
+    seed: int
+    rnics: list[SoftRnic]
+    stack: Stack
+    connections: int
+    scale: int
+    talking: dict[int, Conversation] = field(default_factory=dict)
+    told: Counter[str] = field(default_factory=Counter)
+    met: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
+    ended: trio.Event = field(default_factory=trio.Event)
+    stopping: bool = False
+
+    # -- traffic -------------------------------------------------------------------------
+
+    async def serve(self, stream: SmcStream) -> None:
+        """One connection, on the server."""
+        if stream.mode != "smc-r":
+            await stream.aclose()  # the client says so
+            return
+        try:
+            with trio.fail_after(PATIENCE):
+                conversation = await Conversation.accept(stream)
+        except trio.BrokenResourceError:
+            # Nobody knows which it was; the client says what that means.
+            await trio.aclose_forcefully(stream)
+            return
+        await self.talk(conversation)
+
+    async def keep_talking(self, port: int, lane: int) -> None:
+        """One conversation after the other, on the client."""
+        number = lane
+        while not self.stopping:
+            number += self.connections
+            try:
+                stream = await self.stack.open_stream(HOST, port)
+            except OSError as error:
+                say(event="refused", number=number, why=str(error))
+                await trio.sleep(0.05)
+                continue
+            if stream.mode != "smc-r":
+                # With no link left for a moment, TCP it is.
+                say(event="fallback", why=str(stream.fallback and stream.fallback.reason))
+                await stream.aclose()
+                await trio.sleep(0.05)
+                continue
+            await self.talk(
+                Conversation(stream=stream, seed=self.seed, number=number, scale=self.scale)
+            )
+
+    async def talk(self, conversation: Conversation) -> None:
+        """Have one conversation and say how it ended."""
+        self.talking[conversation.number] = conversation
+        how = "hung"
+        with trio.move_on_after(PATIENCE):
+            how = await outcome(conversation)
+        del self.talking[conversation.number]
+        self.ended.set()
+        say(
+            event="ended", number=conversation.number, kind=conversation.kind, how=how,
+            bytes=conversation.moved, pause=round(conversation.pause, 4),
+            moment=conversation.moment,
+        )  # fmt: skip
+        if how != "done":
+            await trio.aclose_forcefully(conversation.stream)
+
+    # -- faults --------------------------------------------------------------------------
+
+    async def strike(self, kind: str, rnic: int, seconds: float) -> None:
+        """Let something go wrong, as the controller says."""
+        device = self.rnics[rnic]
+        assert device.faults is not None
+        if kind == "port-flap":
+            device.fail()
+            say(event="struck", kind=kind, rnic=device.name)
+            await trio.sleep(seconds)
+            device.restore()
+        else:
+            try:
+                device.faults.inject(Fault(kind))
+            except ValueError as error:
+                say(event="missed", kind=kind, why=str(error))
+
+    def look(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Say what has changed in the link group; returns what was said."""
+        for device in self.rnics:
+            assert device.faults is not None
+            log = device.faults.log
+            for struck in log[self.told[device.name] :]:
+                number, must = self.met.get(struck.message or b"", (None, False))
+                say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must)
+            self.told[device.name] = len(log)
+        groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
+        links = [link for group in groups for link in group.links]
+        now = {
+            "groups": len(groups),
+            "kind": groups[0].kind if groups else "none",
+            "links": [link.number for link in links if link.state in USABLE],
+            # Numbers begin again in a new group, these do not.
+            "ids": [link.user_id for link in links if link.state in USABLE],
+            "coming": any(link.state not in USABLE for link in links),
+        }
+        if now != last:
+            say(event="links", **now)
+        return now
+
+    def concerns(self, message: bytes) -> bool:
+        """Whether a fault may meet this message: it is a CDC message of a known conversation, and
+        not about its end.  Notes which, and whether the message will be missed."""
+        if message[0] != _CDC or message[_CONNECTION_FLAGS]:
+            return False
+        token = int.from_bytes(message[4:8], "big")
+        for number, conversation in self.talking.items():
+            # Alert tokens are nobody's business but the protocol's, so nothing public has them.
+            core = getattr(conversation.stream, "_core", None)
+            if core is not None and core._peer_token == token:
+                self.met = {message: (number, not conversation.said_all)}
+                return True
+        return False
+
+    async def watch(self) -> None:
+        """Say what changes, until cancelled."""
+        last: dict[str, Any] = {}
+        while True:
+            last = self.look(last)
+            await trio.sleep(LOOK_EVERY)
+
+    # -- commands ------------------------------------------------------------------------
+
+    async def obey(self, nursery: trio.Nursery) -> None:
+        """Do what standard input says, until it says "stop" or ends."""
+        buffered = b""
+        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+            async for data in stdin:
+                *lines, buffered = (buffered + data).split(b"\n")
+                for line in lines:
+                    command = json.loads(line)
+                    match command.pop("do"):
+                        case "connect":
+                            for lane in range(self.connections):
+                                nursery.start_soon(self.keep_talking, command["port"], lane)
+                        case "strike":
+                            nursery.start_soon(partial(self.strike, **command))
+                        case "disarm":
+                            for rnic in self.rnics:
+                                assert rnic.faults is not None
+                                rnic.faults.disarm()
+                        case "moments":
+                            say(event="moments", moments=[
+                                f"{each.number} {each.kind}: {each.moment}"
+                                for each in self.talking.values()
+                            ])  # fmt: skip
+                        case "stop":
+                            self.stopping = True
+                            return
+
+    async def finish(self) -> None:
+        """Wait until every conversation has ended, and say the totals."""
+        while self.talking:
+            self.ended = trio.Event()
+            await self.ended.wait()
+        statistics = self.stack.statistics()
+        say(event="statistics", bytes=statistics.bytes_received, failovers=statistics.failovers,
+            connections=statistics.connections)  # fmt: skip
+
+
+async def main(
+    role: str, seed: int, rnics: int, connections: int, scale: int, settings: dict[str, Any]
+) -> None:
+    """Run one process."""
+    rng = random.Random(f"{seed} {role}")
+    devices = tuple(
+        SoftRnic(f"{role}-{index}", faults=FaultPlan(rng.getrandbits(32))) for index in range(rnics)
+    )
+    config = Config(rnics=devices, **settings)
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        peer = Peer(
+            role=role, seed=seed, rnics=list(devices), stack=stack, connections=connections,
+            scale=scale,
+        )  # fmt: skip
+        for device in devices:
+            assert device.faults is not None
+            device.faults.concerns = peer.concerns
+        port = None
+        if role == "server":
+            serve = partial(stack.serve, peer.serve, 0, host=HOST)
+            listeners = await nursery.start(serve)
+            port = listeners[0].socket.getsockname()[1]
+        say(event="ready", port=port)
+        nursery.start_soon(peer.watch)
+        async with trio.open_nursery() as lanes:
+            await peer.obey(lanes)
+        await peer.finish()
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    trio.run(lambda: main(**arguments))
