@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.campaigns import datapath as campaign
 from tests.datapath_pair import Cdc, FakeChannel, Pair, Write
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath import cdc
@@ -19,6 +20,7 @@ from trio_smc.datapath.cdc import (
     URGENT_PRESENT,
     WRITER_BLOCKED,
 )
+from trio_smc.datapath.delivery import Delivery
 
 F, P, U, B = FAILOVER_VALIDATION, URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
 D, C, A = SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
@@ -522,3 +524,26 @@ def test_a_link_that_is_left_during_the_replay_onto_it(pair: Pair, over: bool) -
         assert pair.b.receive(10) == b"abc"
         assert not pair.a.can_send
     assert ready == [True]
+
+
+# --- the campaign ----------------------------------------------------------------------------
+
+
+def test_random_moves(seed: int) -> None:
+    result = campaign.run(150, seed)
+    assert result.failures > 100
+    assert result.departures > 100
+
+
+def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    def replay(self: Delivery, start: int = 0) -> Iterator[tuple[int, memoryview]]:
+        for _, end, data in self._record:
+            if end > start:
+                first = end - len(data)
+                yield max(first, start), data[max(0, start - first) :]
+
+    monkeypatch.setattr(Delivery, "replay", replay)
+    with pytest.raises(AssertionError, match="wrong bytes|unread changed"):
+        campaign.run(3000, seed)

@@ -11,6 +11,10 @@ its share, by half close, and closes when it has read the other's to the end.
 Every third case is a wild one instead: the applications also close and abort at any time, TCP
 resets cross the messages, and now and then the links are lost.
 
+In half of all cases links fail or are left, on both sides and several times in a row, and others
+carry on (RFC 7609, 4.6; `tests.campaigns._moves`). Then every unread byte is looked at after each
+step: a replay that changes one that the peer was told of is found out.
+
 Checked: the bytes; that nothing is written outside of the window granted (the receiver would
 reset); that nobody is stuck while the other end reads and the links move; that both are CLOSED
 in the end, by FIN (a wild case: by FIN or RST, no timer needed); that nothing follows the flags
@@ -25,7 +29,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from tests.campaigns._moves import Moves, crowd
 from tests.campaigns._options import parse
 from tests.datapath_pair import Cdc, FakeChannel, Pair
 from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
@@ -33,6 +39,8 @@ from trio_smc.datapath.connection import Connection
 
 LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
 _MEMO: dict[int, bytes] = {}
+Counts: TypeAlias = tuple[int, int, int, int, int, int]
+"""Bytes, CDC messages, wraps, stalls, links failed, links left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +52,15 @@ class Result:
     messages: int
     wraps: int
     stalls: int
+    failures: int
+    departures: int
 
 
 class End:
     """One application: what it has to send, what it must receive."""
+
+    patient = True
+    """Whether it sometimes waits until nothing is borrowed of its buffer."""
 
     def __init__(self, connection: Connection, outgoing: bytes, incoming: bytes) -> None:
         self.connection = connection
@@ -56,11 +69,17 @@ class End:
         self.sent = 0
         self.received = 0
         self.closed = False
+        self.lent: bytearray | None = None
 
     def send(self, rng: random.Random, largest: int) -> None:
         connection = self.connection
         if self.closed or connection.write_closed:
             return
+        if self.lent is not None:
+            if connection.borrowed:
+                return
+            self.lent[:] = bytes(len(self.lent))  # the application's own again
+            self.lent = None
         if self.sent == len(self.outgoing):
             connection.shutdown_write()
             return
@@ -69,7 +88,9 @@ class End:
         if rng.random() < 0.5:
             buffer = bytearray(piece)
             self.sent += connection.send(memoryview(buffer))
-            if connection.borrowed:
+            if connection.borrowed and self.patient and rng.random() < 0.5:
+                self.lent = buffer
+            elif connection.borrowed:
                 # As a cancelled send_all does. The fake link writes at delivery, from the
                 # memory posted, so the buffer itself may not be changed before.
                 connection.keep_copies()
@@ -103,6 +124,8 @@ class End:
 
 class WildEnd(End):
     """An application that ends when it likes, and lives with errors."""
+
+    patient = False
 
     def send(self, rng: random.Random, largest: int) -> None:
         with contextlib.suppress(OSError):
@@ -140,8 +163,8 @@ def _size(rng: random.Random) -> int:
     return int(2 ** rng.uniform(3.2, 16))
 
 
-def run_case(rng: random.Random) -> tuple[int, int, int, int]:
-    """One schedule; returns (bytes, CDC messages, wraps, stalls).  AssertionError on failure."""
+def run_case(rng: random.Random) -> Counts:
+    """One schedule; AssertionError on failure."""
     sizes = (_size(rng), _size(rng))
     pair = Pair(
         sizes,
@@ -156,19 +179,23 @@ def run_case(rng: random.Random) -> tuple[int, int, int, int]:
         pair.close()
 
 
-def _crowd(pair: Pair, rng: random.Random) -> None:
-    """Make the links narrow, now and then."""
+def _moves(pair: Pair, rng: random.Random) -> Moves | None:
+    """Narrow links, now and then; None: these are used to the end."""
     for channel in pair.channels:
-        if rng.random() < 0.4:
-            channel.slots = rng.randint(1, 5)
-        if rng.random() < 0.4:
-            channel.work = rng.randint(3, 12)
-        if rng.random() < 0.3:
-            channel.room = rng.randint(1, 5000)
+        crowd(channel, rng)
+    return Moves(pair, rng, rng.choice([5, 20, 100])) if rng.random() < 0.5 else None
 
 
-def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
-    _crowd(pair, rng)
+def _look_at_unread(ends: tuple[End, End]) -> None:
+    for end in ends:
+        connection = end.connection
+        if not end.closed and connection.error is None:
+            seen = connection.peek(1 << 20)
+            assert seen == end.incoming[end.received : end.received + len(seen)], "unread changed"
+
+
+def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
+    moves = _moves(pair, rng)
     texts = [
         text(rng, rng.choice([0, 1, rng.randrange(6 * size), rng.randrange(20 * size)]))
         for size in (sizes[1], sizes[0])
@@ -190,21 +217,29 @@ def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, i
                 pair.settle()
             assert _progress(pair, ends) != before, f"stuck in {pair.states()}"
         _step(pair, ends, rng, next(kinds), largest)
+        if moves is not None:
+            moves.step()
+            _look_at_unread(ends)
     pair.settle()
     for end, host in zip(ends, pair.hosts, strict=True):
         assert end.received == len(end.incoming)
         assert end.connection.error is None
         assert host.calls == ["close_tcp", "closed"], host.calls
         assert host.timer is None
-        assert end.connection.stale_cdcs == 0
+        assert end.connection.stale_cdcs == 0 or moves is not None
     moved = sum(map(len, texts))
     wraps = sum(len(t) // (n - 4) for t, n in zip(texts, (sizes[1], sizes[0]), strict=True))
     messages = pair.a.cdcs_sent + pair.b.cdcs_sent
-    return moved, messages, wraps, pair.a.window_stalls + pair.b.window_stalls
+    stalls = pair.a.window_stalls + pair.b.window_stalls
+    return moved, messages, wraps, stalls, *_counted(moves)
 
 
-def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[int, int, int, int]:
-    _crowd(pair, rng)
+def _counted(moves: Moves | None) -> tuple[int, int]:
+    return (0, 0) if moves is None else (moves.failures, moves.departures)
+
+
+def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
+    moves = _moves(pair, rng)
     texts = [text(rng, rng.randrange(1, 20 * size)) for size in (sizes[1], sizes[0])]
     ends = (WildEnd(pair.a, texts[0], texts[1]), WildEnd(pair.b, texts[1], texts[0]))
     largest = [max(4, len(t) // 10) for t in texts]
@@ -213,6 +248,8 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[i
     resets = [False, False]  # told to the peer's TCP
     while not (ends[0].closed and ends[1].closed):
         _step(pair, ends, rng, next(kinds), largest)
+        if moves is not None:
+            moves.step()
         side = rng.randrange(2)
         if rng.randrange(patience) == 0:
             ends[side].end(rng)
@@ -226,11 +263,12 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[i
                 channel.queue.clear()
                 channel.uncompleted.clear()
     pair.settle()
-    for end, host, channel in zip(ends, pair.hosts, pair.channels, strict=True):
+    for end, host in zip(ends, pair.hosts, strict=True):
         assert end.connection.state == "CLOSED", f"{pair.states()} after both have ended"
         assert host.calls.count("closed") == 1
         assert sum(call.endswith("_tcp") for call in host.calls) == 1
         assert host.timer is None
+    for channel in (*pair.channels, *(moves.old if moves is not None else ())):
         messages = [entry for entry in channel.log if isinstance(entry, Cdc)]
         last = [i for i, entry in enumerate(messages) if entry.endings & LAST_WORD]
         assert last in ([], [len(messages) - 1]), "something follows C or A"
@@ -240,6 +278,7 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> tuple[i
         pair.a.cdcs_sent + pair.b.cdcs_sent,
         0,
         pair.a.window_stalls + pair.b.window_stalls,
+        *_counted(moves),
     )
 
 
@@ -282,7 +321,7 @@ def _step(
 
 def run(cases: int, seed: int, only: int | None = None) -> Result:
     """Run ``cases`` cases, or case number ``only`` alone; AssertionError names the case."""
-    totals = [0, 0, 0, 0]
+    totals = [0] * 6
     for case in range(cases) if only is None else (only,):
         try:
             for i, value in enumerate(run_case(random.Random(f"{seed}/{case}"))):
@@ -296,6 +335,8 @@ def run(cases: int, seed: int, only: int | None = None) -> Result:
         messages=totals[1],
         wraps=totals[2],
         stalls=totals[3],
+        failures=totals[4],
+        departures=totals[5],
     )
 
 
@@ -308,7 +349,8 @@ def main() -> int:
     seconds = time.perf_counter() - start
     print(
         f"datapath: {result.cases} schedules, {result.bytes_moved} bytes, {result.messages} CDC "
-        f"messages, {result.wraps} wraps, {result.stalls} stalls, seed {seed}, {seconds:.1f} s"
+        f"messages, {result.wraps} wraps, {result.stalls} stalls, {result.failures} links failed, "
+        f"{result.departures} left in order, seed {seed}, {seconds:.1f} s"
     )
     return 0
 
