@@ -545,5 +545,5 @@ def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
                 yield max(first, start), data[max(0, start - first) :]
 
     monkeypatch.setattr(Delivery, "replay", replay)
-    with pytest.raises(AssertionError, match="wrong bytes|unread changed"):
+    with pytest.raises(AssertionError, match=r"wrong bytes|unread changed"):
         campaign.run(3000, seed)
