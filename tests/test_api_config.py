@@ -18,6 +18,7 @@ STACK_FIELDS: dict[str, Any] = {
     "rnics": (),
     "directory": "/nowhere",
     "tcp_option": "/nowhere",
+    "pnet": (("eth0", "rxe0"),),
     "spin": 0.0,
     "rmbe_eye_catcher": True,
     "first_contact_timeout": 1,

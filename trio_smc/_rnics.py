@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.prefixes import is_same_host
+from trio_smc.rendezvous import pnet
+from trio_smc.rendezvous.pnet import PnetTable
+from trio_smc.rendezvous.prefixes import is_same_host, local_prefix
+from trio_smc.rnic.roce import VerbsRnic, active_ports
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicEvent
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery import Discovery
     from trio_smc.rnic.pump import Pump
 
-__all__ = ["RnicChange", "StackRnics"]
+__all__ = ["RnicChange", "StackRnics", "pnet_table"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
 
@@ -38,6 +41,11 @@ class RnicChange(Enum):
     """An operator takes it out: its links are to be deleted in order."""
     LOST = auto()
     """Its port went down, or the device failed: its links are dead or dying."""
+
+
+def pnet_table(setting: PnetTable | Path | str) -> PnetTable:
+    """What `Config.pnet` says.  Raises ValueError: a file cannot be read, or a line is wrong."""
+    return setting if isinstance(setting, tuple) else pnet.read_table(Path(setting))
 
 
 class StackRnics:
@@ -59,6 +67,9 @@ class StackRnics:
         self._pump = pump
         self._drained: set[Rnic] = set()
         self._none = FallbackReason.NO_RNIC
+        self._table: PnetTable = ()
+        # A port's RNICs that were opened for further GIDs, and the one they are of.
+        self._port_of: dict[Rnic, Rnic] = {}
 
     # --- life ------------------------------------------------------------------------------
 
@@ -67,9 +78,15 @@ class StackRnics:
 
         Raises:
           RnicError: an RNIC that was asked for by name cannot be opened; none is open then.
+          ValueError: the PNET table cannot be read.
         """
+        self._table = pnet_table(self._config.pnet)
         automatic = self._config.rnics == "auto"
-        rnics = (SoftRnic(),) if isinstance(self._config.rnics, str) else self._config.rnics
+        rnics: Sequence[Rnic] = (
+            (SoftRnic(), *active_ports())
+            if isinstance(self._config.rnics, str)
+            else self._config.rnics
+        )
         directory = Path(self._config.private_directory())
         for rnic in rnics:
             try:
@@ -79,7 +96,8 @@ class StackRnics:
                     for opened in self.opened:
                         opened.close()
                     raise
-                self._none = self._why_not(error)
+                if rnic.kind == "software":
+                    self._none = self._why_not(error)
                 LOGGER.warning("%s cannot be used: %s", rnic.name, error)
                 continue
             self.adopt(rnic)
@@ -107,20 +125,108 @@ class StackRnics:
 
     def usable(self, kind: str) -> list[Rnic]:
         """RNICs of this kind that may carry links now, the preferred one first."""
-        return [
-            rnic
-            for rnic in self.opened
-            if rnic.kind == kind and rnic.port_active and rnic not in self._drained
-        ]
+        return [rnic for rnic in self.opened if rnic.kind == kind and self._is_usable(rnic)]
+
+    def _is_usable(self, rnic: Rnic) -> bool:
+        return rnic.port_active and not self.is_drained(rnic)
 
     def serving(self, local: str, remote: str) -> Rnic | FallbackReason:
         """The RNIC for a connection between two addresses, or why there is none."""
-        if not is_same_host(local, remote):
+        if is_same_host(local, remote):
+            for rnic in self.usable("software"):
+                return rnic
+            if any(rnic.kind == "software" for rnic in self.opened):
+                return FallbackReason.RNIC_DOWN
+            if not self._table:
+                return self._none
+        return self._serving_port(local, remote)
+
+    def _serving_port(self, local: str, remote: str) -> Rnic | FallbackReason:
+        """The RoCE port on the network of the connection (`rendezvous.pnet`)."""
+        ports = {rnic.name: rnic for rnic in self._ports()}
+        if not ports:
             return FallbackReason.NO_RNIC
-        for rnic in self.usable("software"):
-            return rnic
-        software = any(rnic.kind == "software" for rnic in self.opened)
-        return FallbackReason.RNIC_DOWN if software else self._none
+        known = pnet.interfaces()
+        route = known.get(pnet.route_interface(local, remote) or 0)
+        if route is None:
+            return FallbackReason.NO_RNIC
+        chosen = pnet.choose_gids(
+            route,
+            gids=[
+                pnet.PortGid(name, gid.number, gid.kind, gid.ifindex, gid.value)
+                for name, rnic in ports.items()
+                for gid in ([rnic.gid_entry] if rnic.gid_is_fixed else rnic.gid_table())
+            ],
+            interfaces=known,
+            table=self._table,
+            address=local,
+            network=local_prefix(local),
+        )
+        for gid in chosen:
+            port = ports[gid.port]
+            if self._is_usable(port):
+                rnic = self._with_gid(port, gid)
+                if rnic is not None:
+                    return rnic
+        return FallbackReason.RNIC_DOWN if chosen else FallbackReason.NO_RNIC
+
+    def _ports(self) -> list[VerbsRnic]:
+        return [
+            rnic
+            for rnic in self.opened
+            if isinstance(rnic, VerbsRnic) and rnic not in self._port_of
+        ]
+
+    def _with_gid(self, port: VerbsRnic, gid: pnet.PortGid) -> Rnic | None:
+        """The RNIC that uses this GID of a port, opened now if need be; None: it cannot be."""
+        wanted = (gid.kind, gid.interface, gid.value)
+        for rnic in self.opened:
+            if (
+                isinstance(rnic, VerbsRnic)
+                and self._port_of.get(rnic, port) is port
+                and (rnic.device, rnic.port) == (port.device, port.port)
+                and rnic.gid_entry[1:] == wanted
+            ):
+                return rnic if self._is_usable(rnic) else None
+        other = port.with_gid(gid.number)
+        try:
+            other.open(Path(self._config.private_directory()))
+        except OSError as error:
+            LOGGER.warning("%s cannot be used: %s", other.name, error)
+            return None
+        self._port_of[other] = port
+        self.adopt(other)
+        return other
+
+    def companions(self, rnic: Rnic) -> list[Rnic]:
+        """RNICs that may carry links of a group whose first link is on ``rnic``.
+
+        Those of the same kind on the same network, itself included: software RNICs are all on
+        one; RoCE ports are when their GIDs are of one subnet and VLAN, or the PNET table gives
+        them to one interface.  Two RNICs on one port are no redundancy: never both.
+        """
+        usable = self.usable(rnic.kind)
+        if not isinstance(rnic, VerbsRnic):
+            return usable
+        known = pnet.interfaces()
+        found: list[Rnic] = []
+        taken: set[tuple[str, int]] = set()
+        for other in sorted(usable, key=lambda each: each is not rnic):
+            if not isinstance(other, VerbsRnic) or (other.device, other.port) in taken:
+                continue
+            if other is rnic or self._same_network(rnic, other, known):
+                taken.add((other.device, other.port))
+                found.append(other)
+        return found
+
+    def _same_network(
+        self, one: VerbsRnic, other: VerbsRnic, known: Mapping[int, pnet.Interface]
+    ) -> bool:
+        first, second = (known.get(each.gid_entry.ifindex) for each in (one, other))
+        if first is None or second is None or one.gid_entry.kind != other.gid_entry.kind:
+            return False
+        names = [self._port_of.get(each, each).name for each in (one, other)]
+        return pnet.same_network(first, second, names, self._table)
 
     # --- changes ---------------------------------------------------------------------------
 
@@ -132,25 +238,31 @@ class StackRnics:
         raise ValueError(f"the stack has no RNIC {name!r}")
 
     def is_drained(self, rnic: Rnic) -> bool:
-        """Whether an operator has taken it out."""
-        return rnic in self._drained
+        """Whether an operator has taken it out, or the port that it is on."""
+        return rnic in self._drained or self._port_of.get(rnic) in self._drained
 
     def drain(self, rnic: Rnic) -> None:
         """Take it out: nothing new goes over it, and `on_change` is told.  Idempotent."""
         if rnic not in self._drained:
             self._drained.add(rnic)
-            self.on_change(rnic, RnicChange.DRAINED)
+            for each in self._on_port(rnic):
+                self.on_change(each, RnicChange.DRAINED)
 
     def undrain(self, rnic: Rnic) -> None:
         """Put it back.  Idempotent."""
         if rnic in self._drained:
             self._drained.discard(rnic)
-            if rnic.port_active:
-                self.on_change(rnic, RnicChange.AVAILABLE)
+            for each in self._on_port(rnic):
+                if self._is_usable(each):
+                    self.on_change(each, RnicChange.AVAILABLE)
+
+    def _on_port(self, rnic: Rnic) -> list[Rnic]:
+        """It, and what was opened for further GIDs of it."""
+        return [rnic, *(each for each, port in self._port_of.items() if port is rnic)]
 
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
         if event is not RnicEvent.PORT_UP:
             self.on_change(rnic, RnicChange.LOST)
-        elif rnic not in self._drained:
+        elif not self.is_drained(rnic):
             self.on_change(rnic, RnicChange.AVAILABLE)

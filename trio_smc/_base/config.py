@@ -29,7 +29,7 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
     {
-        "rnics", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
+        "rnics", "pnet", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
         "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
         "capture", "capture_payload", "control",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
@@ -67,6 +67,8 @@ class Config:
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
+      pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
+        an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
       directory: the user's private directory (mode 0700, owner checked): software RNICs,
         same-host discovery.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.
       discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
@@ -113,6 +115,7 @@ class Config:
 
     rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
     directory: Path | str | None = None
+    pnet: tuple[tuple[str, str], ...] | Path | str = ()
     discovery: Literal["auto", "tcp-option", "assume"] = "auto"
     tcp_option: Path | str = DEFAULT_PINS
     assume: tuple[str | tuple[str, int], ...] = ()
@@ -161,6 +164,8 @@ class Config:
             raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
+        if not isinstance(self.pnet, Path | str) and not _is_table(self.pnet):
+            raise ValueError("pnet: a tuple of (interface, RNIC) pairs, or a file")
         check_list("assume", self.assume)
         check_list("allow", self.allow, ports=True)
         check_list("deny", self.deny, ports=True)
@@ -216,6 +221,13 @@ _TIMES = (
 def _check_number(name: str, value: object, least: int) -> None:
     if not _is_integer(value) or cast(int, value) < least:
         raise ValueError(f"{name}: {value!r} is not a number from {least} on")
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, str) and x for x in pair)
+        for pair in value
+    )
 
 
 def _is_integer(value: object) -> bool:

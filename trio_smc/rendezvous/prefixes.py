@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import logging
 import socket
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from trio_smc.rendezvous._netlink import ask
 from trio_smc.rendezvous.clc import Ipv6Prefix
 
 __all__ = [
     "Prefix",
+    "address_interface",
     "all_prefixes",
     "has_prefix",
     "has_subnet",
@@ -36,11 +37,7 @@ __all__ = [
     "source_address",
 ]
 
-_log = logging.getLogger(__name__)
-
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# A dump that the kernel flags as interrupted by a change is simply asked for again.
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +118,12 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     )
     unique = dict.fromkeys((own.prefix, *others))
     return tuple(item for item in unique if link_local or not item.is_link_local)
+
+
+def address_interface(address: str) -> int | None:
+    """Index of the interface that owns the local `address`; None when none does."""
+    plain = plain_address(address)
+    return next((item.interface for item in _addresses() if item.address == plain), None)
 
 
 def all_prefixes() -> tuple[Prefix, ...]:
@@ -217,38 +220,18 @@ def _parse(address: str) -> _Address:
 
 def _addresses() -> list[_Owned]:
     """Every address of this host, as the kernel tells now."""
-    if sys.platform != "linux":
-        return []
-    # 100 ms to import: only who needs it pays, once.
-    try:
-        from pyroute2 import IPRoute
-        from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
-    except (ImportError, OSError) as error:
-        _log.warning("no netlink, so no subnet can be compared: %s", error)
-        return []
-    for _ in range(_ATTEMPTS):
-        try:
-            with IPRoute() as route:
-                return [_owned(message) for message in route.get_addr()]
-        except NetlinkDumpInterrupted:
-            continue
-        # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
-        # hosts Trio as a guest.
-        except (OSError, NetlinkError, RuntimeError) as error:
-            _log.warning("netlink does not list addresses: %s", error)
-            return []
-    return []
+    return [_owned(message) for message in ask(lambda route: route.get_addr())]
 
 
-def _owned(message: object) -> _Owned:
-    attribute = message.get_attr  # type: ignore[attr-defined]  # pyroute2 has no types
+def _owned(message: Any) -> _Owned:
+    attribute = message.get_attr
     # On a point-to-point interface LOCAL is ours, and ADDRESS, the peer's, says the network;
     # elsewhere they are the same, and IPv6 gives ADDRESS alone.
     network = attribute("IFA_ADDRESS")
-    length = message["prefixlen"]  # type: ignore[index]
+    length = message["prefixlen"]
     whole = ipaddress.ip_network(f"{network or attribute('IFA_LOCAL')}/{length}", strict=False)
     return _Owned(
-        interface=message["index"],  # type: ignore[index]
+        interface=message["index"],
         address=str(_parse(attribute("IFA_LOCAL") or network)),
         prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),
     )

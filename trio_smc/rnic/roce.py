@@ -14,6 +14,7 @@ channel, device: a call on a closed object of pyverbs crashes the process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
@@ -33,11 +34,28 @@ from .verbs import (
     RnicEvent,
 )
 
-__all__ = ["VerbsRnic"]
+__all__ = ["VerbsRnic", "active_ports"]
 
+_DEVICES: Final = Path("/sys/class/infiniband")
+_ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
+
+
+def active_ports() -> list[VerbsRnic]:
+    """An RNIC, not open, for every RoCE port of this host that is active now.
+
+    Asked of sysfs, so that a host without any need not load pyverbs.
+    """
+    found = []
+    for port in sorted(_DEVICES.glob("*/ports/*")):
+        with contextlib.suppress(OSError):  # it is just going
+            layer = (port / "link_layer").read_text(encoding="ascii").strip()
+            state = (port / "state").read_text(encoding="ascii")
+            if layer == "Ethernet" and state.startswith(_ACTIVE):
+                found.append(VerbsRnic(port.parents[1].name, int(port.name)))
+    return found
 
 
 class Region(MemoryRegion):
@@ -153,6 +171,30 @@ class VerbsRnic(Rnic):
         netdev = socket.if_indextoname(gid.ifindex)
         address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
         self.mac = bytes.fromhex(address.strip().replace(":", ""))
+
+    @property
+    def gid_entry(self) -> _pyverbs.Gid:
+        """The entry of the GID table that this RNIC uses, as it was when it was opened."""
+        return self._gid
+
+    @property
+    def gid_is_fixed(self) -> bool:
+        """Whether the user chose the GID."""
+        return self._gid_index is not None
+
+    def gid_table(self) -> list[_pyverbs.Gid]:
+        """The port's GIDs now; empty when the device is gone."""
+        lib = self._opened()
+        try:
+            return lib.gids(self._context, self.port)
+        except lib.error:
+            return []
+
+    def with_gid(self, number: int) -> VerbsRnic:
+        """The same port with another GID, not open yet; its name says which."""
+        other = VerbsRnic(self.device, self.port, number)
+        other.name = f"{self.name}#{number}"
+        return other
 
     def current_gid_index(self) -> int:
         """Where our GID stands now: an address that goes and comes back changes its index."""
