@@ -39,6 +39,7 @@ __all__ = ["Capture"]
 _MOST_REMEMBERED: Final = 4096
 _PSN_MASK: Final = 0xFFFFFF
 _PROPOSAL: Final = 1
+_NEXT_CALL: Final = 1 << 16
 _Name: TypeAlias = tuple[bytes, int]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -97,9 +98,9 @@ class Capture:
             return
         if not outgoing and (there, here) in self._calls:
             return
-        if len(message) > 4 and message[4] == _PROPOSAL:
-            self._calls.pop((here, there), None)  # a new connection of the same name
         counts = _remembered(self._calls, (here, there), lambda: [1, 1])
+        if message[4] == _PROPOSAL and counts != [1, 1]:
+            counts[:] = (each + _NEXT_CALL for each in counts)  # another one of the same name
         first, second = (here, there) if outgoing else (there, here)
         mine = 0 if outgoing else 1
         self._frame(frames.tcp_frame(first, second, counts[mine], counts[1 - mine], message))

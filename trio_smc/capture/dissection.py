@@ -1,0 +1,237 @@
+"""The SMC-R messages and RDMA writes in a capture, whoever made it.
+
+Theory of operation
+-------------------
+Everything here was written by somebody else, so a frame that is not understood is passed over,
+and a message of SMC-R that breaks its format becomes an `Unreadable`.
+
+- TCP: a segment that begins with the eye catcher starts a run of CLC messages in its direction.
+  The run ends with the first bytes that are none; nothing else of TCP is kept.
+- RoCE, version 2 (UDP 4791) or 1 (its own Ethernet type): SENDs of 44 bytes that are an LLC or a
+  CDC message, and the first packet of each RDMA write, whose header tells all of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.capture import frames
+from trio_smc.capture.pcapng import Packet
+from trio_smc.datapath import cdc
+from trio_smc.rendezvous import clc, llc
+
+__all__ = ["End", "Event", "Seen", "Unreadable", "Write", "dissect"]
+
+_LINK_HEADERS: Final = {1: (14, 12), 113: (16, 14), 276: (20, 0)}
+"""By link type: bytes before the packet, and where among them its type is (Ethernet, "cooked")."""
+_RAW_IP: Final = frozenset({12, 101, 228, 229})
+_VLANS: Final = frozenset({0x8100, 0x88A8})
+_IPV4, _IPV6, _ROCE_V1 = 0x0800, 0x86DD, 0x8915
+_TCP, _UDP = 6, 17
+_GRH_SIZE, _BTH_SIZE, _ICRC_SIZE, _RETH_SIZE = 40, 12, 4, 16
+_SENDS: Final = frozenset({0x04, 0x05, 0x17})
+_WRITES: Final = frozenset({0x06, 0x0A, 0x0B})
+_MOST_RUNS: Final = 4096
+_SYN: Final = 0x02
+
+
+class End(NamedTuple):
+    """Where a frame came from or went to.
+
+    Fields:
+      address: 4 or 16 bytes.
+      number: TCP port; QP number; None for the sender of a RoCE packet, which does not tell it.
+    """
+
+    address: bytes
+    number: int | None
+
+
+class Write(NamedTuple):
+    """An RDMA write of ``length`` bytes to ``address`` of the memory that ``rkey`` names."""
+
+    address: int
+    rkey: int
+    length: int
+
+
+class Unreadable(NamedTuple):
+    """A message that breaks the rules; ``reason`` says which."""
+
+    reason: str
+
+
+Event: TypeAlias = clc.Message | llc.Message | cdc.CdcMessage | Write | Unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One message or write.
+
+    Attributes:
+      time: nanoseconds since 1970.
+      tcp: whether it was on a TCP connection, and not on a link.
+    """
+
+    time: int
+    tcp: bool
+    source: End
+    target: End
+    event: Event
+
+
+def dissect(packets: Iterable[Packet]) -> Iterator[Seen]:
+    """What SMC-R has said in these packets, in their order."""
+    runs = _Runs()
+    for packet in packets:
+        try:
+            kind, data = _network_packet(packet)
+            if kind == _ROCE_V1:
+                found = _roce_v1(packet.time, data)
+            elif kind in (_IPV4, _IPV6):
+                found = _ip(packet.time, data, runs)
+            else:
+                continue
+        except (struct.error, IndexError):
+            continue  # a packet that was cut off
+        yield from found
+
+
+def _network_packet(packet: Packet) -> tuple[int, bytes]:
+    data = packet.data
+    if packet.link_type in _RAW_IP:
+        return (_IPV4 if data[0] >> 4 == 4 else _IPV6), data
+    if packet.link_type not in _LINK_HEADERS:
+        return 0, b""
+    start, type_at = _LINK_HEADERS[packet.link_type]
+    [kind] = struct.unpack_from(">H", data, type_at)
+    while kind in _VLANS:
+        [kind] = struct.unpack_from(">H", data, start + 2)
+        start += 4
+    return kind, data[start:]
+
+
+def _ip(time: int, data: bytes, runs: _Runs) -> list[Seen]:
+    if data[0] >> 4 == 4:
+        header = (data[0] & 15) * 4
+        size, protocol = struct.unpack_from(">2xH5xB", data)
+        [fragment] = struct.unpack_from(">H", data, 6)
+        if fragment & 0x1FFF:
+            return []
+        source, target = data[12:16], data[16:20]
+        # Segmentation offload leaves the length to the adapter.
+        body = data[header : size or None]
+    else:
+        size, protocol = struct.unpack_from(">4xHB", data)
+        source, target = frames.gid_address(data[8:24]), frames.gid_address(data[24:40])
+        body = data[40 : 40 + size] if size else data[40:]
+    if protocol == _TCP:
+        return runs.segment(time, source, target, body)
+    if protocol == _UDP and struct.unpack_from(">H", body, 2)[0] == frames.ROCE_PORT:
+        return _roce(time, source, target, body[8:])
+    return []
+
+
+def _roce_v1(time: int, data: bytes) -> list[Seen]:
+    if data[6] != 0x1B:  # what follows the global route header is a base transport header
+        return []
+    [size] = struct.unpack_from(">H", data, 4)
+    source, target = frames.gid_address(data[8:24]), frames.gid_address(data[24:40])
+    return _roce(time, source, target, data[_GRH_SIZE : _GRH_SIZE + size])
+
+
+def _roce(time: int, source: bytes, target: bytes, data: bytes) -> list[Seen]:
+    opcode, flags, target_qp = struct.unpack_from(">BB2xI", data)
+    event: Event
+    if opcode in _WRITES:
+        event = Write(*struct.unpack_from(">QII", data, _BTH_SIZE))
+    elif opcode in _SENDS:
+        padding = flags >> 4 & 3
+        payload = data[_BTH_SIZE : len(data) - _ICRC_SIZE - padding]
+        if len(payload) != llc.MESSAGE_SIZE or payload[1] != llc.MESSAGE_SIZE:
+            return []
+        event = _link_message_untrusted(payload)
+    else:
+        return []
+    return [Seen(time, False, End(source, None), End(target, target_qp & 0xFFFFFF), event)]
+
+
+def _link_message_untrusted(payload: bytes) -> Event:
+    try:
+        if payload[0] == cdc.CDC_TYPE:
+            return cdc.decode_untrusted(payload)
+        return llc.decode_untrusted(payload)
+    except ProtocolError as error:
+        return Unreadable(str(error))
+
+
+class _Run:
+    """CLC messages in one direction of a TCP connection.
+
+    Attributes:
+      next: the sequence number after what was taken.
+    """
+
+    __slots__ = ("data", "next", "over")
+
+    def __init__(self, sequence: int) -> None:
+        self.next = sequence
+        self.data = b""
+        self.over = False
+
+
+class _Runs:
+    """All of them, the last `_MOST_RUNS`."""
+
+    def __init__(self) -> None:
+        self._runs: OrderedDict[tuple[End, End], _Run] = OrderedDict()
+
+    def segment(self, time: int, source: bytes, target: bytes, body: bytes) -> list[Seen]:
+        from_port, to_port, sequence, offset, flags = struct.unpack_from(">HHI4xBB", body)
+        ends = End(source, from_port), End(target, to_port)
+        payload = body[(offset >> 4) * 4 :]
+        if flags & _SYN:
+            self._runs.pop(ends, None)
+            return []
+        if not payload:
+            return []
+        run = self._runs.get(ends)
+        starts = payload.startswith(clc.EYE_CATCHER)
+        if run is None:
+            if not starts:
+                return []
+            run = self._runs[ends] = _Run(sequence)
+            if len(self._runs) > _MOST_RUNS:
+                self._runs.popitem(last=False)
+        known = (run.next - sequence) & 0xFFFFFFFF
+        if known >= 1 << 31:
+            known = 0  # a segment is missing: go on where this one begins
+            run.data, run.over = b"", not starts
+        if run.over or known >= len(payload):
+            return []
+        run.next = (sequence + len(payload)) & 0xFFFFFFFF
+        run.data += payload[known:]
+        return [Seen(time, True, *ends, event) for event in _messages_untrusted(run)]
+
+
+def _messages_untrusted(run: _Run) -> Iterator[Event]:
+    while run.data:
+        if not run.data.startswith(clc.EYE_CATCHER[: len(run.data)]):
+            run.over, run.data = True, b""
+            return
+        if len(run.data) < clc.HEADER_SIZE:
+            return
+        try:
+            length = clc.message_length_untrusted(run.data)
+            if len(run.data) < length:
+                return
+            message, run.data = run.data[:length], run.data[length:]
+            yield clc.decode_untrusted(message)
+        except ProtocolError as error:
+            run.over, run.data = True, b""
+            yield Unreadable(str(error))

@@ -1,0 +1,113 @@
+"""`trio-smc ladder`: a capture as a ladder diagram."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from trio_smc.capture.dissection import Seen, dissect
+from trio_smc.capture.pcapng import DamagedCapture, read
+from trio_smc.tools import ladder_svg, ladder_text
+from trio_smc.tools.errors import ToolError
+from trio_smc.tools.ladder import read_ladders
+from trio_smc.tools.options import positive_count
+
+NAME = "ladder"
+SUMMARY = "draw a capture as a ladder diagram"
+DESCRIPTION = """
+Draw the SMC-R messages and RDMA writes in FILE, a pcapng or pcap capture, as a ladder diagram in
+the manner of RFC 7609's figures: the client's peer on the left, the server's on the right, one
+arrow for each message.
+
+FILE may come from `trio-smc capture`, from trio_smc.Config(capture=...), or from tcpdump and
+others; soft-RoCE of a kernel is visible to tcpdump.  A capture of one of our stacks has that
+stack's own RDMA writes, and not its peer's.
+"""
+EPILOG = """
+Columns: seconds since the first message; the TCP connection, numbered from 1 in the order of the
+Proposals; the link, by the number that its server gave it.
+
+CDC messages: "prod 0:4096" is a cursor, wraps and offset.  Flags, as RFC 7609, A.4 has them:
+B writer blocked, P urgent pending, U urgent present, R update requested, F failover validation;
+D sending done, C connection closed, A abnormal close.
+
+Examples:
+  trio-smc ladder smc.pcapng
+  trio-smc ladder smc.pcapng --connection 2 --svg second.svg
+
+Exit codes: 0; 1 when the capture has nothing of SMC-R; 2 when it is damaged, which one line on
+stderr says after what could be read was drawn.
+"""
+
+_LIMIT: Final = 1000
+_MOST: Final = 1_000_000
+"""Messages that are read of a capture, so that memory stays bounded."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="a pcapng or pcap file")
+    parser.add_argument(
+        "--svg", type=Path, metavar="OUT", help="write an SVG picture and print nothing"
+    )
+    parser.add_argument(
+        "--connection", type=positive_count, metavar="N", help="only this TCP connection's"
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive_count,
+        default=_LIMIT,
+        metavar="N",
+        help=f"draw at most so many messages; default {_LIMIT}",
+    )
+    parser.add_argument(
+        "--width", type=positive_count, default=100, metavar="N", help="columns of text"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw."""
+    seen, damage = _read(options.file)
+    ladders = read_ladders(seen, options.connection)
+    if options.svg is not None and ladders:
+        drawn = ladder_svg.picture(ladders, start=seen[0].time, limit=options.limit)
+        try:
+            options.svg.write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise ToolError(f"ladder: {options.svg}: {error.strerror}") from error
+    elif ladders:
+        left = options.limit
+        for number, ladder in enumerate(ladders):
+            if number:
+                print()
+            for line in ladder_text.draw(
+                ladder, start=seen[0].time, limit=max(left, 0), width=options.width
+            ):
+                print(line)
+            left -= len(ladder.rows)
+    if damage:
+        sys.stdout.flush()
+        raise ToolError(f"ladder: {options.file}: {damage}")
+    if not ladders:
+        which = "" if options.connection is None else f" of a connection {options.connection}"
+        print(f"trio-smc: ladder: {options.file} has nothing of SMC-R{which}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _read(path: Path) -> tuple[list[Seen], str]:
+    """What is in a capture, and what is wrong with it, or ""."""
+    seen: list[Seen] = []
+    try:
+        with path.open("rb") as file:
+            for each in dissect(read(file)):
+                seen.append(each)
+                if len(seen) >= _MOST:
+                    return seen, f"only the first {_MOST} messages are read"
+    except DamagedCapture as error:
+        return seen, str(error)
+    except OSError as error:
+        raise ToolError(f"ladder: {path}: {error.strerror}") from error
+    return seen, ""

@@ -1,0 +1,365 @@
+"""What a ladder diagram shows of a capture: who said what to whom, on which link.
+
+Theory of operation
+-------------------
+A frame names addresses and the receiver's queue pair; a reader wants peers, links and
+connections.  `read_ladders` learns them from the messages in their order, as the peers did:
+
+- an SMC Proposal begins a connection; Accept and Confirm name both ends of its link, the alert
+  tokens, and the RMB element of each side (RFC 7609, 3.5.1, 3.5.2);
+- ADD LINK and its reply name both ends of a new link, CONFIRM LINK its number (3.5.1.6);
+- CONFIRM RKEY and ADD LINK CONTINUATION say what RMBs are called on other links (3.5.5.2).
+
+So a CDC message is known by link and alert token, a write by link, RKey and address.  What a
+capture that began too late does not tell is left open.
+
+A ladder has the TCP clients' peer on the left and their servers' on the right; two stacks that
+are both have two ladders.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from trio_smc.capture.dissection import End, Event, Seen, Write
+from trio_smc.capture.frames import gid_address
+from trio_smc.datapath import cdc
+from trio_smc.rendezvous import clc, llc
+
+__all__ = ["Connection", "Ladder", "Peer", "Row", "address_text", "read_ladders"]
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One side of a ladder: by peer ID where it was said, else by address."""
+
+    peer_id: bytes | None = None
+    addresses: list[bytes] = field(default_factory=list)
+
+    def meet(self, address: bytes) -> None:
+        """Note an address of its."""
+        if address not in self.addresses:
+            self.addresses.append(address)
+
+
+@dataclass(eq=False, slots=True)
+class Rmb:
+    """An RMB: its address by link, and by place whose its elements are: end and connection."""
+
+    addresses: dict[Link, int] = field(default_factory=dict)
+    elements: dict[int, tuple[int, Connection]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One link of a group."""
+
+    group: Group
+    number: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A link group, and what is named within it.
+
+    Attributes:
+      tokens: by (to the server, alert token).
+      rmbs: by (link, of the server, RKey).
+      confirmed: the last RMB that CONFIRM RKEY told of, by (of the server).
+      added: ADD LINK that waits for its reply, by link number.
+    """
+
+    client: Peer
+    server: Peer
+    links: list[Link] = field(default_factory=list)
+    tokens: dict[tuple[bool, int], Connection] = field(default_factory=dict)
+    rmbs: dict[tuple[Link, bool, int], Rmb] = field(default_factory=dict)
+    confirmed: dict[bool, Rmb] = field(default_factory=dict)
+    added: dict[int, llc.AddLink] = field(default_factory=dict)
+
+    def link(self, number: int) -> Link | None:
+        """The youngest link of this number."""
+        return next((each for each in reversed(self.links) if each.number == number), None)
+
+    def rmb(self, link: Link, of_server: bool, rkey: int, address: int) -> Rmb:
+        """The RMB with this RToken on ``link``, known or new."""
+        rmb = self.rmbs.get((link, of_server, rkey))
+        if rmb is None or rmb.addresses[link] != address:
+            rmb = Rmb()
+            self.name(rmb, link, of_server, rkey, address)
+        return rmb
+
+    def name(self, rmb: Rmb, link: Link, of_server: bool, rkey: int, address: int) -> None:
+        """Note what an RMB is called on ``link``."""
+        rmb.addresses[link] = address
+        self.rmbs[link, of_server, rkey] = rmb
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A TCP connection on which SMC-R was proposed.
+
+    Attributes:
+      number: from 1, in the order of the Proposals.
+    """
+
+    number: int
+    client: End
+    server: End
+    client_peer: Peer
+    server_peer: Peer
+    group: Group | None = None
+    accept: clc.Accept | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One message of a ladder.
+
+    Attributes:
+      to_server: its direction.
+      link: its link; None for CLC messages.
+      connection: whose it is, where that is known.
+      place: for a write, where in the RMB element it begins, where that is known.
+    """
+
+    time: int
+    to_server: bool
+    event: Event
+    link: Link | None = None
+    connection: Connection | None = None
+    place: int | None = None
+
+    @property
+    def link_number(self) -> int | None:
+        """The number of its link, where it is known."""
+        return None if self.link is None else self.link.number
+
+    @property
+    def group(self) -> Group | None:
+        """The link group it belongs to, known at the end."""
+        if self.link is not None:
+            return self.link.group
+        return None if self.connection is None else self.connection.group
+
+
+@dataclass(eq=False, slots=True)
+class Ladder:
+    """All messages between a client's and a server's peer."""
+
+    client: Peer
+    server: Peer
+    rows: list[Row] = field(default_factory=list)
+
+
+def address_text(address: bytes) -> str:
+    """An address as people write it."""
+    return str(ipaddress.ip_address(address))
+
+
+def read_ladders(seen: Iterable[Seen], connection: int | None = None) -> list[Ladder]:
+    """The ladders of a capture, in the order in which they begin.
+
+    Args:
+      connection: the number of one connection: only its messages, and those of its link group
+        that are no other connection's.
+    """
+    reader = _Reader()
+    ladders: dict[tuple[int, int], Ladder] = {}
+    for row in [reader.row(each) for each in seen]:
+        if connection is not None and not _concerns(row, reader.connections, connection):
+            continue
+        group, call = row.group, row.connection
+        if group is not None:
+            peers = group.client, group.server
+        elif call is not None:
+            peers = call.client_peer, call.server_peer
+        else:
+            continue
+        key = id(peers[0]), id(peers[1])
+        ladders.setdefault(key, Ladder(*peers)).rows.append(row)
+    return list(ladders.values())
+
+
+def _concerns(row: Row, connections: list[Connection], number: int) -> bool:
+    if row.connection is not None:
+        return row.connection.number == number
+    chosen = connections[number - 1] if 0 < number <= len(connections) else None
+    return chosen is not None and row.group is not None and row.group is chosen.group
+
+
+class _Reader:
+    """Takes messages in their order; `row` says what each is."""
+
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+        self._calls: dict[frozenset[End], Connection] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._strangers: dict[End, Peer] = {}
+        # By address and number of a queue pair: its link, and whether it is the server's.
+        self._ends: dict[End, tuple[Link, bool]] = {}
+        # By address of one end not seen yet and of the other: the same.
+        self._half_known: dict[tuple[bytes, bytes], tuple[Link, bool]] = {}
+
+    def row(self, seen: Seen) -> Row:
+        """Learn from the next message."""
+        return self._tcp_row(seen) if seen.tcp else self._link_row(seen)
+
+    # --- CLC ---------------------------------------------------------------------------------
+
+    def _tcp_row(self, seen: Seen) -> Row:
+        key, event = frozenset((seen.source, seen.target)), seen.event
+        call = self._calls.get(key)
+        if call is None or isinstance(event, clc.Proposal):
+            call = self._calls[key] = self._new_call(seen)
+        to_server = seen.source == call.client
+        if isinstance(event, clc.Proposal | clc.Accept | clc.Confirm | clc.Decline):
+            peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
+            peer.meet(seen.source.address)
+            if to_server:
+                call.client_peer = peer
+            else:
+                call.server_peer = peer
+        if isinstance(event, clc.Accept):
+            self._accepted(call, event)
+        elif isinstance(event, clc.Confirm):
+            self._confirmed(call, event)
+        return Row(seen.time, to_server, event, connection=call)
+
+    def _new_call(self, seen: Seen) -> Connection:
+        # A capture that begins within a rendezvous: only servers accept.
+        turned = isinstance(seen.event, clc.Accept)
+        client, server = (seen.target, seen.source) if turned else (seen.source, seen.target)
+        peers = self._stranger(End(client.address, None)), self._stranger(server)
+        call = Connection(len(self.connections) + 1, client, server, *peers)
+        self.connections.append(call)
+        return call
+
+    def _accepted(self, call: Connection, accept: clc.Accept) -> None:
+        known = self._ends.get(End(gid_address(accept.gid), accept.qp_number))
+        if known is not None and not accept.first_contact:
+            call.group = known[0].group
+        else:
+            call.group = Group(call.client_peer, call.server_peer)
+        call.accept = accept
+
+    def _confirmed(self, call: Connection, confirm: clc.Confirm) -> None:
+        group, accept = call.group, call.accept
+        if group is None or accept is None:
+            return
+        group.client = call.client_peer
+        server_end = End(gid_address(accept.gid), accept.qp_number)
+        known = self._ends.get(server_end)
+        if known is None or known[0].group is not group:
+            self._new_link(
+                group, End(gid_address(confirm.gid), confirm.qp_number), server_end, None
+            )
+        for of_server, says in ((True, accept), (False, confirm)):
+            # Either names any active link by its own end.
+            link, _ = self._ends.get(
+                End(gid_address(says.gid), says.qp_number), self._ends[server_end]
+            )
+            group.tokens[of_server, says.alert_token] = call
+            rmb = group.rmb(link, of_server, says.rkey, says.rmb_address)
+            begin = (says.rmbe_index - 1) * says.buffer_size
+            rmb.elements[begin] = begin + says.buffer_size, call
+
+    # --- LLC, CDC and writes -------------------------------------------------------------------
+
+    def _link_row(self, seen: Seen) -> Row:
+        link, to_server = self._ends.get(seen.target) or self._unknown_link(seen)
+        row = Row(seen.time, to_server, seen.event, link)
+        group, event = link.group, seen.event
+        if isinstance(event, cdc.CdcMessage):
+            row.connection = group.tokens.get((to_server, event.alert_token))
+        elif isinstance(event, Write):
+            self._place(row, group, link, event)
+        else:
+            self._learn_links(group, link, event, to_server)
+            _learn_rtokens(group, link, event, of_server=not to_server)
+        return row
+
+    def _place(self, row: Row, group: Group, link: Link, write: Write) -> None:
+        rmb = group.rmbs.get((link, row.to_server, write.rkey))
+        if rmb is None:
+            return
+        offset = write.address - rmb.addresses[link]
+        for begin, (end, connection) in rmb.elements.items():
+            if begin <= offset < end:
+                row.connection, row.place = connection, offset - begin
+
+    def _learn_links(self, group: Group, link: Link, event: Event, to_server: bool) -> None:
+        match event:
+            case llc.ConfirmLink():
+                link.number = event.link_number
+            case llc.AddLink(reply=False) if not to_server:
+                group.added[event.link_number] = event
+            case llc.AddLink(reply=True, rejected=False) if to_server:
+                asked = group.added.pop(event.link_number, None)
+                if asked is not None:
+                    client = End(gid_address(event.gid), event.qp_number)
+                    server = End(gid_address(asked.gid), asked.qp_number)
+                    self._new_link(group, client, server, event.link_number)
+
+    def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
+        link = Link(group, number)
+        group.links.append(link)
+        self._ends[client] = link, False
+        self._ends[server] = link, True
+        group.client.meet(client.address)
+        group.server.meet(server.address)
+
+    def _unknown_link(self, seen: Seen) -> tuple[Link, bool]:
+        """Of a capture that does not have its beginning."""
+        source, target = seen.source.address, seen.target.address
+        half = self._half_known.pop((target, source), None)
+        if half is None:
+            # Servers confirm and add links; who says something else may be either.
+            said_by_server = isinstance(seen.event, llc.ConfirmLink | llc.AddLink) and (
+                not seen.event.reply
+            )
+            one, other = self._stranger(End(source, None)), self._stranger(seen.target)
+            peers = (other, one) if said_by_server else (one, other)
+            group = Group(*peers)
+            link = Link(group)
+            group.links.append(link)
+            half = link, not said_by_server
+            self._half_known[source, target] = link, said_by_server
+        self._ends[seen.target] = half
+        return half
+
+    def _stranger(self, end: End) -> Peer:
+        peer = self._strangers.setdefault(end, Peer())
+        peer.meet(end.address)
+        return peer
+
+
+def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -> None:
+    """What RMBs are called; ``of_server``: the server says so of its own."""
+    match event:
+        case llc.AddLinkContinuation():
+            new = group.link(event.link_number)
+            for pair in event.pairs:
+                rmb = group.rmbs.get((link, of_server, pair.reference_rkey))
+                if rmb is not None and new is not None:
+                    group.name(rmb, new, of_server, pair.new_rkey, pair.new_address)
+        case llc.ConfirmRkey(reply=False):
+            rmb = group.rmb(link, of_server, event.rkey, event.address)
+            group.confirmed[of_server] = rmb
+            _name_on_others(group, rmb, of_server, event.others)
+        case llc.ConfirmRkeyContinuation(reply=False) if of_server in group.confirmed:
+            _name_on_others(group, group.confirmed[of_server], of_server, event.others)
+        case llc.DeleteRkey(reply=False):
+            for rkey in event.rkeys:
+                group.rmbs.pop((link, of_server, rkey), None)
+
+
+def _name_on_others(
+    group: Group, rmb: Rmb, of_server: bool, others: Iterable[llc.LinkRToken]
+) -> None:
+    for token in others:
+        link = group.link(token.link_number)
+        if link is not None:
+            group.name(rmb, link, of_server, token.rkey, token.address)
