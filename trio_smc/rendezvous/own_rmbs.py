@@ -223,7 +223,7 @@ class OwnRmbs:
         waiting = self._waiting.pop(rmb.element_size)
         if agreed:
             self.pool.add(rmb)
-        else:
+        elif rmb in self._regions:  # else the group has ended, and freed it
             self.free(rmb)
         if not agreed:
             for done in waiting:
