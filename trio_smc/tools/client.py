@@ -2,7 +2,7 @@
 
 Plain blocking sockets with one deadline for each stack; the protocol is told in
 `trio_smc._base.control`.  What an answer holds was written by another process: its parts are
-checked for their shape here, and commands take fields out of it by `dict.get`.
+checked for their shape here (`tools.shape`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final
 from trio_smc import ProtocolError
 from trio_smc._base import control
 from trio_smc.tools.errors import ToolError
+from trio_smc.tools.shape import SHAPES, check_untrusted
 
 __all__ = ["Snapshot", "take_snapshots"]
 
@@ -186,34 +187,25 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     """
     part: Any = message.get("part")
     data: Any = message.get("data")
-    match part, data:
-        case "end", _:
-            if not snapshot.stack:
-                raise ProtocolError("it ended before it began")
-            return False
-        case "error", str():
-            raise ProtocolError(data[:200])
-        case "process", {"stack": str() as stack, "uptime": int() | float() as uptime}:
-            snapshot.stack, snapshot.uptime = stack, float(uptime)
-        case "statistics", {"fallbacks": list() as fallbacks}:
-            _check_untrusted(fallbacks, dict)
-            snapshot.statistics = dict(data)
-        case "connections" | "link_groups" | "rnics" | "listeners", list():
-            _check_untrusted(data, list if part == "listeners" else dict)
-            present = getattr(snapshot, part)
-            if len(present) + len(data) > _ITEMS:
-                raise ProtocolError(f"more than {_ITEMS} {part}")
-            present += data
-        case "process" | "statistics" | "connections" | "link_groups" | "rnics" | "listeners", _:
-            raise ProtocolError(f"its {part} are malformed")
-        case _:
-            pass  # something newer than this program
+    if part == "error":
+        raise ProtocolError(str(data)[:200])
+    if part == "end":
+        if not snapshot.stack:
+            raise ProtocolError("it ended before it began")
+        return False
+    if part not in SHAPES:
+        return True  # something newer than this program
+    check_untrusted(data, SHAPES[part], part)
+    if part == "process":
+        snapshot.stack, snapshot.uptime = data["stack"], float(data["uptime"])
+    elif part == "statistics":
+        snapshot.statistics = data
+    else:
+        present = getattr(snapshot, part)
+        if len(present) + len(data) > _ITEMS:
+            raise ProtocolError(f"more than {_ITEMS} {part}")
+        present += data
     return True
-
-
-def _check_untrusted(items: list[Any], kind: type) -> None:
-    if not all(isinstance(item, kind) for item in items):
-        raise ProtocolError("a list of something else than it should hold")
 
 
 def _message(sock: socket.socket, deadline: float) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
     """One row for each link or RMB size, whatever are more; only the first names the group."""
-    names = [group.get(name) for name in ("number", "role", "peer_id", "kind", "state")]
-    links = [_link(link) for link in _dicts(group.get("links"))]
-    rmbs = _rmbs(_dicts(group.get("rmbs")))
+    names = [group[name] for name in ("number", "role", "peer_id", "kind", "state")]
+    links = [_link(link) for link in group["links"]]
+    rmbs = _rmbs(group["rmbs"])
     return [
         [
             *([pid, *names] if not number else [" "] * 6),
@@ -77,20 +77,15 @@ def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
 
 
 def _link(link: dict[str, Any]) -> list[object]:
-    get = link.get
-    users = f"{get('user_id', 0):08x} {get('peer_user_id', 0):08x}"
-    return [get("number"), get("state"), get("rnic"), get("connections"), users]
+    users = f"{link['user_id']:08x} {link['peer_user_id']:08x}"
+    return [link["number"], link["state"], link["rnic"], link["connections"], users]
 
 
 def _rmbs(rmbs: list[dict[str, Any]]) -> list[str]:
     """In words, one line for each size."""
     sizes: dict[int, list[int]] = {}
     for rmb in rmbs:
-        total = sizes.setdefault(rmb.get("element_size", 0), [0, 0])
-        total[0] += rmb.get("in_use", 0)
-        total[1] += rmb.get("elements", 0)
+        total = sizes.setdefault(rmb["element_size"], [0, 0])
+        total[0] += rmb["in_use"]
+        total[1] += rmb["elements"]
     return [f"{used} of {all_} × {size(each)}" for each, (used, all_) in sorted(sizes.items())]
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

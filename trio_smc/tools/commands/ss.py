@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     )
     for snapshot in snapshots:
         snapshot.connections = [
-            each for each in snapshot.connections if options.mode in (None, each.get("mode"))
+            each for each in snapshot.connections if options.mode in (None, each["mode"])
         ]
     if options.json:
         names = ("pid", "stack", "uptime", "program", "connections", "listeners")
@@ -91,58 +91,58 @@ def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]
         for each in snapshot.connections:
             yield [
                 snapshot.pid,
-                each.get("state"),
-                each.get("mode"),
-                each.get("receive_queue"),
-                each.get("send_queue"),
-                address(each.get("local")),
-                address(each.get("peer")),
+                each["state"],
+                each["mode"],
+                each["receive_queue"],
+                each["send_queue"],
+                address(each["local"]),
+                address(each["peer"]),
                 _place(each),
-                _why(each.get("fallback")),
+                _why(each["fallback"]),
             ]
 
 
 def _place(connection: dict[str, Any]) -> str | None:
-    group = connection.get("link_group")
+    group = connection["link_group"]
     if group is None:
         return None
-    link = connection.get("link")
+    link = connection["link"]
     return f"{group}, link {'-' if link is None else link}"
 
 
-def _why(fallback: Any) -> str | None:
-    if not isinstance(fallback, dict):
-        return None
-    return f"{fallback.get('origin')}: {fallback.get('reason')}"
+def _why(fallback: dict[str, Any] | None) -> str | None:
+    return None if fallback is None else f"{fallback['origin']}: {fallback['reason']}"
 
 
 def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
-    ends = f"{address(connection.get('local'))} → {address(connection.get('peer'))}"
-    yield f"pid {snapshot.pid}  {connection.get('mode')}  {ends}"
-    cursors, counts = connection.get("cursors"), connection.get("statistics")
-    if isinstance(cursors, dict):
-        get = cursors.get
+    ends = f"{address(connection['local'])} → {address(connection['peer'])}"
+    yield f"pid {snapshot.pid}  {connection['mode']}  {ends}"
+    if connection["cursors"] is not None:
+        yield from _cursors(**connection["cursors"])
+    if connection["mode"] == "smc-r":
+        count = connection["statistics"]
         yield (
-            f"  sent      {get('produced')} written, {get('delivered')} delivered, "
-            f"{get('taken')} taken by the peer; window {size(get('window', 0))} "
-            f"of {size(get('peer_ring', 0))}"
+            f"  counted   {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "
+            f"{count['cdcs_received']} received, {count['coalesced']} spared, "
+            f"{count['window_stalls']} waits for the window"
         )
-        yield (
-            f"  received  {get('received')} arrived, {get('consumed')} taken; "
-            f"ring {size(get('ring', 0))}"
-        )
-        yield (
-            f"  CDC       last completed {get('sequence_sent')}, last received "
-            f"{get('sequence_received')}, alert token 0x{get('alert_token', 0):08x}"
-        )
-    if isinstance(counts, dict) and connection.get("mode") == "smc-r":
-        get = counts.get
-        yield (
-            f"  counted   {get('writes')} RDMA writes, {get('cdcs_sent')} CDC messages sent, "
-            f"{get('cdcs_received')} received, {get('coalesced')} spared, "
-            f"{get('window_stalls')} waits for the window"
-        )
-    fallback = connection.get("fallback")
-    if isinstance(fallback, dict):
-        yield f"  why TCP   {fallback.get('message')} ({fallback_codes(fallback)})"
-        yield f"  remedy    {fallback.get('remedy')}"
+    fallback = connection["fallback"]
+    if fallback is not None:
+        yield f"  why TCP   {fallback['message']} ({fallback_codes(fallback)})"
+        yield f"  remedy    {fallback['remedy']}"
+
+
+def _cursors(
+    *, produced: int, delivered: int, taken: int, window: int, peer_ring: int, received: int,
+    consumed: int, ring: int, sequence_sent: int, sequence_received: int, alert_token: int,
+    **_: object,
+) -> Iterator[str]:  # fmt: skip
+    yield (
+        f"  sent      {produced} written, {delivered} delivered, {taken} taken by the peer; "
+        f"window {size(window)} of {size(peer_ring)}"
+    )
+    yield f"  received  {received} arrived, {consumed} taken; ring {size(ring)}"
+    yield (
+        f"  CDC       last completed {sequence_sent}, last received {sequence_received}, "
+        f"alert token 0x{alert_token & 0xFFFFFFFF:08x}"
+    )

@@ -1,0 +1,133 @@
+"""`trio-smc rnic`: the RNICs of stacks, what "auto" would find, and the machine's devices."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import trio_smc
+from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.errors import ToolError
+from trio_smc.tools.options import add_json, add_process, private_directory
+from trio_smc.tools.output import print_json, show, table
+from trio_smc.tools.sysfs import Port, read_ports
+from trio_smc.tools.words import gid
+
+NAME = "rnic"
+SUMMARY = 'list RNICs: of running stacks, those "auto" would find, and the machine\'s devices'
+DESCRIPTION = """
+List RNICs (RFC 7609, 2.1): those that running stacks have open, those that Config(rnics="auto"),
+the default, would use in a new process, and the RDMA devices of the machine with their ports,
+GIDs and network interfaces, whether a stack can use them or not.
+
+An RNIC serves a connection when the route goes over one of the interfaces in NETDEVS, which
+are those of its GIDs and the VLANs and bonds on top of them.  The software RNIC (kind "software")
+serves connections between processes of one host.
+
+What "auto" finds is found out by opening a stack for a moment, without a socket of its own.
+"""
+EPILOG = """
+Examples:
+  trio-smc rnic               works without any running process
+  trio-smc rnic --pid 4242    only what that process has open
+  trio-smc rnic --json
+
+Exit codes: 0, or 2 when the process of --pid does not answer.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_process(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask, look, and print."""
+    directory = private_directory(options)
+    named = options.pid is not None
+    stacks = take_snapshots(directory, ("rnics",), options.pid, some=named)
+    found: dict[str, Any] = {
+        "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
+    }
+    if not named:
+        found["auto"] = trio.run(_automatic, directory)
+        found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
+        found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
+    if options.json:
+        print_json(found)
+    else:
+        _print(found)
+    return 0
+
+
+async def _automatic(directory: Path) -> list[dict[str, Any]]:
+    """What a new stack would have, in the shape of the control socket's "rnics"."""
+    config = trio_smc.Config(directory=directory, control=False)
+    try:
+        async with trio_smc.open_stack(config) as stack:
+            return [
+                {
+                    "name": rnic.name,
+                    "kind": rnic.kind,
+                    "device": getattr(rnic, "device", None),
+                    "port": getattr(rnic, "port", None),
+                    "port_active": rnic.port_active,
+                    "gid": rnic.gid.hex(),
+                    "mac": rnic.mac.hex(),
+                    "mtu": 128 << rnic.mtu,
+                }
+                for rnic in stack.rnics
+            ]
+    except OSError as error:
+        raise ToolError(f"no stack can be opened: {error}") from None
+
+
+def _print(found: dict[str, Any]) -> None:
+    ports = {(port.device, port.number): port for port in read_ports()}
+    heads = ("NAME", "KIND", "PORT", ">MTU", "GID", "MAC", "NETDEVS")
+    if found["stacks"]:
+        rows = [
+            [stack["pid"], *_rnic(each, ports), each["links"]]
+            for stack in found["stacks"]
+            for each in stack["rnics"]
+        ]
+        show(table(("PID", *heads, ">LINKS"), rows, "RNICs of running stacks"))
+    if "auto" not in found:
+        return
+    if found["stacks"]:
+        show("")
+    show(table(heads, [_rnic(each, ports) for each in found["auto"]], 'What "auto" finds'))
+    show("", *_devices(list(ports.values()), found["pyverbs"]))
+
+
+def _rnic(rnic: dict[str, Any], ports: dict[tuple[str, int], Port]) -> list[object]:
+    port = ports.get((rnic["device"], rnic["port"]))
+    netdevs = " ".join(port.netdevs) if port else ""
+    if rnic["kind"] == "software":
+        netdevs = "this host"
+    state = "drained" if rnic.get("drained") else "active" if rnic["port_active"] else "down"
+    return [rnic["name"], rnic["kind"], state, rnic["mtu"], gid(rnic["gid"]), rnic["mac"], netdevs]
+
+
+def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
+    if not ports:
+        return ["This machine has no RDMA devices (/sys/class/infiniband)."]
+    rows: list[list[object]] = []
+    for port in ports:
+        first: list[object] = [port.device, port.number, port.state, port.link_layer]
+        netdevs = " ".join(port.netdevs)
+        gids = [[g.index, g.value, g.kind, g.netdev] for g in port.gids] or [[None] * 4]
+        for place, each in enumerate(gids):
+            blank = place > 0
+            rows.append([*([" "] * 4 if blank else first), *each, " " if blank else netdevs])
+    heads = ("DEVICE", ">PORT", "STATE", "LAYER", ">INDEX", "GID", "TYPE", "NETDEV", "NETDEVS")
+    lines: list[Any] = [table(heads, rows, "RDMA devices of this machine")]
+    if not pyverbs:
+        lines.append("pyverbs is not installed here: no stack of this Python can use them.")
+    return lines
