@@ -6,7 +6,7 @@
 Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py); whenever their
 link group is whole, this process lets something go wrong on one side: queue pairs fail, noticed by
 both or by one, ports go down and come back, messages, writes and completions are lost, messages
-come late, wakeups come twice.  Each is shown as it happens, and a table ends it.
+come late, wakeups come twice, a process stands still for a moment.  Each is shown as it happens, and a table ends it.
 
 One kind, "not-placed", is a message that counts as arrived and did not.  Nobody can repair that:
 the one connection it belonged to must be reset (RFC 7609, 4.6.1), and no other.
@@ -22,6 +22,7 @@ import contextlib
 import importlib.util
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,9 +46,10 @@ KINDS = {
     "not-placed": 5,
     "delay": 3,
     "wakeup": 3,
+    "process-stop": 2,
     "link-silent": 1,
 }
-HARMLESS = frozenset({"delay", "wakeup"})
+HARMLESS = frozenset({"delay", "wakeup", "process-stop"})
 SETTINGS: dict[str, Any] = {
     "receive_buffer": 128 * 1024,
     "test_link_interval": 0.5,
@@ -335,6 +337,9 @@ class Chaos:
         rnic = self._rng.randrange(self.policy.rnics)
         seconds = round(0.05 * self._rng.random(), 4)
         struck, missed = self._struck, self.result.missed
+        if kind == "process-stop":
+            await self._stop(side, 4 * seconds)
+            return True
         await side.tell("strike", kind=kind, rnic=rnic, seconds=seconds)
         await self._until(
             lambda: self._struck > struck or self.result.missed > missed, MEETS_WITHIN
@@ -343,6 +348,15 @@ class Chaos:
             self.result.missed += 1
             await side.tell("disarm")
         return self._struck > struck
+
+    async def _stop(self, side: Side, seconds: float) -> None:
+        """Stop a process for less than it takes its peer to give the links up."""
+        self._on_struck(side, "process-stop", f"the {side.role}")
+        side.process.send_signal(signal.SIGSTOP)
+        try:
+            await trio.sleep(seconds)
+        finally:
+            side.process.send_signal(signal.SIGCONT)
 
     async def _strike_again(self, before: list[int]) -> None:
         """In the middle of the failover; only what leaves a link to go on with."""
