@@ -41,11 +41,13 @@ from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._control import ControlSocket
 from trio_smc._endpoint import Endpoint
+from trio_smc._policy import ShortConnections
 from trio_smc._rnics import RnicChange, StackRnics
 from trio_smc._tcp_watch import TcpWatch
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.group_host import Mover, NoMover
 from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.tcp_option import TcpOption
 from trio_smc.rendezvous.timers import Timers
@@ -75,6 +77,7 @@ class StackCore:
     Attributes:
       config: the stack's configuration.
       rnic_set: its RNICs.
+      short_connections: whose connections were not worth SMC-R.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
       failure: the defect that ended a background task, and with it the stack.
@@ -90,6 +93,7 @@ class StackCore:
         self.discovery = Discovery(config.private_directory())
         self.tcp_option = TcpOption(Path(config.tcp_option))
         self.handshakes = Counter[str]()
+        self.short_connections = ShortConnections(trio.current_time)
         self.control: ControlSocket | None = None
         self.closing = False
         self.failure: Exception | None = None
@@ -283,6 +287,15 @@ class StackCore:
 
     def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
         """An RNIC came or went: link groups of its kind are told."""
+        for group in list(self._groups):
+            if group.rnic.kind != rnic.kind:
+                continue
+            if change is RnicChange.AVAILABLE:
+                group.rnic_available(rnic)
+            elif change is RnicChange.DRAINED:
+                group.rnic_unavailable(rnic)
+            else:
+                group.rnic_lost(rnic)
 
     # --- trio_smc.rendezvous.link_group.GroupHost -----------------------------------------
 
@@ -297,6 +310,10 @@ class StackCore:
     def usable_rnics(self, kind: str) -> list[Rnic]:
         """RNICs of this kind that may carry links now, the preferred one first."""
         return self.rnic_set.usable(kind)
+
+    def new_mover(self, group: LinkGroup) -> Mover:
+        """Who moves the connections of a group between its links."""
+        return NoMover()
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""
@@ -369,7 +386,10 @@ class StackCore:
     def connection_closed(self, endpoint: Endpoint) -> None:
         """A connection is CLOSED and has given everything back."""
         del self._endpoints[endpoint.connection]
-        add_statistics(self._closed_totals, endpoint.connection.statistics())
+        statistics = endpoint.connection.statistics()
+        add_statistics(self._closed_totals, statistics)
+        size = statistics.bytes_sent + statistics.bytes_received
+        self.short_connections.closed(endpoint.connection, size)
         self._something_ended.set()
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class LinkView:
 
     @property
     def state(self) -> str:
-        """INIT, CONFIRMING, ACTIVE, TESTING or DOWN; see `trio_smc.states.link`."""
+        """INIT, CONFIRMING, ACTIVE, TESTING, LEAVING or DOWN; see `trio_smc.states.link`."""
         return self._core.state
 
     @property
@@ -63,10 +63,8 @@ class LinkView:
 
     @property
     def connections(self) -> int:
-        """How many connections use the link, closing ones included."""
-        core = self._core
-        users = core.group.connections.values()
-        return sum(getattr(each, "channel", None) is core for each in users)
+        """How many connections send on the link, closing ones included."""
+        return self._core.load
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LinkView) and other._core is self._core
@@ -137,11 +135,14 @@ class LinkGroup:
     @property
     def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric link group."""
-        return LinkGroupKind.SINGLE
+        return LinkGroupKind(self._core.kind)
 
     @property
     def state(self) -> str:
-        """FORMING, SINGLE, TERMINATING or GONE; see `trio_smc.states.link_group`."""
+        """FORMING, SINGLE, ASYMMETRIC, SYMMETRIC, TERMINATING or GONE.
+
+        See `trio_smc.states.link_group`.
+        """
         return self._core.state
 
     @property
@@ -173,7 +174,7 @@ class LinkGroup:
         self._check()
         if all(link.number != number for link in self.links):
             raise ValueError(f"the link group has no link {number}")
-        self._core.deletion.delete_link(number)
+        self._core.delete_link(number)
 
     def terminate(self) -> None:
         """End the group in order: its connections are reset, then its links are deleted.

@@ -2,26 +2,30 @@
 
 Theory of operation
 -------------------
-An exchange is a request of ours that waits for a reply.  What may run when is declared in
-`states.llc_exchange`; this module is that machine's model.  Requests that cannot start yet wait
-in bounded queues.  An exchange that fails (no reply, link lost) is not repeated on another
-link (RFC 7609, 2.3): its owner is told and may begin anew.
+What may run when is declared in `states.llc_exchange`; this module is that machine's model.
+Adding links is told in `link_adding`, deleting them in `link_deletion`, RKeys in `rkeys`.
+Requests that cannot start yet wait in bounded queues.  When an exchange is over, the next one
+is chosen: deletions first, for nothing works on a link that is lost, then links, then RKeys.
+
+An exchange that fails is not repeated on another link (2.3).  RKey requests begin anew, with the
+links there are then: after a failed link, after a reply that says so, and when an ADD LINK or
+DELETE LINK of the server overtook them (3.5.5.3.3); the last kind stays `_current` until its
+reply has come.
 
 Requests of the peer are answered at once where the table allows it.  While links change, a
 CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
-changed.  TEST LINK, DELETE LINK for the whole group and notices never come here.
+changed.  TEST LINK and DELETE LINK for the whole group never come here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.rkey_request import RkeyRequest
 from trio_smc.states.engine import Machine
 from trio_smc.states.llc_exchange import LLC_EXCHANGE
 
@@ -31,82 +35,34 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.rkeys import RkeyMessage
     from trio_smc.rendezvous.timers import Timer
 
-__all__ = ["Exchanges", "RkeyRequest"]
+__all__ = ["Exchanges"]
 
 LOGGER = logging.getLogger("trio_smc.llc")
 
 _MAX_QUEUED: Final = 512
 _MAX_PUT_OFF: Final = 16
-_RETRIES: Final = 3
-_RETRY_DELAY: Final = 0.05
-"""Seconds before the first retry; four times as long before each further one."""
-
-
-@dataclass(slots=True, eq=False)
-class RkeyRequest:
-    """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
-
-    Attributes:
-      messages: makes the request for the link it will travel on, when its turn has come.
-      finished: called once with whether the peer agreed.
-    """
-
-    messages: Callable[[Link], list[llc.Message]]
-    finished: Callable[[bool], None]
-    tries: int = 0
-    _awaited: deque[type[llc.Message]] = field(default_factory=deque)
-    _negative: bool = False
-    _retry: bool = False
-
-    def send(self, link: Link) -> None:
-        """Send all messages; each is echoed by itself (A.3.5, A.3.6)."""
-        messages = self.messages(link)
-        self._awaited = deque(map(type, messages))
-        self._negative = self._retry = False
-        for message in messages:
-            link.send_llc(message)
-
-    def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
-        """Whether this echo was the last.  Raises ProtocolError when it is not one."""
-        if not self._awaited or type(echo) is not self._awaited.popleft():
-            raise ProtocolError(f"{type(echo).__name__} reply without a request")
-        if isinstance(echo, llc.DeleteRkey):
-            if echo.negative:  # nothing beyond logging (A.3.7)
-                LOGGER.info("the peer did not know all RKeys: mask %#04x", echo.error_mask)
-        elif echo.negative and not self._negative:
-            self._negative = True
-            # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).
-            self._retry = not isinstance(echo, llc.ConfirmRkey) or echo.retry
-        return not self._awaited
-
-    @property
-    def agreed(self) -> bool:
-        """Whether no echo was negative."""
-        return not self._negative
-
-    @property
-    def to_be_retried(self) -> bool:
-        """Whether the peer wants it again when its configuration change is over."""
-        return self._negative and self._retry and self.tries < _RETRIES
 
 
 class Exchanges:
-    """The serializer of one link group; the model of `states.llc_exchange`."""
+    """The serializer of one link group; the model of `states.llc_exchange`.
+
+    Attributes:
+      carrier: the link that the ADD LINK or DELETE LINK exchange under way travels on.
+    """
 
     def __init__(self, group: LinkGroup) -> None:
         self._group = group
         self.machine = Machine(LLC_EXCHANGE, self)
+        self.carrier: Link | None = None
+        self._timer: Timer | None = None
         self._queue: deque[RkeyRequest] = deque()
         self._current: RkeyRequest | None = None
-        self._link: Link | None = None
-        self._timer: Timer | None = None
+        self._rkeys_link: Link | None = None
+        self._rkeys_timer: Timer | None = None
         self._peer_request: tuple[Link, RkeyMessage] | None = None
         self._put_off: deque[tuple[Link, llc.DeleteRkey]] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
-        # Links to delete and why, by number.
-        self._deletions: dict[int, int] = {}
-        self.deleting = -1
-        """Number of the link that the DELETE LINK under way names."""
+        self._chosen = False  # the next exchange, whose event the machine has not seen yet
 
     @property
     def state(self) -> str:
@@ -116,13 +72,17 @@ class Exchanges:
     # --- what the group asks for -----------------------------------------------------------
 
     def begin(self, event: str, link: Link) -> None:
-        """Begin a CONFIRM LINK or ADD LINK exchange on ``link``; `done` ends it."""
-        self._link = link
+        """Begin an exchange on ``link``, by the event that the chart calls it."""
+        self.carrier = link
         self.machine.send(event)
 
     def done(self) -> None:
         """The exchange under way is complete."""
         self.machine.send("done")
+
+    def look(self) -> None:
+        """Something waits: start it, if nothing is under way."""
+        self.machine.send("queued")
 
     def change_rkeys(self, request: RkeyRequest) -> None:
         """Confirm or delete RKeys, now or when the exchange under way is done."""
@@ -130,17 +90,20 @@ class Exchanges:
             request.finished(False)
             return
         self._queue.append(request)
-        self.machine.send("queued")
+        self.look()
 
-    def delete_link(self, number: int, reason: int) -> None:
-        """Delete a link, now or when the exchange under way is done (3.5.5.3.1); server only."""
-        if self.machine.state == "DELETE_LINK" and number == self.deleting:
-            return
-        self._deletions[number] = reason
-        self.machine.send("queued")
+    def link_lost(self, link: Link) -> None:
+        """What travels on ``link`` has failed."""
+        begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
+        if link is self._rkeys_link and not begun:
+            self.stop_rkeys_timer()
+            self.redo_rkeys()
+        if link is self.carrier or link is self._rkeys_link:
+            self.machine.send("carrier_lost")
 
     def end(self) -> None:
         """The group is gone: nothing can be exchanged any more."""
+        self.fail_queued()  # at once, although an exchange may be failing just now
         self.machine.send("end")
 
     # --- messages of the peer -----------------------------------------------------------
@@ -148,66 +111,133 @@ class Exchanges:
     def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
         """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
         request = self._current
-        if request is None or link is not self._link:
+        if request is None or link is not self._rkeys_link:
             raise ProtocolError(f"{type(reply).__name__} reply without a request")
-        if not request.on_echo_untrusted(reply):
-            return
-        self._current = None
-        self.machine.send("done")
-        if request.to_be_retried:
-            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
-            delay = _RETRY_DELAY * 4**request.tries
-            request.tries += 1
-            self._retries[request] = self._group.timers.call_later(
-                delay, lambda: self._retry(request)
-            )
-            return
-        request.finished(request.agreed)
-
-    def _retry(self, request: RkeyRequest) -> None:
-        del self._retries[request]
-        self.change_rkeys(request)
+        if request.on_echo_untrusted(reply):
+            self.machine.send("rkeys_replied")
 
     def on_request(self, link: Link, message: RkeyMessage) -> None:
         """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
         self._peer_request = (link, message)
         self.machine.send("peer_rkeys")
 
-    # --- actions of states.llc_exchange ---------------------------------------------------
+    # --- actions of states.llc_exchange: what comes next -------------------------------------
 
     def start_next(self) -> None:
-        """Begin the oldest queued exchange."""
+        """Begin the most urgent exchange that waits."""
+        if self._chosen:
+            return
+        self.carrier = None
         while self._put_off:
-            self._group.rkeys.answer(*self._put_off.popleft())
+            link, message = self._put_off.popleft()
+            if link.state != "DOWN":
+                self._group.rkeys.answer(link, message)
+        group = self._group
+        if group.state == "FORMING" or group.links.for_llc() is None:
+            return
+        if group.deletion.start() or group.adding.start() or self._start_rkeys():
+            self._chosen = True
+
+    def _start_rkeys(self) -> bool:
         link = self._group.any_active_link()
-        if link is None:
-            return
-        if self._deletions:
-            self.deleting, reason = self._deletions.popitem()
-            self._link = link
-            self.machine.send("delete_link")
-            self._group.deletion.send_delete_link(link, self.deleting, reason)
-            return
-        if not self._queue:
-            return
+        if not self._queue or link is None or self._current is not None:
+            return False
         self._current = self._queue.popleft()
-        self._link = link
+        self._rkeys_link = link
         self.machine.send("change_rkeys")
-        self._current.send(link)
+        return True
+
+    def settle(self) -> None:
+        """At first contact data may flow now: there is a second link, or it was given up."""
+        self._group.adding.settle()
 
     def start_reply_timer(self) -> None:
         """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
         self.stop_reply_timer()
-        config = self._group.config
-        forming = self._group.state == "FORMING"
-        seconds = config.first_contact_timeout if forming else config.llc_timeout
-        self._timer = self._group.timers.call_later(seconds, self._timed_out)
+        self._timer = self._group.timers.call_later(
+            self._group.reply_timeout, lambda: self._timed_out("timeout")
+        )
 
     def stop_reply_timer(self) -> None:
         """The reply came, or does not matter any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _timed_out(self, event: str) -> None:
+        self.machine.send(event)
+
+    def fail_carrier(self) -> None:
+        """The link over which the message was sent is not usable either (C.7.1)."""
+        self._fail(self.carrier)
+
+    def _fail(self, link: Link | None) -> None:
+        if link is not None:
+            LOGGER.info("%r: an LLC request was not answered: %s", link, self.machine.state)
+            link.machine.send("failed")
+
+    def give_up_first_contact(self) -> None:
+        """Break the TCP connection (C.7.1)."""
+        self._group.setup.first_contact_timed_out()
+
+    # --- actions and guards: links ------------------------------------------------------------
+
+    @property
+    def client(self) -> bool:
+        """Our role."""
+        return self._group.client
+
+    @property
+    def forming(self) -> bool:
+        """Whether this is the first contact."""
+        return self._group.state == "FORMING"
+
+    @property
+    def peer_adds_links(self) -> bool:
+        """Whether the peer has ever answered ADD LINK; old kernels never do."""
+        return self._group.adding.answered
+
+    def drop_new_link(self) -> None:
+        """Free what the new link had."""
+        self._group.adding.drop()
+
+    def retry_later(self) -> None:
+        """C.8."""
+        self._group.adding.retry_later()
+
+    def retry_soon(self) -> None:
+        """C.7.1: over another link, if there is one."""
+        self._group.adding.seek()
+
+    def note_notice(self) -> None:
+        """The client has an RNIC for a further link (3.5.5.1.2)."""
+        self._group.adding.seek()
+
+    def note_deletion(self) -> None:
+        """The client wants a link deleted (3.5.5.1.4)."""
+        self._group.deletion.note_asked()
+
+    def withdraw_link(self) -> None:
+        """DELETE LINK for the link that could not be added."""
+        self._group.deletion.withdraw(self._group.adding.number)
+
+    def ask_to_withdraw(self) -> None:
+        """The same of the client, which the server answers with a DELETE LINK."""
+        self._group.deletion.ask(self._group.adding.number, llc.DeleteLinkReason.LOST_PATH)
+
+    def leave_link(self) -> None:
+        """Move connections off the link that is to be deleted."""
+        self._group.deletion.leave()
+
+    def send_delete_link(self) -> None:
+        """They have left."""
+        self._group.deletion.send()
+
+    def delete_again(self) -> None:
+        """Over another link."""
+        self._group.deletion.again()
+
+    # --- actions: RKeys ---------------------------------------------------------------------
 
     def answer_rkeys(self) -> None:
         """Answer the peer's RKey request."""
@@ -227,34 +257,46 @@ class Exchanges:
             LOGGER.warning("%r: the peer does not wait for replies to DELETE RKEY", link)
             link.machine.send("failed")
 
-    def confirm_link_timed_out(self) -> None:
-        """First contact only: break the connection (C.7.1)."""
-        self._group.setup.first_contact_timed_out()
+    def send_rkeys(self) -> None:
+        """Our request; then wait for the echoes."""
+        if self._current is not None and self._rkeys_link is not None:
+            self._current.send(self._rkeys_link)
+        self._rkeys_timer = self._group.timers.call_later(
+            self._group.config.llc_timeout, lambda: self._timed_out("rkeys_timeout")
+        )
 
-    def add_link_timed_out(self) -> None:
-        """The server goes on with the links there are (C.8); a client whose server is silent
-        breaks the connection at first contact (C.7.1)."""
-        if self._group.client and self._group.state == "FORMING":
-            self._group.setup.first_contact_timed_out()
-        else:
-            self._group.setup.add_link_settled()
+    def stop_rkeys_timer(self) -> None:
+        """They came, or do not matter any more."""
+        if self._rkeys_timer is not None:
+            self._rkeys_timer.cancel()
+            self._rkeys_timer = None
 
-    def delete_link_timed_out(self) -> None:
-        """The link over which the message was sent is not usable either (C.7.1)."""
-        self._fail_link("DELETE LINK")
+    def end_rkeys(self) -> None:
+        """All echoes are there."""
+        request, self._current, self._rkeys_link = self._current, None, None
+        if request is None:
+            return
+        if request.to_be_retried:
+            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
+            self._retries[request] = self._group.timers.call_later(
+                request.next_delay(), lambda: self._retry(request)
+            )
+            return
+        request.finished(request.agreed)
 
-    def rkeys_timed_out(self) -> None:
-        """The link over which the message was sent has failed (C.7.1)."""
-        request, self._current = self._current, None
-        self._fail_link("CONFIRM RKEY or DELETE RKEY")
+    def redo_rkeys(self) -> None:
+        """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
+        request, self._current, self._rkeys_link = self._current, None, None
         if request is not None:
-            request.finished(False)
+            self._queue.appendleft(request)
 
-    def _fail_link(self, what: str) -> None:
-        link = self._link
-        if link is not None:
-            LOGGER.info("%r: %s was not answered", link, what)
-            link.machine.send("failed")
+    def fail_rkeys_link(self) -> None:
+        """The link over which the request was sent has failed (C.7.1)."""
+        self._fail(self._rkeys_link)
+
+    def _retry(self, request: RkeyRequest) -> None:
+        del self._retries[request]
+        self.change_rkeys(request)
 
     def fail_queued(self) -> None:
         """Tell everybody who waits (2.3)."""
@@ -267,16 +309,13 @@ class Exchanges:
         self._queue.clear()
         self._retries.clear()
         self._put_off.clear()
-        self._deletions.clear()
         for request in waiting:
             request.finished(False)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers."""
+        if old == "IDLE":
+            self._chosen = False
         observer = self._group.host.observer
         if observer is not None:
             observer.state(self, old, new, event)
-
-    def _timed_out(self) -> None:
-        self._timer = None
-        self.machine.send("timeout")

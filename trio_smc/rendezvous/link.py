@@ -23,7 +23,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cdc import CDC_TYPE
@@ -33,10 +33,11 @@ from trio_smc.states.engine import Machine
 from trio_smc.states.link import LINK
 
 if TYPE_CHECKING:
+    from trio_smc.rendezvous.group_host import GroupConnection
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rendezvous.timers import Timer
 
-__all__ = ["Link", "LinkConnection", "PeerQueuePair"]
+__all__ = ["Link", "LinkConnection", "PeerPort", "PeerQueuePair"]
 
 LOGGER = logging.getLogger("trio_smc.link")
 
@@ -59,6 +60,13 @@ class LinkConnection(Protocol):
         """There is room in the send queue again."""
 
 
+class PeerPort(NamedTuple):
+    """An RNIC port of the peer."""
+
+    gid: bytes
+    mac: bytes
+
+
 class PeerQueuePair:
     """The peer's end of a link: what SMC Accept, SMC Confirm or ADD LINK say of it."""
 
@@ -71,6 +79,11 @@ class PeerQueuePair:
         self.mtu = mtu
         self.psn = psn
 
+    @property
+    def port(self) -> PeerPort:
+        """The peer's RNIC port."""
+        return PeerPort(self.gid, self.mac)
+
 
 class Link:
     """One link of a link group.
@@ -79,13 +92,17 @@ class Link:
       number: assigned by the server, unique within the group (RFC 7609, 3.5.1.5).
       user_id, peer_user_id: 4-byte link user IDs, for display only.
       peer: the peer's queue pair, once known.
+      users: the connections that send on this link.
+      reason: why it fails, as the peer is told (A.3.4).
+      failing: whether it is failing or has failed, be its state DOWN yet or not.
     """
 
     __slots__ = (
-        "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
+        "_connection_of", "_echo", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
         "_replenish", "_since_signal", "_test_data", "_timer", "_waiting", "_wr_id",
-        "copies_on_post", "group", "heard",
-        "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "rnic", "user_id",
+        "copies_on_post", "failing", "group", "heard",
+        "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id",
+        "users",
     )  # fmt: skip
 
     def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
@@ -110,6 +127,9 @@ class Link:
         self.peer_user_id = 0
         self.peer: PeerQueuePair | None = None
         self.heard = False
+        self.failing = False
+        self.reason = llc.DeleteLinkReason.LOST_PATH
+        self.users: dict[GroupConnection, None] = {}
         self.machine = Machine(LINK, self)
         self._connection_of = group.connections
         # What every message needs, looked up once.
@@ -128,6 +148,7 @@ class Link:
         self._replenish = max(1, rnic.receive_depth // 4)
         self._timer: Timer | None = None
         self._test_data = b""
+        self._echo = b""
         group.host.register(rnic, self.qp, self)
 
     def __repr__(self) -> str:
@@ -137,6 +158,21 @@ class Link:
     def state(self) -> str:
         """The link's state (`trio_smc.states.link`)."""
         return self.machine.state
+
+    @property
+    def usable(self) -> bool:
+        """Whether more connections may send on it."""
+        return self.machine.state in ("ACTIVE", "TESTING") and not self.failing
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether LLC messages may be sent on it."""
+        return self.machine.state in ("ACTIVE", "TESTING", "LEAVING") and not self.failing
+
+    @property
+    def load(self) -> int:
+        """How many connections send on it."""
+        return len(self.users)
 
     @property
     def unacknowledged(self) -> bool:
@@ -154,6 +190,13 @@ class Link:
     def wait_for_room(self, connection: LinkConnection) -> None:
         """Call ``connection.on_room()`` once, when `capacity` is positive again."""
         self._waiting[connection] = None
+
+    def hand_over(self, connection: LinkConnection, heir: LinkConnection | None) -> None:
+        """Report completions of what ``connection`` posted to ``heir``; None: to nobody."""
+        self._waiting.pop(connection, None)
+        for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
+            if owner is connection:
+                self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
 
     def post_write(
         self, connection: LinkConnection, data: memoryview, address: int, rkey: int
@@ -296,9 +339,24 @@ class Link:
             raise ProtocolError("TEST LINK reply with other data")
         self.machine.send("test_reply")
 
+    def answer_test(self) -> None:
+        """See `on_test_request`."""
+        self.send_llc(llc.TestLink(reply=True, user_data=self._echo))
+
+    def on_test_request(self, message: llc.TestLink) -> None:
+        """The peer's TEST LINK is answered at once (RFC 7609, 4.5.3)."""
+        self._echo = message.user_data
+        self.machine.send("test_request")
+
+    def lose_connections(self) -> None:
+        """The connections carry on over another link, if there is one (4.6)."""
+        self.failing = True
+        self.group.mover.link_lost(self)
+
     def close_queue_pair(self) -> None:
         """Free what the link has; connections are told by the group."""
-        self._stop_timer()
+        self.failing = True
+        self.stop_timer()
         self._waiting.clear()
         self._pending.clear()
         self.group.host.unregister(self.rnic, self.qp)
@@ -325,7 +383,7 @@ class Link:
         self.pd.close()
 
     def _restart_timer(self, seconds: float, event: str) -> None:
-        self._stop_timer()
+        self.stop_timer()
         self._timer = self.group.timers.call_later(seconds, lambda: self._timer_due(event))
 
     def _timer_due(self, event: str) -> None:
@@ -333,7 +391,8 @@ class Link:
             LOGGER.info("%r: TEST LINK was not answered", self)
         self.machine.send(event)
 
-    def _stop_timer(self) -> None:
+    def stop_timer(self) -> None:
+        """No test is due any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

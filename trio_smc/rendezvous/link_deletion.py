@@ -1,12 +1,22 @@
-"""Deleting one link of a group: DELETE LINK and its reply (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+"""Deleting single links of a group: DELETE LINK and its reply (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
 
-The server deletes, in an exchange of its own; a client asks it to, or is asked and must agree.
+Theory of operation
+-------------------
+The server deletes, in an exchange of its own: connections leave the link while it still works,
+then DELETE LINK goes out over any other link, and with the client's reply the link is freed.
+The client does the same in between: it leaves the link, replies, and frees the link when the
+reply has arrived.  A link that has failed already has nothing to leave and is freed at once; both
+sides tell the other all the same.
+
+A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK.
+
 DELETE LINK for the whole group is the affair of `states.link_group`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, NamedTuple
 
 from trio_smc.rendezvous import llc
 
@@ -17,82 +27,265 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkDeletion"]
 
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+
+class _Wanted(NamedTuple):
+    number: int
+    reason: int
+    orderly: bool
+
+
+class _Asked(NamedTuple):
+    """A client's DELETE LINK that waits for the server's."""
+
+    wanted: _Wanted
+    link: Link
+    timer: Timer
+
 
 class LinkDeletion:
     """How single links of one group go."""
 
     def __init__(self, group: LinkGroup) -> None:
         self._group = group
-        self._timer: Timer | None = None
+        # The server's: those that wait, and the one under way.
+        self._queue: dict[int, _Wanted] = {}
+        self._current: _Wanted | None = None
+        self._from_client: _Wanted | None = None
+        # The client's: what it asked for; what it was told to, by link number.
+        self._asked: dict[int, _Asked] = {}
+        self._told: dict[int, tuple[Link, llc.DeleteLink]] = {}
+        self._replied: dict[int, Link] = {}
+        self._leaving: dict[int, Timer] = {}
+
+    def delete_link(
+        self, number: int, reason: int = llc.DeleteLinkReason.OPERATOR, *, orderly: bool = True
+    ) -> None:
+        """Delete one link; a client asks its server to.
+
+        Args:
+          number: the link's; it may have failed already.
+          reason: a 32-bit reason code for the peer.
+          orderly: connections leave it while it still works (A.3.4).
+        """
+        if self._group.client:
+            self.ask(number, reason, orderly=orderly)
+        elif self._current is None or self._current.number != number:
+            self._queue[number] = _Wanted(number, reason, orderly)
+            self._group.exchanges.look()
+
+    # --- messages ----------------------------------------------------------------------------
 
     def on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:
-        number = message.link_number
         if message.reply:
-            self._on_delete_reply(number)
+            self._on_reply(message.link_number)
         elif message.all_links:
             self._group.machine.send("delete_all")
-        elif number not in self._group.links:
-            link.send_llc(
-                llc.DeleteLink(
-                    reply=True, link_number=number, reason=llc.DeleteLinkReason.UNKNOWN_LINK
-                )
-            )
         elif self._group.client:
-            # The client must agree (3.5.5.1.3); the link is gone once the reply is out.
-            link.send_llc(
-                llc.DeleteLink(reply=True, link_number=number, reason=message.reason),
-                lambda: self._link_deleted(number),
-            )
+            self._on_request_from_server(link, message)
         else:
-            # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
-            self.delete_link(number, message.reason)
+            self._on_request_from_client(link, message)
 
-    def delete_link(self, number: int, reason: int = llc.DeleteLinkReason.OPERATOR) -> None:
-        """Delete one link; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+    def _on_request_from_client(self, link: Link, message: llc.DeleteLink) -> None:
+        number = message.link_number
+        if self._cleaning_up(number):
+            return  # C.7.1: a timing window
+        if number not in self._group.links:
+            self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
+            return
+        # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
+        self._from_client = _Wanted(number, message.reason, message.orderly)
+        self._group.exchanges.machine.send("delete_asked")
 
-        ``reason`` is a 32-bit reason code for the peer.  A group without links ends, and its
-        connections with an error.
-        """
-        if not self._group.client:
-            self._group.exchanges.delete_link(number, reason)
+    def _cleaning_up(self, number: int) -> bool:
+        current = self._current is not None and self._current.number == number
+        return current or (number in self._queue and number not in self._group.links)
+
+    def _on_request_from_server(self, link: Link, message: llc.DeleteLink) -> None:
+        number = message.link_number
+        if number not in self._group.links:
+            asked = self._forget_asked(number)
+            reason = message.reason if asked else llc.DeleteLinkReason.UNKNOWN_LINK
+            self._reply(link, number, reason)
+            self._asked_is_over()
             return
-        link = self._group.any_active_link()
-        if link is None or self._timer is not None:
+        self._told[number] = (link, message)
+        self._group.exchanges.machine.send("delete_link")
+
+    def _on_reply(self, number: int) -> None:
+        if self._group.client:
+            # The server knows no such link (any more).
+            if self._forget_asked(number):
+                self._asked_is_over()
+        elif self._current is not None and self._current.number == number:
+            self._current = None
+            # 3.5.5.1.3: only now the server frees what the link had.
+            self._group.remove_link(number)
+            if self._group.state != "GONE":
+                self._group.exchanges.done()
+
+    def _reply(self, link: Link, number: int, reason: int) -> None:
+        link.send_llc(llc.DeleteLink(reply=True, link_number=number, reason=reason))
+
+    # --- the server's exchange ---------------------------------------------------------------
+
+    def start(self) -> bool:
+        """Begin the deletion that waits longest, if one does."""
+        if not self._queue:
+            return False
+        number = next(iter(self._queue))
+        self._current = self._queue.pop(number)
+        self._group.exchanges.machine.send("delete_link")
+        return True
+
+    def note_asked(self) -> None:
+        """Queue what the client asked for."""
+        wanted = self._from_client
+        if wanted is not None:
+            self._queue[wanted.number] = wanted
+
+    def withdraw(self, number: int) -> None:
+        """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
+        self._current = _Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
+        self._queue.pop(number, None)
+        self._group.adding.retry_later()
+        self._group.exchanges.machine.send("link_left")
+
+    def leave(self) -> None:
+        """Move connections off the link, or off all links that the server named."""
+        if self._group.client:
+            for number in list(self._told):
+                self._leave(number, orderly=True)
+        elif self._current is not None:
+            self._leave(self._current.number, orderly=self._current.orderly)
+
+    def _leave(self, number: int, *, orderly: bool) -> None:
+        link = self._group.links.get(number)
+        if number in self._leaving:
             return
-        link.send_llc(llc.DeleteLink(orderly=True, link_number=number, reason=reason))
-        if link.state != "DOWN":
-            self._timer = self._group.timers.call_later(
-                self._group.config.llc_timeout, lambda: self._not_deleted(link)
+        if link is None or not link.usable or self._group.links.least_loaded(but=link) is None:
+            self._left(number)  # there is nothing to leave, or nowhere to go
+        elif orderly:
+            link.machine.send("leave")
+            self._leaving[number] = self._group.timers.call_later(
+                self._group.config.llc_timeout, lambda: self._leave_timed_out(number)
             )
+            self._group.mover.link_leaving(link, lambda: self._has_left(number))
+        else:
+            link.machine.send("failed")
+            self._left(number)
 
-    def send_delete_link(self, link: Link, number: int, reason: int) -> None:
-        """The server's request, when its turn among the exchanges has come."""
-        link.send_llc(llc.DeleteLink(link_number=number, reason=reason))
-
-    def _not_deleted(self, link: Link) -> None:
-        # C.7.1, DELETE LINK from client: the link it was sent over is not usable either.
-        self._timer = None
-        link.machine.send("failed")
-
-    def _on_delete_reply(self, number: int) -> None:
-        # 3.5.5.1.3: only now the server frees what the link had.
-        if not self._group.client and self._group.exchanges.state == "DELETE_LINK":
-            if number != self._group.exchanges.deleting:
-                return  # not what was asked for
-            self._group.exchanges.done()
-            if number == self._group.setup.offered:
-                self._group.setup.add_link_settled()
-            else:
-                self._link_deleted(number)
-
-    def _link_deleted(self, number: int) -> None:
+    def _leave_timed_out(self, number: int) -> None:
         link = self._group.links.get(number)
         if link is not None:
-            link.machine.send("delete")
-            self._group.link_down(link)
+            LOGGER.info("%r: its connections do not leave", link)
+            self._group.mover.link_lost(link)
+        self._has_left(number)
+
+    def _has_left(self, number: int) -> None:
+        timer = self._leaving.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+            self._left(number)
+
+    def _left(self, number: int) -> None:
+        if self._group.client:
+            self._comply(number)
+        else:
+            self._group.exchanges.machine.send("link_left")
+
+    def send(self) -> None:
+        """The server's DELETE LINK, over another link if there is one."""
+        wanted, links = self._current, self._group.links
+        if wanted is None:
+            return
+        carrier = links.for_llc(avoid=links.get(wanted.number))
+        if carrier is not None:
+            self._group.exchanges.carrier = carrier
+            carrier.send_llc(
+                llc.DeleteLink(
+                    orderly=wanted.orderly, link_number=wanted.number, reason=wanted.reason
+                )
+            )
+
+    def again(self) -> None:
+        """The link that DELETE LINK was sent over has failed (C.7.1)."""
+        wanted, self._current = self._current, None
+        if wanted is not None:
+            self._queue = {wanted.number: wanted, **self._queue}
+
+    # --- the client ----------------------------------------------------------------------------
+
+    def ask(self, number: int, reason: int, *, orderly: bool = False) -> None:
+        """A client's DELETE LINK; the server's will follow (3.5.5.1.4)."""
+        links = self._group.links
+        link = links.for_llc(avoid=links.get(number))
+        if link is None or number in self._asked:
+            return
+        timer = self._group.timers.call_later(
+            self._group.reply_timeout, lambda: self._not_deleted(number)
+        )
+        self._asked[number] = _Asked(_Wanted(number, reason, orderly), link, timer)
+        link.send_llc(llc.DeleteLink(orderly=orderly, link_number=number, reason=reason))
+
+    def _not_deleted(self, number: int) -> None:
+        # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
+        link = self._asked[number].link
+        LOGGER.info("%r: DELETE LINK was not answered", link)
+        link.machine.send("failed")
+
+    def _forget_asked(self, number: int) -> bool:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked.timer.cancel()
+        return asked is not None
+
+    def _asked_is_over(self) -> None:
+        if self._group.exchanges.state == "DELETE_LINK" and not self._told:
+            self._group.exchanges.done()
+
+    def _comply(self, number: int) -> None:
+        link, message = self._told[number]
+        self._forget_asked(number)
+        if link.state == "DOWN":
+            other = self._group.links.for_llc()
+            if other is None:
+                return
+            link = other
+        self._replied[number] = link
+        link.send_llc(
+            llc.DeleteLink(reply=True, link_number=number, reason=message.reason),
+            lambda: self._complied(number),
+        )
+
+    def _complied(self, number: int) -> None:
+        """The reply has arrived, or never will: the link is gone on this side."""
+        self._told.pop(number, None)
+        if self._replied.pop(number, None) is not None:
+            self._group.remove_link(number)
+            if self._group.state != "GONE":
+                self._asked_is_over()
+
+    # --- failures ----------------------------------------------------------------------------
+
+    def link_lost(self, link: Link) -> None:
+        """What was sent over ``link``, which has failed, may not have arrived."""
+        timer = self._leaving.pop(link.number, None)
+        if timer is not None:
+            timer.cancel()
+            self._left(link.number)
+        for number in [each for each, over in self._replied.items() if over is link]:
+            self._complied(number)
+        for number in [each for each, asked in self._asked.items() if asked.link is link]:
+            wanted = self._asked[number].wanted
+            self._forget_asked(number)
+            self.ask(number, wanted.reason, orderly=wanted.orderly)
 
     def close(self) -> None:
         """The group is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for number in list(self._asked):
+            self._forget_asked(number)
+        for timer in self._leaving.values():
+            timer.cancel()
+        self._leaving.clear()

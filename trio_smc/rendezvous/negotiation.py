@@ -46,6 +46,7 @@ from trio_smc.rendezvous.outcomes import (
     NegotiationHost,
     RdmaConnection,
 )
+from trio_smc.rendezvous.rtokens import RToken
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.engine import Machine
 from trio_smc.states.table import Table
@@ -257,17 +258,22 @@ class Negotiation:
         connection = self._connection
         if peer is None or group is None or link is None or connection is None:
             raise RuntimeError("the peer's element is not known yet")
-        group.take_peer_element(
-            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, user=connection
-        )
         size = peer.buffer_size
+        group.members.take_peer_element(
+            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, size=size,
+            user=connection,
+        )  # fmt: skip
+        # 2.3: which link this side sends on is not the peer's affair.
+        channel = group.members.link_for(connection) or link
+        group.place(connection, channel)
+        address, rkey = group.peer_element_on(connection, channel)
         connection.peer_known(
             alert_token=peer.alert_token,
             element_size=size,
             eye_catcher=group.setup.peer_eye_catcher,
-            channel=link,
-            address=peer.rmb_address + (peer.rmbe_index - 1) * size,
-            rkey=peer.rkey,
+            channel=channel,
+            address=address,
+            rkey=rkey,
         )
 
     def establish(self) -> None:
@@ -296,7 +302,7 @@ class Negotiation:
         if rmbe is None or group is None:
             self.machine.send("unable")
             return
-        link = self._link if self._link is not None else group.any_active_link()
+        link = self._link if self._link is not None else group.least_loaded_link()
         over = self.machine.state in _OVER  # the TCP connection ended meanwhile
         if over or link is None or not (self.first_contact or group.usable):
             group.own_rmbs.release(rmbe, 0)
@@ -323,9 +329,10 @@ class Negotiation:
     _is_client = False
 
     def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
-        if self.group is None:
+        group = self.group
+        if group is None:
             raise RuntimeError("no link group")
-        self.group.setup.connect_first(
+        link = group.setup.connect_first(
             PeerQueuePair(
                 gid=peer.gid,
                 mac=peer.mac,
@@ -334,6 +341,8 @@ class Negotiation:
                 psn=peer.initial_psn,
             )
         )
+        # ADD LINK CONTINUATION will refer to it (3.5.1.6.3).
+        group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})
 
     def _credentials(self) -> dict[str, Any]:
         group, link, rmbe, connection = self.group, self._link, self._rmbe, self._connection

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.exchanges import RkeyRequest
+from trio_smc.rendezvous.rkey_request import RkeyRequest
 from trio_smc.rendezvous.rtokens import RToken
 
 if TYPE_CHECKING:
@@ -177,10 +177,9 @@ class Rkeys:
 
         def messages(link: Link) -> list[llc.Message]:
             tokens = self._group.own_rmbs.tokens(rmb)
-            links = self._carrying()
             told.clear()
-            told.update(links)
-            return confirm_rkey_messages({each: tokens[each] for each in links}, link.number)
+            told.update([link.number, *self._carrying()])
+            return confirm_rkey_messages({each: tokens[each] for each in told}, link.number)
 
         def answered(agreed: bool) -> None:
             # A link that came up while the reply was on its way over another one.

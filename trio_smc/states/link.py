@@ -14,36 +14,39 @@ __all__ = ["LINK", "LinkChart"]
 
 class LinkChart(Chart):
     """INIT: a queue pair that receives nothing yet.  CONFIRMING: connected, the CONFIRM LINK
-    exchange is under way.  TESTING: idle, a TEST LINK request waits for its reply."""
+    exchange is under way.  TESTING: idle, a TEST LINK request waits for its reply.  LEAVING:
+    about to be deleted in order; its connections are moved, LLC messages still flow."""
 
     INIT = State("INIT", initial=True)
     CONFIRMING = State("CONFIRMING")
     ACTIVE = State("ACTIVE")
     TESTING = State("TESTING")
+    LEAVING = State("LEAVING")
     DOWN = State("DOWN")
 
+    # fmt: off
     edge(INIT, "connect", CONFIRMING, do="connect_queue_pair", rfc="3.5.1.3, 3.5.1.4")
     edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", rfc="3.5.1.5")
     edge(ACTIVE, "idle_timer", when="heard", do="start_idle_timer", rfc="4.5.3")
     edge(ACTIVE, "idle_timer", TESTING, when="!heard", do="send_test_link", rfc="4.5.3")
     edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.6")
-    edge(TESTING, "test_timeout", DOWN, do="close_queue_pair report_failure", rfc="4.5.3, C.7.1")
-    edge(
-        (INIT, CONFIRMING, ACTIVE, TESTING),
-        "failed",
-        DOWN,
-        do="close_queue_pair report_failure",
-        rfc="4.8.3, C.7.1",
-    )
-    edge(
-        (INIT, CONFIRMING, ACTIVE, TESTING),
-        "delete",
-        DOWN,
-        do="close_queue_pair",
-        rfc="3.5.4, 3.5.5.1.3",
-    )
-    ignore(ACTIVE, "test_reply", rfc="A.3.6 (a reply that came after other signs of life)")
-    ignore(DOWN, "failed delete test_reply", rfc="4.8.3 (already down)")
+    edge((ACTIVE, TESTING, LEAVING), "test_request", do="answer_test",
+         rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (TEST LINK is answered at once)")
+    edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", rfc="3.5.5.1.3, 3.5.5.1.4")
+    edge(TESTING, "test_timeout", DOWN, do="lose_connections close_queue_pair report_failure",
+         rfc="4.5.3, C.7.1 (TEST LINK)")
+    edge((INIT, CONFIRMING), "failed", DOWN, do="close_queue_pair report_failure",
+         rfc="C.7.1 (CONFIRM LINK)")
+    edge((ACTIVE, TESTING, LEAVING), "failed", DOWN,
+         do="lose_connections close_queue_pair report_failure",
+         rfc="4.6, 4.8.3, C.7.1 (an incorrect or out-of-sync LLC message: as if it had gone down)")
+    edge((INIT, CONFIRMING, ACTIVE, TESTING, LEAVING), "delete", DOWN, do="close_queue_pair",
+         rfc="3.5.4, 3.5.5.1.3")
+    ignore((ACTIVE, LEAVING), "test_reply",
+           rfc="A.3.6 (a reply that came after other signs of life)")
+    ignore(LEAVING, "leave", rfc="3.5.5.1.3 (under way)")
+    ignore(DOWN, "failed delete leave test_reply test_request", rfc="4.8.3 (already down)")
+    # fmt: on
 
 
 LINK = flatten(LinkChart)

@@ -1,6 +1,7 @@
 """A link group: formed by a first contact, ended in order or by the loss of its last link.
 
-RFC 7609, 3.5.1, 3.5.4, 4.8.3.  The model is `trio_smc.rendezvous.link_group.LinkGroup`.
+RFC 7609, 2.2.2, 3.5.1, 3.5.4, 3.5.5, 4.8.3.  The model is
+`trio_smc.rendezvous.link_group.LinkGroup`.
 """
 
 from __future__ import annotations
@@ -9,55 +10,71 @@ from statemachine import State
 
 from trio_smc.states.chart import Chart, edge, flatten, ignore
 
-__all__ = ["LINK_GROUP", "LinkGroupChart"]
+__all__ = ["LINK_GROUP", "USABLE", "LinkGroupChart"]
 
 
 class LinkGroupChart(Chart):
-    """FORMING: first contact, no data may flow yet.  SINGLE: usable, with one link.
-    TERMINATING: DELETE LINK for the whole group is on its way."""
+    """FORMING: first contact, no data may flow yet.  SINGLE: usable, with one link.  ASYMMETRIC:
+    two links that share an RNIC at one end.  SYMMETRIC: links that share no RNIC.  TERMINATING:
+    DELETE LINK for the whole group is on its way."""
 
     FORMING = State("FORMING", initial=True)
     SINGLE = State("SINGLE")
+    ASYMMETRIC = State("ASYMMETRIC")
+    SYMMETRIC = State("SYMMETRIC")
     TERMINATING = State("TERMINATING")
     GONE = State("GONE")
 
-    edge(FORMING, "formed", SINGLE, do="start_idle_timer tell_formed", rfc="3.5.1.6, C.8")
+    _USABLE = (SINGLE, ASYMMETRIC, SYMMETRIC)
+
+    # fmt: off
+    edge(FORMING, "formed", SINGLE, when="is_single", do="start_idle_timer tell_formed",
+         rfc="3.5.1.6.2, C.8")
+    edge(FORMING, "formed", ASYMMETRIC, when="is_asymmetric",
+         do="start_idle_timer tell_formed seek_links", rfc="2.2.2, 3.5.1.6.1")
+    edge(FORMING, "formed", SYMMETRIC, do="start_idle_timer tell_formed seek_links",
+         rfc="2.2.2, 3.5.1.6.1")
+    ignore(FORMING, "links_changed", rfc="3.5.1.6 (what the group is shows when it is formed)")
     edge(FORMING, "links_lost", GONE, do="tell_failed free_resources", rfc="C.2, C.7.1")
-    edge(
-        FORMING,
-        "terminate delete_all",
-        GONE,
-        do="leave_turn tell_failed free_resources",
-        rfc="3.5.1.6.4, C.7 (the peer learns it from SMC Decline, or from the end of TCP)",
-    )
-    edge(SINGLE, "links_lost", GONE, do="end_connections free_resources", rfc="4.8.3")
-    edge(
-        SINGLE,
-        "terminate",
-        TERMINATING,
-        do="end_connections send_delete_all start_termination_timer",
-        rfc="3.5.4",
-    )
-    edge(
-        SINGLE, "delete_all", GONE, when="client", do="end_connections free_resources", rfc="3.5.4"
-    )
-    edge(
-        SINGLE,
-        "delete_all",
-        TERMINATING,
-        when="!client",
-        do="end_connections send_delete_all start_termination_timer",
-        rfc="3.5.4 (the server complies with a DELETE LINK of its own)",
-    )
-    edge(
-        TERMINATING,
-        "delete_all delete_sent links_lost termination_timeout",
-        GONE,
-        do="free_resources",
-        rfc="3.5.4, C.7.1",
-    )
+    edge(FORMING, "terminate delete_all", GONE, do="leave_turn tell_failed free_resources",
+         rfc="3.5.1.6.4, C.7 (the peer learns it from SMC Decline, or from the end of TCP)")
+
+    edge(SINGLE, "links_changed", ASYMMETRIC, when="is_asymmetric", do="seek_links",
+         rfc="2.2.2, 3.5.5.1.1")
+    edge(SINGLE, "links_changed", SYMMETRIC, when="is_symmetric", do="seek_links",
+         rfc="2.2.2, 3.5.5.1.1")
+    ignore(SINGLE, "links_changed", rfc="2.2.2")
+    edge(ASYMMETRIC, "links_changed", SYMMETRIC, when="is_symmetric",
+         do="delete_asymmetric_link seek_links",
+         rfc="2.2.2 (the asymmetric link is no longer needed)")
+    edge(ASYMMETRIC, "links_changed", SINGLE, when="is_single", do="seek_links", rfc="2.2.2, C.8")
+    ignore(ASYMMETRIC, "links_changed", rfc="2.2.2")
+    edge(SYMMETRIC, "links_changed", when="is_symmetric",
+         do="delete_asymmetric_link seek_links", rfc="2.2.2, 3.5.5.1.1 (up to the maximum)")
+    edge(SYMMETRIC, "links_changed", ASYMMETRIC, when="is_asymmetric", do="seek_links",
+         rfc="2.2.2, 3.5.5.1.2")
+    edge(SYMMETRIC, "links_changed", SINGLE, do="seek_links", rfc="2.2.2, C.8")
+
+    edge(_USABLE, "links_lost", GONE, do="end_connections free_resources", rfc="4.8.3")
+    edge(_USABLE, "terminate", TERMINATING,
+         do="end_connections send_delete_all start_termination_timer", rfc="3.5.4")
+    edge(_USABLE, "delete_all", GONE, when="client", do="end_connections free_resources",
+         rfc="3.5.4, 3.5.5.3")
+    edge(_USABLE, "delete_all", TERMINATING, when="!client",
+         do="end_connections send_delete_all start_termination_timer",
+         rfc="3.5.4 (the server complies with a DELETE LINK of its own)")
+    edge(TERMINATING, "links_changed", do="send_delete_all start_termination_timer",
+         rfc="C.7.1 (DELETE LINK, entire link group: resend over another link)")
+    edge(TERMINATING, "termination_timeout", when="has_spare_link", do="fail_termination_link",
+         rfc="C.7.1 (DELETE LINK, entire link group: resend over another link)")
+    edge(TERMINATING, "delete_all delete_sent links_lost termination_timeout", GONE,
+         do="free_resources", rfc="3.5.4, C.7.1")
     ignore(TERMINATING, "terminate", rfc="3.5.4 (under way)")
-    ignore(GONE, "terminate delete_all delete_sent links_lost", rfc="3.5.4 (over)")
+    ignore(GONE, "terminate delete_all delete_sent links_lost links_changed", rfc="3.5.4 (over)")
+    # fmt: on
 
 
 LINK_GROUP = flatten(LinkGroupChart)
+
+USABLE = frozenset({"SINGLE", "ASYMMETRIC", "SYMMETRIC"})
+"""States in which connections use the group."""

@@ -1,7 +1,9 @@
-"""Which LLC exchange of a link group is under way (RFC 7609, 3.5.5.3).
+"""Which LLC exchange of a link group is under way (RFC 7609, 3.5.5.3, C.7.1).
 
 Exchanges that change the configuration of a link group run one at a time; RKey exchanges of
-the two sides may overlap.  The model is `trio_smc.rendezvous.exchanges.Exchanges`.
+the two sides may overlap.  Both roles share this chart.  The carrier is the link that an
+exchange travels on; an exchange whose carrier fails is not repeated by itself (2.3).  The model
+is `trio_smc.rendezvous.exchanges.Exchanges`.
 """
 
 from __future__ import annotations
@@ -14,40 +16,149 @@ __all__ = ["LLC_EXCHANGE", "LlcExchangeChart"]
 
 
 class LlcExchangeChart(Chart):
-    """IDLE: a queued exchange may start.  The other states name the exchange under way; an
-    RKey exchange of the peer is answered at once and is no state of its own."""
+    """IDLE: a queued exchange may start.  CONFIRM_LINK: of the first link.  ADD_LINK: the server
+    waits for the client's reply; at first contact the client waits for ADD LINK.
+    ADD_LINK_CONTINUATION: RTokens are told.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
+    DELETE_LINK: a link is left, then deleted.  CHANGE_RKEYS: an RKey exchange of this side; one
+    of the peer is answered at once and is no state of its own."""
 
     IDLE = State("IDLE", initial=True)
     CONFIRM_LINK = State("CONFIRM_LINK")
     ADD_LINK = State("ADD_LINK")
+    ADD_LINK_CONTINUATION = State("ADD_LINK_CONTINUATION")
+    ADD_LINK_CONFIRM = State("ADD_LINK_CONFIRM")
     DELETE_LINK = State("DELETE_LINK")
     CHANGE_RKEYS = State("CHANGE_RKEYS")
     ENDED = State("ENDED")
 
-    _BUSY = (CONFIRM_LINK, ADD_LINK, DELETE_LINK, CHANGE_RKEYS)
+    _ADDING = (ADD_LINK, ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM)
+    _RKEYS_FIXED = (CONFIRM_LINK, *_ADDING, DELETE_LINK)
+    _BUSY = (*_RKEYS_FIXED, CHANGE_RKEYS)
 
     # fmt: off
+    # The first link.
     edge(IDLE, "confirm_link", CONFIRM_LINK, do="start_reply_timer", rfc="3.5.1.5")
     edge(CONFIRM_LINK, "done", IDLE, do="stop_reply_timer", rfc="3.5.1.5 (ADD LINK follows)")
-    edge(CONFIRM_LINK, "timeout", IDLE, do="confirm_link_timed_out", rfc="C.7.1")
-    edge(IDLE, "add_link", ADD_LINK, do="start_reply_timer", rfc="3.5.1.6")
-    edge(ADD_LINK, "done", IDLE, do="stop_reply_timer start_next", rfc="3.5.1.6.2")
-    edge(ADD_LINK, "timeout", IDLE, do="add_link_timed_out start_next", rfc="C.7.1, C.8")
-    edge(IDLE, "delete_link", DELETE_LINK, do="start_reply_timer", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer start_next", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "timeout", IDLE, do="delete_link_timed_out", rfc="C.7.1")
-    edge(IDLE, "change_rkeys", CHANGE_RKEYS, do="start_reply_timer", rfc="3.5.5.2.1, 3.5.5.2.2")
-    edge(CHANGE_RKEYS, "done", IDLE, do="stop_reply_timer start_next", rfc="3.5.5.3")
-    edge(CHANGE_RKEYS, "timeout", IDLE, do="rkeys_timed_out", rfc="C.7.1")
+    edge(CONFIRM_LINK, "timeout", IDLE, do="give_up_first_contact",
+         rfc="C.7.1 (CONFIRM LINK, first link: break the TCP connection)")
+
+    # ADD LINK: request and reply.
+    edge(IDLE, "add_link", ADD_LINK, do="start_reply_timer", rfc="3.5.1.6, 3.5.5.1.1")
+    edge(ADD_LINK, "accepted", ADD_LINK_CONTINUATION, do="start_reply_timer",
+         rfc="3.5.1.6.1, 3.5.5.2.3")
+    edge(IDLE, "accepted", ADD_LINK_CONTINUATION, when="client", do="start_reply_timer",
+         rfc="3.5.5.1.1 (later than first contact the client does not wait for ADD LINK)")
+    edge(CHANGE_RKEYS, "accepted", ADD_LINK_CONTINUATION, when="client",
+         do="start_reply_timer",
+         rfc="3.5.5.3.3 (ADD LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
+    edge(ADD_LINK, "refused", IDLE,
+         do="stop_reply_timer drop_new_link retry_later settle start_next",
+         rfc="3.5.1.6.1, 3.5.1.6.2, C.8")
+    ignore((IDLE, CHANGE_RKEYS), "refused", when="client",
+           rfc="3.5.1.6.1 (no exchange begins)")
+    edge(ADD_LINK, "timeout", IDLE, when="client", do="give_up_first_contact",
+         rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
+    edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="fail_carrier",
+         rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
+    edge(ADD_LINK, "timeout", IDLE, do="drop_new_link retry_later settle start_next",
+         rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
+    edge(ADD_LINK, "withdraw", DELETE_LINK, do="drop_new_link withdraw_link",
+         rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
+
+    # ADD LINK CONTINUATION.
+    edge(ADD_LINK_CONTINUATION, "continued", do="start_reply_timer", rfc="3.5.5.2.3, A.3.3")
+    edge(ADD_LINK_CONTINUATION, "rkeys_told", ADD_LINK_CONFIRM, do="start_reply_timer",
+         rfc="3.5.1.6.2, A.3.3")
+    edge(ADD_LINK_CONTINUATION, "timeout", DELETE_LINK, when="forming !client",
+         do="drop_new_link withdraw_link",
+         rfc="C.7.1 (ADD LINK CONTINUATION: as ADD LINK), C.8, 3.5.1.6.2")
+    edge(ADD_LINK_CONTINUATION, "timeout", IDLE, when="forming", do="give_up_first_contact",
+         rfc="C.7.1 (ADD LINK CONTINUATION reply, first contact: break the TCP connection)")
+    edge(ADD_LINK_CONTINUATION, "timeout", do="fail_carrier",
+         rfc="C.7.1 (ADD LINK reply, ADD LINK CONTINUATION and its reply, not first contact: the "
+             "link that the exchange is using has failed)")
+
+    # CONFIRM LINK on the new link.
+    edge(ADD_LINK_CONFIRM, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.1.6.2")
+    edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="!client",
+         do="drop_new_link withdraw_link", rfc="3.5.1.6.2, C.7.1 (CONFIRM LINK, new link)")
+    edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="forming",
+         do="stop_reply_timer drop_new_link ask_to_withdraw",
+         rfc="C.7.1 (ADD LINK reply, second link at first contact: wait for DELETE LINK)")
+    edge(ADD_LINK_CONFIRM, "timeout new_link_lost", IDLE,
+         do="stop_reply_timer drop_new_link ask_to_withdraw retry_later start_next",
+         rfc="C.7.1 (ADD LINK reply, no more RKeys)")
+    ignore((IDLE, ADD_LINK, ADD_LINK_CONTINUATION, DELETE_LINK), "new_link_lost",
+           rfc="3.5.1.6.2 (acted on when CONFIRM LINK cannot go over it)")
+    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "superseded", IDLE, when="client",
+         do="stop_reply_timer drop_new_link",
+         rfc="3.5.5.1 (the server begins anew: it has given up the last link)")
+    edge((ADD_LINK, ADD_LINK_CONTINUATION), "carrier_lost", IDLE,
+         do="stop_reply_timer drop_new_link retry_soon start_next",
+         rfc="2.3, C.7.1 (ADD LINK: retry over another link)")
+    ignore(ADD_LINK_CONFIRM, "carrier_lost", rfc="3.5.1.5 (CONFIRM LINK uses the new link only)")
+
+    # DELETE LINK of one link.
+    edge(IDLE, "delete_link", DELETE_LINK, do="leave_link", rfc="3.5.5.1.3")
+    edge((ADD_LINK, CHANGE_RKEYS), "delete_link", DELETE_LINK, when="client",
+         do="stop_reply_timer leave_link",
+         rfc="3.5.5.3.3 (DELETE LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
+    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "delete_link", DELETE_LINK, when="client",
+         do="stop_reply_timer drop_new_link leave_link",
+         rfc="3.5.1.6.2, C.7.1 (the server gives the new link up)")
+    edge(DELETE_LINK, "delete_link", when="client", do="leave_link", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "link_left", do="send_delete_link start_reply_timer", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "timeout", do="fail_carrier",
+         rfc="C.7.1 (DELETE LINK: the link it was sent over is not usable either)")
+    edge(DELETE_LINK, "carrier_lost", IDLE, do="stop_reply_timer delete_again start_next",
+         rfc="C.7.1 (DELETE LINK: resend over a surviving link)")
+
+    # CONFIRM RKEY and DELETE RKEY of this side.
+    edge(IDLE, "change_rkeys", CHANGE_RKEYS, do="send_rkeys", rfc="3.5.5.2.1, 3.5.5.2.2")
+    edge(CHANGE_RKEYS, "rkeys_replied", IDLE, do="stop_rkeys_timer end_rkeys start_next",
+         rfc="3.5.5.3")
+    edge(IDLE, "rkeys_replied", do="stop_rkeys_timer redo_rkeys start_next", when="client",
+         rfc="3.5.5.3.3 (the exchange that crossed it is over)")
+    edge((*_ADDING, DELETE_LINK), "rkeys_replied", do="stop_rkeys_timer redo_rkeys", when="client",
+         rfc="3.5.5.3.3 (redone, with the links there are then)")
+    edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout", do="fail_rkeys_link",
+         rfc="C.7.1 (CONFIRM RKEY: the link it was sent over has failed)")
+    edge(CHANGE_RKEYS, "carrier_lost", IDLE, do="stop_rkeys_timer redo_rkeys start_next",
+         rfc="2.3 (begun anew over another link)")
+    ignore((IDLE, CONFIRM_LINK), "carrier_lost", rfc="2.3 (nothing is under way on it)")
+
+    # What waits.
     edge(IDLE, "queued", do="start_next", rfc="3.5.5.3")
     ignore(_BUSY, "queued", rfc="3.5.5.3 (waits until the exchange under way is done)")
+
+    # Collisions: messages of the peer that begin an exchange.
+    edge(IDLE, "peer_notice", do="note_notice start_next", rfc="3.5.5.1.2")
+    ignore((CONFIRM_LINK, *_ADDING), "peer_notice",
+           rfc="3.5.5.3.1 (ADD LINK from the client: the one under way answers it)")
+    edge(DELETE_LINK, "peer_notice", do="note_notice",
+         rfc="3.5.5.3.2 (ADD LINK from the client: processed afterwards)")
+    edge(CHANGE_RKEYS, "peer_notice", do="note_notice",
+         rfc="3.5.5.3.3 (ADD LINK from the client: processed afterwards)")
+    edge(IDLE, "delete_asked", do="note_deletion start_next", rfc="3.5.5.1.4")
+    edge((CONFIRM_LINK, *_ADDING), "delete_asked", do="note_deletion",
+         rfc="3.5.5.3.1 (DELETE LINK from the client: processed afterwards)")
+    edge(DELETE_LINK, "delete_asked", do="note_deletion",
+         rfc="3.5.5.3.2 (DELETE LINK from the client: processed afterwards)")
+    edge(CHANGE_RKEYS, "delete_asked", do="note_deletion",
+         rfc="3.5.5.3.3 (DELETE LINK from the client: processed afterwards)")
     edge((IDLE, CHANGE_RKEYS), "peer_rkeys", do="answer_rkeys",
          rfc="3.5.5.3 (RKey exchanges of the two sides do not collide)")
-    edge((CONFIRM_LINK, ADD_LINK, DELETE_LINK), "peer_rkeys", do="put_off_rkeys",
-         rfc="3.5.5.3.1, 3.5.5.3.2 (RKeys cannot change while links do)")
-    edge((IDLE, *_BUSY), "end", ENDED, do="stop_reply_timer fail_queued",
-         rfc="2.3 (failed exchanges are not replayed)")
-    ignore(ENDED, "end queued peer_rkeys timeout done", rfc="3.5.4")
+    edge((CONFIRM_LINK, *_ADDING), "peer_rkeys", do="put_off_rkeys",
+         rfc="3.5.5.3.1 (CONFIRM RKEY: negative reply, to be tried again)")
+    edge(DELETE_LINK, "peer_rkeys", do="put_off_rkeys",
+         rfc="3.5.5.3.2 (CONFIRM RKEY: negative reply, to be tried again)")
+
+    edge((IDLE, *_BUSY), "end", ENDED, do="stop_reply_timer stop_rkeys_timer fail_queued",
+         rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (DELETE LINK of the entire link group: clean up "
+             "immediately), 2.3")
+    ignore(ENDED, "end queued peer_rkeys peer_notice delete_asked delete_link link_left timeout "
+                  "rkeys_timeout rkeys_replied done carrier_lost new_link_lost", rfc="3.5.4")
     # fmt: on
 
 

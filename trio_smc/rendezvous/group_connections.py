@@ -1,0 +1,128 @@
+"""The connections of one link group: by alert token, by peer's element, by sending link.
+
+Which link a connection sends on is this side's affair alone (RFC 7609, 2.3); the peer chooses
+its own.  A new connection goes to the link with the fewest.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
+
+from trio_smc.rendezvous.rtokens import PeerRmb, RToken
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.group_host import GroupConnection
+    from trio_smc.rendezvous.link import Link
+    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.rtokens import ElementUser
+
+__all__ = ["GroupConnections"]
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+
+class _PeerElement(NamedTuple):
+    rmb: PeerRmb
+    number: int
+    size: int
+
+
+class GroupConnections:
+    """The connections of one link group.
+
+    Attributes:
+      by_token: by our alert token; closing ones included.
+    """
+
+    def __init__(self, group: LinkGroup) -> None:
+        self._group = group
+        self.by_token: dict[int, GroupConnection] = {}
+        self._next_token = secrets.randbits(32)
+        self._peer_elements: dict[ElementUser, _PeerElement] = {}
+        self._keepalive: dict[ElementUser, float] = {}
+        self._link_of: dict[ElementUser, Link] = {}
+
+    def new_token(self) -> int:
+        """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
+        while True:
+            self._next_token = (self._next_token + 1) & 0xFFFFFFFF
+            if self._next_token and self._next_token not in self.by_token:
+                return self._next_token
+
+    def remove(self, token: int, user: ElementUser) -> None:
+        """Forget a closed connection; late messages for it are dropped and counted."""
+        connection = self.by_token.pop(token)
+        self._keepalive.pop(user, None)
+        link = self._link_of.pop(user, None)
+        if link is not None:
+            link.users.pop(connection, None)
+        element = self._peer_elements.pop(user, None)
+        if element is not None and element.rmb.elements.get(element.number) is user:
+            del element.rmb.elements[element.number]
+
+    # --- links -----------------------------------------------------------------------------
+
+    def place(self, connection: GroupConnection, link: Link) -> None:
+        """From now on ``connection`` sends on ``link``."""
+        old = self._link_of.get(connection)
+        if old is not None:
+            old.users.pop(connection, None)
+        self._link_of[connection] = link
+        link.users[connection] = None
+
+    def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
+        """The least loaded usable link on which the peer's element can be reached."""
+        rmb = self._peer_elements[connection].rmb
+        links = [
+            link
+            for link in self._group.usable_links()
+            if link is not but and link.number in rmb.tokens
+        ]
+        return min(links, key=_load, default=None)
+
+    # --- the peer's elements ---------------------------------------------------------------
+
+    def take_peer_element(
+        self, link: Link, *, rkey: int, address: int, index: int, size: int, user: ElementUser
+    ) -> None:
+        """See `LinkGroup.take_peer_element`."""
+        rmbs = self._group.peer_rmbs
+        rmb = rmbs.find(link.number, rkey)
+        if rmb is None:
+            rmb = rmbs.learn_untrusted({link.number: RToken(rkey, address)})
+        holder = rmb.elements.get(index)
+        rmb.elements[index] = user
+        self._peer_elements[user] = _PeerElement(rmb, index, size)
+        if holder is not None:
+            LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
+            holder.rmbe_conflict()
+
+    def peer_element_on(self, connection: ElementUser, link: Link) -> tuple[int, int]:
+        """Address and RKey of the peer's element on ``link``; KeyError when it has none there."""
+        rmb, index, size = self._peer_elements[connection]
+        token = rmb.tokens[link.number]
+        return token.address + (index - 1) * size, token.rkey
+
+    # --- TEST LINK -------------------------------------------------------------------------
+
+    @property
+    def test_interval(self) -> float:
+        """Seconds after which an idle link is tested: one test serves all connections (4.5.3)."""
+        return min([self._group.config.test_link_interval, *self._keepalive.values()])
+
+    def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
+        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+        before = self.test_interval
+        if seconds is None:
+            self._keepalive.pop(user, None)
+        else:
+            self._keepalive[user] = seconds
+        if self.test_interval < before:
+            for link in self._group.links.values():
+                link.test_interval_shortened()
+
+
+def _load(link: Link) -> int:
+    return link.load

@@ -1,0 +1,400 @@
+"""Adding links to a group: ADD LINK, ADD LINK CONTINUATION, CONFIRM LINK on the new link
+(RFC 7609, 3.5.1.6, 3.5.5.1.1, 3.5.5.1.2, 3.5.5.2.3, C.8).
+
+Theory of operation
+-------------------
+The server offers a link as soon as the first one is confirmed, and later whenever an RNIC comes
+at either end, a link is lost, or C.8's timer is due; after each new link it looks whether it has
+one more RNIC.  ADD LINK and its reply name both ends; CONTINUATIONs go to and fro, the server's
+first, until both sides have told all their RTokens; CONFIRM LINK then shows that the link works.
+All but the last travel on an existing link, the carrier.
+
+At first contact no data may flow before the second link is there or given up (`settle`).  Where
+an exchange stands is in `states.llc_exchange`; what happens when it fails, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.link import Link, PeerPort, PeerQueuePair
+from trio_smc.rendezvous.link_choice import client_rnic, server_rnic, violates_rules
+from trio_smc.rendezvous.links import Kind
+from trio_smc.rnic.verbs import RnicError
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.timers import Timer
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = ["LinkAdding"]
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+_FIRST_RETRY: Final = 10.0
+_LAST_RETRY: Final = 320.0
+"""Seconds until a failed link is tried again (C.8): doubled each time.  A rejection waits the
+longest at once, as the client tells when it has another RNIC (3.5.5.1.2)."""
+_PAIRS: Final = 2  # RTokens in one ADD LINK CONTINUATION (A.3.3)
+
+
+class LinkAdding:
+    """How further links of one group come up, one at a time.
+
+    Attributes:
+      new: the link that is being added.
+      number: its number; it stays after the link was given up.
+      answered: whether the peer has ever answered ADD LINK; always true of a client's server.
+    """
+
+    def __init__(self, group: LinkGroup) -> None:
+        self._group = group
+        self.new: Link | None = None
+        self.number = -1
+        self.answered = group.client
+        self._own: list[llc.RTokenPair] = []
+        self._peer_left: int | None = None
+        self._delay = _FIRST_RETRY
+        self._timer: Timer | None = None
+        self._seeking = False
+        self._news = False
+        self._replaced: Link | None = None
+
+    # --- when to add a link --------------------------------------------------------------------
+
+    def seek(self, *, news: bool = True) -> None:
+        """Add a link, or tell the server of an RNIC, now or when the exchange under way is over.
+
+        Args:
+          news: an RNIC came, or time passed: what was rejected before may work now.
+        """
+        self._seeking = True
+        self._news |= news
+        self._group.exchanges.look()
+
+    def start(self) -> bool:
+        """Begin ADD LINK, if one is wanted and can be had."""
+        group = self._group
+        if not self._seeking:
+            return False
+        self._seeking = False
+        news, self._news = self._news, False
+        if group.client:
+            self._send_notice()
+            return False
+        carrier = group.any_active_link()
+        rnic = server_rnic(group.links, group.usable_rnics(), group.setup.max_links, news=news)
+        if carrier is None or rnic is None or not self._make(group.links.next_number(), rnic):
+            if group.links.kind is Kind.SINGLE:
+                self.retry_later()
+            return False
+        self._offer(carrier, rnic)
+        group.exchanges.begin("add_link", carrier)
+        return True
+
+    def offer_second(self, carrier: Link) -> None:
+        """The server's ADD LINK at first contact, with one RNIC too (3.5.1.6)."""
+        group = self._group
+        rnics = [carrier.rnic, *group.usable_rnics()]
+        rnic = server_rnic(group.links, rnics, group.setup.max_links, news=True) or carrier.rnic
+        # The client waits for ADD LINK; one without a queue pair is as good as none.
+        self._make(group.links.next_number(), rnic)
+        self._offer(carrier, rnic)
+
+    def replace(self, link: Link) -> None:
+        """Add a link in the place of the only one, whose RNIC is taken out; it goes then."""
+        self._replaced = link
+        self.seek()
+
+    def retry_later(self) -> None:
+        """C.8; a client's timer is for its notice (C.7.1)."""
+        if self._timer is None and self._group.links.kind is Kind.SINGLE:
+            self._timer = self._group.timers.call_later(self._delay, self._retry)
+            self._delay = min(2 * self._delay, _LAST_RETRY)
+
+    def _retry(self) -> None:
+        self._timer = None
+        self.seek()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _send_notice(self) -> None:
+        """The client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2)."""
+        group = self._group
+        links = group.links
+        carrier = group.any_active_link()
+        unused = links.unused(group.usable_rnics())
+        if carrier is not None and unused and len(links.symmetric()) < group.setup.max_links:
+            carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
+
+    # --- the new link --------------------------------------------------------------------------
+
+    def _make(self, number: int, rnic: Rnic) -> bool:
+        group = self._group
+        self.number = number
+        try:
+            link = Link(group, number, rnic)
+            try:
+                group.rkeys.register_on(link)
+            except RnicError:
+                link.close()
+                raise
+        except RnicError as error:
+            LOGGER.info("%r: no queue pair for another link: %s", group, error)
+            return False
+        self.new = group.links[number] = link
+        self._own = []
+        self._peer_left = None
+        return True
+
+    def drop(self) -> None:
+        """Free the new link; it carried nothing."""
+        link, self.new = self.new, None
+        if link is not None:
+            self._group.forget_link(link)
+
+    def failed(self, link: Link) -> bool:
+        """Whether ``link``, which has failed, is the one that is being added."""
+        if link is not self.new:
+            return False
+        self._group.exchanges.machine.send("new_link_lost")
+        return True
+
+    def settle(self) -> None:
+        """The exchange is over: at first contact data may flow now."""
+        if self._group.state == "FORMING":
+            self._group.machine.send("formed")
+
+    # --- ADD LINK ------------------------------------------------------------------------------
+
+    def _offer(self, carrier: Link, rnic: Rnic) -> None:
+        new = self.new
+        carrier.send_llc(
+            llc.AddLink(
+                mac=rnic.mac,
+                gid=rnic.gid,
+                link_number=self.number,
+                qp_number=new.qp.qp_num if new is not None else 0,
+                qp_mtu=rnic.mtu if new is not None else 0,
+                initial_psn=new.psn if new is not None else 0,
+            ),
+            self._group.setup.past_return,
+        )
+
+    def on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
+        """ADD LINK or its reply.  Raises ProtocolError when neither can come now."""
+        exchanges = self._group.exchanges
+        if self._group.client:
+            if message.reply:
+                raise ProtocolError("ADD LINK reply from the server")
+            self._answer(link, message)
+        elif not message.reply:
+            exchanges.machine.send("peer_notice")
+        else:
+            self.answered = True
+            if message.link_number != self.number:
+                raise ProtocolError("ADD LINK reply without a request")
+            if exchanges.state == "ADD_LINK":  # else it comes too late: given up already
+                self._on_reply(link, message)
+
+    def _answer(self, link: Link, message: llc.AddLink) -> None:
+        group, exchanges = self._group, self._group.exchanges
+        group.setup.our_turn = True
+        if exchanges.state in ("ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"):
+            exchanges.machine.send("superseded")
+        peer = PeerPort(message.gid, message.mac)
+        rnic = None
+        if exchanges.state != "DELETE_LINK" and message.link_number not in group.links:
+            rnics = group.usable_rnics()
+            if group.state == "FORMING" and link.rnic not in rnics:
+                rnics = [link.rnic, *rnics]
+            rnic = client_rnic(group.links, rnics, group.setup.max_links, peer)
+        reason = llc.AddLinkReason.NO_ALTERNATE_PATH
+        if message.qp_number and not 1 <= message.qp_mtu <= 5:
+            reason, rnic = llc.AddLinkReason.INVALID_MTU, None
+        if not message.qp_number:
+            rnic = None
+        if rnic is None or not self._accept(link, message, rnic):
+            self._reject(link, message, reason)
+
+    def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
+        if not self._make(message.link_number, rnic) or self.new is None:
+            return False
+        new = self.new
+        try:
+            new.connect(_peer_of(message))
+        except RnicError as error:
+            LOGGER.info("%r: %s", new, error)
+            self.drop()
+            return False
+        carrier.send_llc(
+            llc.AddLink(
+                reply=True,
+                mac=rnic.mac,
+                gid=rnic.gid,
+                qp_number=new.qp.qp_num,
+                link_number=new.number,
+                qp_mtu=rnic.mtu,
+                initial_psn=new.psn,
+            ),
+            self._group.setup.past_return,
+        )
+        if carrier.state != "DOWN":
+            self._group.exchanges.begin("accepted", carrier)
+        return True
+
+    def _reject(self, link: Link, message: llc.AddLink, reason: llc.AddLinkReason) -> None:
+        link.send_llc(
+            llc.AddLink(
+                reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
+                gid=link.rnic.gid, link_number=message.link_number,
+            )
+        )  # fmt: skip
+        if link.state == "DOWN":
+            return
+        self._group.setup.past_return()
+        if self._group.exchanges.state in ("ADD_LINK", "IDLE", "CHANGE_RKEYS"):
+            self._group.exchanges.machine.send("refused")
+
+    def _on_reply(self, carrier: Link, message: llc.AddLink) -> None:
+        group, new, exchanges = self._group, self.new, self._group.exchanges
+        group.setup.past_return()
+        if message.rejected:
+            self._delay = _LAST_RETRY
+            exchanges.machine.send("refused")
+            return
+        peer = _peer_of(message)
+        if (
+            new is None
+            or new.state == "DOWN"
+            or not 1 <= message.qp_mtu <= 5
+            or violates_rules(group.links, new.rnic, peer.port)
+        ):
+            exchanges.machine.send("withdraw")
+            return
+        try:
+            new.connect(peer)
+        except RnicError as error:
+            LOGGER.info("%r: %s", new, error)
+            exchanges.machine.send("withdraw")
+            return
+        exchanges.begin("accepted", carrier)
+        self._own = group.rkeys.pairs_for(carrier, new)
+        self._continue(carrier, new)
+
+    # --- ADD LINK CONTINUATION -------------------------------------------------------------------
+
+    def _continue(self, carrier: Link, new: Link) -> None:
+        pairs, left = tuple(self._own[:_PAIRS]), len(self._own)
+        del self._own[:_PAIRS]
+        carrier.send_llc(
+            llc.AddLinkContinuation(
+                reply=self._group.client, link_number=new.number, tokens_left=left, pairs=pairs
+            ),
+            self._group.setup.past_return,
+        )
+
+    def on_continuation_untrusted(self, link: Link, message: llc.AddLinkContinuation) -> None:
+        """RTokens of the peer's RMBs on the new link.
+
+        Raises ProtocolError when none can come now, or they do not fit the announced number.
+        """
+        group, exchanges = self._group, self._group.exchanges
+        new = self.new
+        if message.reply is group.client or message.link_number != self.number:
+            raise ProtocolError("ADD LINK CONTINUATION out of turn")
+        if new is None and exchanges.state == "DELETE_LINK":
+            return  # given up meanwhile
+        if (
+            new is None
+            or exchanges.state != "ADD_LINK_CONTINUATION"
+            or link is not exchanges.carrier
+        ):
+            raise ProtocolError("ADD LINK CONTINUATION out of turn")
+        first = self._peer_left is None
+        self._learn_untrusted(link, new, message)
+        if group.client:
+            if first:
+                self._own = group.rkeys.pairs_for(link, new)
+            self._continue(link, new)
+            if link.state == "DOWN":
+                return
+        if self._own or self._peer_left:
+            exchanges.machine.send("continued")
+            if not group.client:
+                self._continue(link, new)
+        elif not group.rkeys.covers(new):
+            raise ProtocolError("no RToken for an RMB in use")
+        else:
+            self._rkeys_told(new)
+
+    def _learn_untrusted(self, link: Link, new: Link, message: llc.AddLinkContinuation) -> None:
+        expected, left = self._peer_left, message.tokens_left
+        # Fewer: an RMB went meanwhile; whether any is missing is looked at when all are told.
+        if expected is not None and left > expected:
+            raise ProtocolError(f"{left} RTokens are left instead of {expected}")
+        self._peer_left = max(0, left - _PAIRS)
+        self._group.rkeys.learn_pairs_untrusted(link, new, message.pairs)
+
+    def _rkeys_told(self, new: Link) -> None:
+        self._group.exchanges.machine.send("rkeys_told")
+        if new.state == "DOWN":
+            self._group.exchanges.machine.send("new_link_lost")
+        elif not self._group.client:
+            new.send_llc(self._group.setup.confirm_link(new, reply=False))
+
+    # --- CONFIRM LINK ----------------------------------------------------------------------------
+
+    def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
+        """CONFIRM LINK on the new link, or its reply; it is active then.
+
+        Raises ProtocolError when it cannot come now or names other ends (C.7.1).
+        """
+        group = self._group
+        if group.exchanges.state != "ADD_LINK_CONFIRM":
+            raise ProtocolError("CONFIRM LINK out of turn")
+        group.setup.check_confirm_link_untrusted(link, message)
+        if message.link_number != link.number:
+            raise ProtocolError("CONFIRM LINK for another link")
+        link.peer_user_id = message.link_user_id
+        group.setup.past_return()
+        if group.client:
+            try:
+                link.ready_to_send()
+            except RnicError as error:
+                LOGGER.info("%r: %s", link, error)
+                link.machine.send("failed")
+                return
+            link.send_llc(group.setup.confirm_link(link, reply=True))
+            if link.state != "CONFIRMING":
+                return
+        self.new = None
+        self._stop_timer()
+        self._delay = _FIRST_RETRY
+        link.machine.send("confirmed")
+        group.exchanges.done()
+        group.link_ready(link)
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None and replaced.rnic not in group.usable_rnics():
+            group.rnic_unavailable(replaced.rnic)
+
+    def close(self) -> None:
+        """The group is gone."""
+        self._stop_timer()
+        self.new = None
+
+
+def _peer_of(message: llc.AddLink) -> PeerQueuePair:
+    return PeerQueuePair(
+        gid=message.gid,
+        mac=message.mac,
+        qp_number=message.qp_number,
+        mtu=message.qp_mtu,
+        psn=message.initial_psn,
+    )

@@ -1,0 +1,117 @@
+"""The links of one group: their numbers, which of them can be used, and what they make the group.
+
+Two links of a group never join the same two RNICs (a parallel link).  A link that shares an RNIC
+with another one at one end only is asymmetric; a group has at most one, and it is not counted
+among the links that the two sides have agreed on as the most (RFC 7609, 2.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.link import Link
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = ["FIRST_LINK", "LINK_LIMIT", "Kind", "Links"]
+
+FIRST_LINK: Final = 1
+LINK_LIMIT: Final = 8
+"""The most links of a group that this side takes part in (RFC 7609, 2.2.2, A.3.5)."""
+_NUMBERS: Final = 255
+
+
+class Kind(StrEnum):
+    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.2)."""
+
+    SINGLE = "single"
+    ASYMMETRIC = "asymmetric"
+    SYMMETRIC = "symmetric"
+
+
+class Links(dict[int, "Link"]):
+    """By number; links that failed or were deleted are not there any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_number = 0
+
+    def next_number(self) -> int:
+        """A number that was not used before, until all of 1..255 were (2.2.4)."""
+        for _ in range(_NUMBERS):
+            self._last_number = self._last_number % _NUMBERS + 1
+            if self._last_number not in self:
+                return self._last_number
+        raise RuntimeError("a link group with 255 links")
+
+    def number_taken(self, number: int) -> None:
+        """The first link got its number."""
+        self._last_number = number
+
+    def usable(self) -> list[Link]:
+        """Links that may carry more connections."""
+        return [link for link in self.values() if link.usable]
+
+    def least_loaded(self, but: Link | None = None) -> Link | None:
+        """The usable link, and not ``but``, with the fewest connections."""
+        return min(
+            (link for link in self.values() if link.usable and link is not but),
+            key=lambda link: link.load,
+            default=None,
+        )
+
+    def for_llc(self, avoid: Link | None = None) -> Link | None:
+        """A link that can carry LLC messages; ``avoid``, or one that is being deleted, only if no
+        other can."""
+        return min(
+            (link for link in self.values() if link.confirmed),
+            key=lambda link: (link is avoid, not link.usable),
+            default=None,
+        )
+
+    def find(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
+        """The usable link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3)."""
+        for link in self.values():
+            peer = link.peer
+            if (
+                link.confirmed
+                and peer is not None
+                and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number)
+            ):
+                return link
+        return None
+
+    def symmetric(self) -> list[Link]:
+        """Usable links no two of which share an RNIC, the oldest first."""
+        found: list[Link] = []
+        for link in self.usable():
+            if not any(_shares_rnic(link, other) for other in found):
+                found.append(link)
+        return found
+
+    def asymmetric(self) -> list[Link]:
+        """The other usable links; in order there is at most one."""
+        symmetric = self.symmetric()
+        return [link for link in self.usable() if link not in symmetric]
+
+    @property
+    def kind(self) -> Kind:
+        """What these links make the group."""
+        symmetric = len(self.symmetric())
+        if symmetric > 1:
+            return Kind.SYMMETRIC
+        return Kind.ASYMMETRIC if self.asymmetric() else Kind.SINGLE
+
+    def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
+        """Those of ``rnics`` that no symmetric link uses, those without any link first."""
+        symmetric = {link.rnic for link in self.symmetric()}
+        used = {link.rnic for link in self.usable()}
+        return sorted((rnic for rnic in rnics if rnic not in symmetric), key=used.__contains__)
+
+
+def _shares_rnic(one: Link, other: Link) -> bool:
+    return one.rnic is other.rnic or (
+        one.peer is not None and other.peer is not None and one.peer.port == other.peer.port
+    )
