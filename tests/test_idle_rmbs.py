@@ -61,6 +61,7 @@ class Keeper:
 # --- how long they stay ---------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.5.2.2/1", "3.5.5.2.2/2", "A.3.7/1")
 @pytest.mark.parametrize("links", [1, 3])
 def test_rmbs_of_a_burst_stay_a_minute(links: int) -> None:
     """3.5.5.2.2; eight fit into a DELETE RKEY, and the last RMB of a size stays."""
@@ -143,6 +144,7 @@ def test_a_group_without_connections_goes_as_a_whole() -> None:
 # --- the exchange ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.5.2.2/3")
 def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
     with World() as world:
         client, server, _ = with_links(world, 2)
@@ -164,6 +166,7 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         assert known_alike(client.group, server.group)
 
 
+@pytest.mark.rfc("A.3.7/4")
 def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A.3.7: no aggressive recovery; the peer knew it no more."""
     caplog.set_level(logging.INFO, logger="trio_smc")
@@ -301,6 +304,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
 
 
+@pytest.mark.rfc("3.5.3/1")
 @pytest.mark.usefixtures("small")
 def test_with_255_rmbs_a_server_opens_a_parallel_group_and_a_client_falls_back() -> None:
     with World() as world:

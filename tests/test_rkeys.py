@@ -56,9 +56,10 @@ def elements(side: Side, count: int, size: int = BIG) -> list[Rmbe | None]:
 # --- the messages -----------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("A.3.5/6", "A.3.6/1")
 @pytest.mark.parametrize("links", range(1, 9))
 def test_a_continuation_follows_exactly_when_two_slots_are_not_enough(links: int) -> None:
-    """Ruling: NumTkns does not count the link that carries it; it starts anew at NumTkns - 2."""
+    """NumTkns does not count the link that carries it; the countdown starts at NumTkns - 2."""
     tokens = {number: RToken(number << 8, number << 32) for number in range(1, links + 1)}
     first, *more = confirm_rkey_messages(tokens, 1)
     assert isinstance(first, llc.ConfirmRkey)
@@ -68,6 +69,7 @@ def test_a_continuation_follows_exactly_when_two_slots_are_not_enough(links: int
     assert counts == [[], [], [], [1], [2], [3], [4, 1], [5, 2]][links - 1]
 
 
+@pytest.mark.rfc("A.3.5/1")
 @given(
     st.dictionaries(
         st.integers(1, 255),
@@ -131,6 +133,7 @@ class _User:
 # --- CONFIRM RKEY -------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.5.2/1", "3.5.5.2.1/1", "A.3.5/1", "A.3.5/2", "A.3.6/2")
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("links", [1, 2, 3, 4, 6, 8])
 def test_a_new_rmb_is_told_on_all_links(end: int, links: int) -> None:
@@ -154,6 +157,7 @@ def test_a_new_rmb_is_told_on_all_links(end: int, links: int) -> None:
         assert [each is not None and each.rmb for each in done] == [rmb]
 
 
+@pytest.mark.rfc("3.5.5.2.1/2", "3.5.5.2.1/3")
 def test_a_connection_waits_until_the_peer_knows_its_rmb_on_all_links() -> None:
     """3.5.5.2.1: the echo of the last CONTINUATION counts, not that of CONFIRM RKEY."""
     with World() as world:
@@ -179,6 +183,7 @@ def test_a_connection_waits_until_the_peer_knows_its_rmb_on_all_links() -> None:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
+@pytest.mark.rfc("A.3.5/3", "A.3.5/4", "3.5.5.3.1/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
     """3.5.5.3.1: a negative reply with C; then the RKey set is computed anew."""
@@ -199,6 +204,31 @@ def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
         assert [each.other_tokens for each in messages(side)] == [2, 2]
         assert len(done) == 1
         assert known_alike(side.group, peer.group)
+
+
+@pytest.mark.rfc("A.3.5/5")
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) -> None:
+    """A.3.5: the next connection that needs an RMB; the peer had no room for one more."""
+    with World() as world:
+        client, server, _ = with_links(world, 2)
+        side, peer = (client, server) if end == 0 else (server, client)
+        for number in range(MAX_RMBS - 1):
+            peer.group.peer_rmbs.learn_untrusted({1: RToken(number, 0)})
+        done = elements(side, 1)
+        side.record()
+        world.pass_time(20.0)
+        replies = [each for each in messages(side) if isinstance(each, llc.ConfirmRkey)]
+        assert [(each.reply, each.negative, each.retry) for each in replies] == [
+            (True, True, False)
+        ]
+        assert done == [None]
+        known = peer.group.peer_rmbs.find(1, 0)
+        assert known is not None
+        peer.group.peer_rmbs.forget(known)
+        done = elements(side, 1)
+        world.settle()
+        assert done[0] is not None
 
 
 def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
@@ -245,6 +275,7 @@ def test_a_link_that_came_up_while_the_reply_was_on_its_way_is_told_of() -> None
         assert known_alike(client.group, server.group)
 
 
+@pytest.mark.rfc("C.7.1/messages/8")
 def test_a_link_without_an_rkey_has_failed() -> None:
     """C.7.1: treat as if detected failure of the links for which no RKey was provided."""
     with World(tells_death=False) as world:
@@ -396,6 +427,7 @@ def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
             server.group.rkeys.learn_pairs_untrusted(old, new, [changed])
 
 
+@pytest.mark.rfc("3.5.5.2/2", "3.5.5.2.3/1", "A.3.3/5")
 @settings(max_examples=30)
 @given(
     links=st.lists(st.integers(2, 255), min_size=1, max_size=7, unique=True),
@@ -442,6 +474,7 @@ def remove_link(client: Side, server: Side, number: int) -> None:
 # --- DELETE RKEY of the peer ----------------------------------------------------------------------
 
 
+@pytest.mark.rfc("A.3.7/2", "A.3.7/3", "C.7.1/messages/9", "3.5.5.2.2/4")
 @pytest.mark.parametrize("link_number", [1, 3])
 def test_the_error_mask_tells_which_rmbs_were_not_known(link_number: int) -> None:
     """A.3.7: b'01010000' means the second and the fourth; one RKey names the RMB on all links."""

@@ -69,7 +69,7 @@ class OwnRmbs:
         return any(self._waiting.values())
 
     def has_room(self, size: int) -> bool:
-        """Whether an element of ``size`` bytes is free or can be made (ruling of 2.1: 255 RMBs)."""
+        """Whether an element of ``size`` bytes is free or can be made (2.1: 255 RMBs)."""
         if len(self._regions) < MAX_RMBS:
             return True
         size = rmbe_size_of(rmbe_size_code(size))
