@@ -6,7 +6,8 @@
 Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py); whenever their
 link group is whole, this process lets something go wrong on one side: queue pairs fail, noticed by
 both or by one, ports go down and come back, messages, writes and completions are lost, messages
-come late, wakeups come twice, a process stands still for a moment.  Each is shown as it happens, and a table ends it.
+come late, wakeups come twice, a process stands still for a moment.  Each is shown as it happens,
+and a table ends it.
 
 One kind, "not-placed", is a message that counts as arrived and did not.  Nobody can repair that:
 the one connection it belonged to must be reset (RFC 7609, 4.6.1), and no other.
@@ -181,7 +182,7 @@ class Chaos:
             for side in self._sides:
                 if side.process.poll() is None:
                     side.process.kill()
-        self._judge()
+        self.judge()
         self.result.seconds = trio.current_time() - self._start
         return self.result
 
@@ -373,7 +374,8 @@ class Chaos:
 
     # -- the end -------------------------------------------------------------------------
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
+        """Add to the problems which connections were reset in vain, or should have been."""
         result = self.result
         if self.policy.rnics == 1:
             return  # with the link all of its connections are lost, as they should be

@@ -1,0 +1,130 @@
+"""The example and campaign of faults under traffic: they find what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from examples.chaos import Chaos, Policy
+from examples.chaos_load import KINDS, Conversation, Wrong
+from examples.chaos_peer import outcome
+
+Damage = Callable[[bytes], bytes]
+
+
+class Tampered:
+    """A stream whose received data somebody changes on the way."""
+
+    def __init__(self, stream: Any, damage: Damage) -> None:
+        self._stream = stream
+        self._damage = damage
+
+    async def receive_some(self, most: int) -> bytes:
+        return self._damage(bytes(await self._stream.receive_some(most)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def number_of(kind: str, seed: int) -> int:
+    """A conversation of that kind."""
+    return next(
+        number
+        for number in range(1000)
+        if Conversation(stream=object(), seed=seed, number=number).kind == kind  # type: ignore[arg-type]
+    )
+
+
+async def converse(kind: str, seed: int, damage: Damage = bytes) -> list[str]:
+    """How it ended for the client, whose received data is damaged, and for the server."""
+    a, b = trio.testing.memory_stream_pair()
+    how: list[str] = ["", ""]
+
+    async def client() -> None:
+        one = Conversation(
+            stream=Tampered(a, damage),  # type: ignore[arg-type]
+            seed=seed,
+            number=number_of(kind, seed),
+            scale=1,
+        )
+        how[0] = await outcome(one)
+        await a.aclose()
+
+    async def server() -> None:
+        two = await Conversation.accept(b)  # type: ignore[arg-type]
+        assert two.kind == kind
+        how[1] = await outcome(two)
+        await b.aclose()
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client)
+            nursery.start_soon(server)
+    return how
+
+
+class TestLoad:
+    @pytest.mark.parametrize("kind", ["stream", "request", "half-close"])
+    async def test_undamaged(self, kind: str, seed: int) -> None:
+        assert await converse(kind, seed) == ["done", "done"]
+
+    @pytest.mark.parametrize("kind", ["stream", "half-close"])
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda data: data[:-1] + bytes([data[-1] ^ 1]) if data else data,
+            lambda data: data[1:],
+            lambda data: data + data[-1:],
+            lambda data: data[::-1],
+        ],
+        ids=["changed", "lost", "doubled", "swapped"],
+    )
+    async def test_damage_is_found(self, kind: str, damage: Damage, seed: int) -> None:
+        client, _ = await converse(kind, seed, damage)
+        assert client.startswith("wrong"), client
+
+    async def test_an_early_end_is_found(self, seed: int) -> None:
+        a, b = trio.testing.memory_stream_pair()
+        one = Conversation(stream=a, seed=seed, number=number_of("half-close", seed), client=False)  # type: ignore[arg-type]
+        await b.aclose()
+        with pytest.raises(Wrong, match="too early"):
+            await one.run()
+
+    def test_all_kinds_come(self, seed: int) -> None:
+        assert {
+            Conversation(stream=object(), seed=seed, number=number).kind  # type: ignore[arg-type]
+            for number in range(1000)
+        } == set(KINDS)
+
+
+class TestJudgement:
+    def judged(self, *, resets: set[int], due: dict[int, bool]) -> list[str]:
+        chaos = Chaos(Policy(seed=1), lambda text: None)
+        chaos.result.resets = resets
+        chaos.result.due = due
+        chaos.judge()
+        return chaos.result.problems
+
+    def test_only_and_all_that_must_be_reset(self) -> None:
+        assert self.judged(resets={3, 4}, due={3: True, 4: False, 5: False}) == []
+        assert self.judged(resets={3}, due={}) == [
+            "connection 3 was reset, and nothing of it was lost"
+        ]
+        assert self.judged(resets=set(), due={3: True}) == [
+            "connection 3 went on, and a message of it was lost"
+        ]
+
+
+async def test_one_rnic(runtime_directory: object, seed: int) -> None:
+    """With its only link each connection is lost; new ones come, and what came is right."""
+    policy = Policy(seed=seed & 0xFFFF, faults=5, rnics=1, connections=5, during=0, scale=10)
+    lines: list[str] = []
+    with trio.fail_after(50):
+        result = await Chaos(policy, lines.append).run()
+    assert result.problems == [], lines
+    assert result.injected >= 5
+    assert result.bytes > 0
