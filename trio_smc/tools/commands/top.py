@@ -129,6 +129,6 @@ class _Sample:
         fallen = sum(f["count"] for each in self.stacks for f in each.statistics["fallbacks"])
         failovers = sum(each.statistics["failovers"] for each in self.stacks)
         return (
-            f"{time.strftime('%H:%M:%S')}  {len(self.stacks)} stacks, {smc} connections over "
-            f"SMC-R, {tcp} over TCP; since the start {fallen} fallbacks, {failovers} failovers"
+            f"{time.strftime('%H:%M:%S')}  stacks: {len(self.stacks)}; connections: {smc} over "
+            f"SMC-R, {tcp} over TCP; since the start: {fallen} fallbacks, {failovers} failovers"
         )

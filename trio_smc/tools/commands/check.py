@@ -1,0 +1,303 @@
+"""`trio-smc check`: would a connection to a host and port use SMC-R, and if not, where it stops."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+import trio_smc
+from trio_smc import Config, Fallback, Mode, ProtocolError, SmcStream
+from trio_smc.rendezvous import clc, llc
+from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.errors import ToolError
+from trio_smc.tools.options import add_directory, add_json, positive_seconds, private_directory
+from trio_smc.tools.output import print_json, show, table
+from trio_smc.tools.words import address, diagnosis
+
+NAME = "check"
+SUMMARY = "connect, and tell whether SMC-R is used, or where and why not"
+DESCRIPTION = """
+Connect to a server as a program with trio_smc would, walk through every step, and say whether
+SMC-R is used; if not, at which step it ended, why, which side decided so, and what to do.
+
+The connection is real: the server accepts it, and it is closed without a byte of data.  When
+the server is another process of this user, its own view of the connection is shown, too.
+
+  resolve    the name's addresses
+  RNICs      what this side could use
+  connect    the TCP connection
+  discovery  how this side learns that the server speaks SMC-R
+  CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
+             diagnosis word (RFC 7609, 3.5)
+  LLC        messages on the new link, at the first contact of two peers
+  mode       what came of it
+"""
+EPILOG = """
+Examples:
+  trio-smc check localhost 7000
+  trio-smc check db.example.net 5432 --discovery assume
+  trio-smc check ::1 7000 --json
+
+--discovery assume sends a Proposal without asking: only for servers known to speak SMC-R.
+
+Exit codes:
+  0  SMC-R is used
+  1  it is not: the connection is TCP, or there is none
+  2  bad input: the name is unknown, the private directory cannot be used, ...
+"""
+
+_NO_SMC_R: Final = 1
+_LOOK_AGAIN: Final = 0.1
+_LOOKS: Final = 10
+
+
+@dataclass(slots=True)
+class Step:
+    """One thing that was done: "ok", "no" (here it ends) or "info"."""
+
+    name: str
+    verdict: str
+    text: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What the check found."""
+
+    host: str
+    port: int
+    mode: str | None = None
+    steps: list[Step] = field(default_factory=list)
+    fallback: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None
+    """The server's own view, as `trio-smc ss --json` has it, when it is this user's process."""
+
+    def add(self, name: str, verdict: str, text: str) -> None:
+        """The next step."""
+        self.steps.append(Step(name, verdict, text))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("host", metavar="HOST", help="name or address")
+    parser.add_argument("port", metavar="PORT", type=_port, help="TCP port")
+    parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
+                        help="as Config(discovery=...); default: auto")  # fmt: skip
+    parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
+                        help="for all of it; default: 15")  # fmt: skip
+    add_directory(parser)
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Connect, and tell."""
+    directory = private_directory(options)
+    config = Config(directory=directory, discovery=options.discovery, control=False)
+    report = Report(options.host, options.port)
+    trio.run(_check, report, config, options.timeout, directory)
+    if options.json:
+        print_json(asdict(report))
+    else:
+        _print(report)
+    return 0 if report.mode == Mode.SMC_R else _NO_SMC_R
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a TCP port")
+    return int(text)
+
+
+async def _check(report: Report, config: Config, patience: float, directory: Path) -> None:
+    with trio.move_on_after(patience) as scope:
+        await _resolve(report)
+        try:
+            async with trio_smc.open_stack(config) as stack:
+                names = [f"{each.name} ({each.kind})" for each in stack.rnics]
+                verdict = "ok" if names else "no"
+                report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
+                await _connect(report, stack, directory)
+        except OSError as error:
+            raise ToolError(f"no stack can be opened: {error}") from None
+    if scope.cancelled_caught:
+        report.add("time", "no", f"not finished after {patience:g} seconds")
+
+
+async def _resolve(report: Report) -> None:
+    try:
+        found = await trio.socket.getaddrinfo(
+            report.host, report.port, type=trio.socket.SOCK_STREAM
+        )
+    except (OSError, UnicodeError) as error:
+        raise ToolError(f"{report.host!r} has no address: {error}") from None
+    names = dict.fromkeys(str(entry[4][0]) for entry in found)
+    report.add("resolve", "ok", ", ".join(names))
+
+
+async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> None:
+    messages = _Messages(report)
+    stack.add_observer(messages)
+    try:
+        stream = await stack.open_stream(report.host, report.port)
+    except OSError as error:
+        place = "handshake" if messages.seen else "connect"
+        report.add(place, "no", error.strerror or str(error))
+        return
+    async with stream:
+        ends = f"{address(list(stream.socket.getsockname()[:2]))} → " + address(
+            list(stream.socket.getpeername()[:2])
+        )
+        # Before whatever was said on it.
+        report.steps.insert(messages.first, Step("connect", "ok", ends))
+        report.mode = stream.mode.value
+        if not messages.seen:
+            text = "no CLC message was sent" if stream.fallback else "done"
+            report.steps.insert(messages.first + 1, Step("discovery", "no", text))
+        else:
+            text = "the server speaks SMC-R" if stack.config.discovery == "auto" else "assumed"
+            report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
+        _conclude(report, stream)
+        report.server = await _server_view(stream, directory)
+
+
+def _conclude(report: Report, stream: SmcStream) -> None:
+    if stream.fallback is None:
+        assert stream.link_group is not None
+        group = stream.link_group
+        links = ", ".join(f"{link.number} on {link.rnic.name}" for link in group.links)
+        report.add("mode", "ok", f"smc-r, {group.kind} link group, link {links}")
+        return
+    fallback: Fallback = stream.fallback
+    report.add("mode", "no", "tcp")
+    report.fallback = {
+        "reason": fallback.reason.value,
+        "origin": fallback.origin.value,
+        "code": fallback.code,
+        "peer_code": fallback.peer_code,
+        "message": fallback.message,
+        "remedy": fallback.remedy,
+    }
+
+
+class _Messages:
+    """Makes a step of each message of the handshake (`trio_smc.Observer`)."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.first = len(report.steps)
+        self.seen = False
+        self._over = False
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        self.seen = True
+        try:
+            decoded = clc.decode_untrusted(message)
+        except ProtocolError as error:
+            self._add("CLC", "no", outgoing, f"a message that cannot be read: {error}")
+            return
+        if isinstance(decoded, clc.Decline):
+            text = f"Decline, diagnosis {diagnosis(decoded.diagnosis)}"
+            self._add("CLC", "no", outgoing, text)
+        else:
+            self._add("CLC", "ok", outgoing, type(decoded).__name__)
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        if self._over:
+            return  # what a link says later is no part of this handshake
+        try:
+            name = type(llc.decode_untrusted(message)).__name__
+        except ProtocolError as error:
+            name = f"a message that cannot be read: {error}"
+        self._add("LLC", "ok", outgoing, name)
+
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        pass
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        pass
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        pass
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        self._over = True
+
+    def _add(self, name: str, verdict: str, outgoing: bool, text: str) -> None:
+        self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
+
+
+# --- the other side --------------------------------------------------------------------------
+
+
+async def _server_view(stream: SmcStream, directory: Path) -> dict[str, Any] | None:
+    """The connection as the server's stack sees it; None unless it is this user's on this host."""
+    ours = _plain(stream.socket.getsockname())
+    theirs = _plain(stream.socket.getpeername())
+    for _ in range(_LOOKS):
+        try:
+            snapshots = await trio.to_thread.run_sync(_ask, directory, abandon_on_cancel=True)
+        except ToolError:
+            return None
+        for snapshot in snapshots:
+            for each in snapshot.connections:
+                if _plain(each["local"]) == theirs and _plain(each["peer"]) == ours:
+                    return {"pid": snapshot.pid, **each}
+        ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
+        if theirs is None or theirs[1] not in ports:
+            return None
+        # Its handshake may take a moment longer than ours.
+        await trio.sleep(_LOOK_AGAIN)
+    return None
+
+
+def _ask(directory: Path) -> list[Any]:
+    return take_snapshots(directory, ("connections", "listeners"), some=False)
+
+
+def _plain(name: Any) -> tuple[str, int] | None:
+    """An address without the ways it can be written."""
+    if name is None:
+        return None
+    try:
+        found = ipaddress.ip_address(name[0])
+    except ValueError:
+        return None
+    mapped = getattr(found, "ipv4_mapped", None)
+    return str(mapped or found), name[1]
+
+
+# --- output ----------------------------------------------------------------------------------
+
+
+def _print(report: Report) -> None:
+    rows = [[step.name, step.verdict, step.text] for step in report.steps]
+    parts: list[Any] = [table(("STEP", "", ""), rows), ""]
+    fallback, server = report.fallback, report.server
+    if report.mode == Mode.SMC_R:
+        parts.append("SMC-R is used.")
+    elif report.mode is None:
+        parts.append("No connection came about.")
+    if fallback is not None:
+        who = "this side" if fallback["origin"] == "local" else "the server"
+        parts += [
+            f"SMC-R is not used: {fallback['message']}.",
+            f"  reason     {fallback['reason']}, decided by {who}",
+            f"  this side  {diagnosis(fallback['code'])}",
+            f"  server     {diagnosis(fallback['peer_code'])}",
+            f"  remedy     {fallback['remedy']}",
+        ]
+    if server is not None:
+        parts += ["", f"The server, process {server['pid']}, says: {server['mode']}."]
+        why = server["fallback"]
+        if why is not None:
+            who = "the server" if why["origin"] == "local" else "this side"
+            parts += [
+                f"  {why['message']} ({why['reason']}, decided by {who})",
+                f"  remedy     {why['remedy']}",
+            ]
+    show(*parts)
