@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 __all__ = ["MODULES", "Command", "load"]
 
-MODULES = ("ss", "lg", "rnic", "stats", "top", "reasons", "ladder", "run", "proxy")
+MODULES = ("ss", "lg", "rnic", "stats", "check", "top", "reasons", "ladder", "run", "proxy")
 
 
 class Command(Protocol):
