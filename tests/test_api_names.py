@@ -18,6 +18,7 @@ NAMES = {
     "Observer", "Origin", "ProtocolError", "RmbView", "SmcListener", "SmcSocket", "SmcStream",
     "SmcUnavailable", "SoftRnic", "Stack", "StackStatistics", "StreamStatistics", "VerbsRnic",
     "open_listeners", "open_stack", "open_stream", "serve",
+    "set_up_tcp_option", "tear_down_tcp_option",
 }  # fmt: skip
 CLASSES = sorted(name for name in NAMES if isinstance(getattr(trio_smc, name), type))
 FUNCTIONS = ("open_stream", "open_listeners", "open_stack", "serve")

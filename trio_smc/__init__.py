@@ -16,6 +16,7 @@ from trio_smc._connections import ConnectionCursors, ConnectionView
 from trio_smc._enable import disable, enable
 from trio_smc._listener import SmcListener
 from trio_smc._open import open_listeners, open_stack, open_stream, serve
+from trio_smc._option_setup import set_up_tcp_option, tear_down_tcp_option
 from trio_smc._stack import Stack
 from trio_smc._stream import SmcStream
 from trio_smc._tcp_names import SmcSocket
@@ -53,6 +54,8 @@ __all__ = [
     "open_stack",
     "open_stream",
     "serve",
+    "set_up_tcp_option",
+    "tear_down_tcp_option",
 ]
 
 __version__ = "0.1.0"

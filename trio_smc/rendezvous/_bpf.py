@@ -8,6 +8,7 @@ descriptors are close-on-exec.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import platform
@@ -23,8 +24,10 @@ __all__ = [
     "load_sock_ops",
     "lookup",
     "map_kind",
+    "mount_bpffs",
     "open_pinned",
     "pin",
+    "unmount",
     "update",
 ]
 
@@ -47,26 +50,31 @@ _LOG_SIZE: Final = 1 << 16
 
 
 @functools.cache
-def _syscall() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    return call
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.syscall.restype = ctypes.c_long
+    return library
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
 
 
 def _bpf(command: int, attributes: bytes, size: int = 0) -> int:
     """bpf(2); what lies behind ``attributes`` up to ``size`` bytes is zero."""
     number = _SYSTEM_CALL.get(platform.machine())
     if number is None:
-        raise OSError(38, f"the number of bpf(2) on {platform.machine()} is not known")
+        raise OSError(errno.ENOSYS, f"the number of bpf(2) on {platform.machine()} is not known")
     attributes = attributes.ljust(size, b"\0")
     block = ctypes.create_string_buffer(attributes, len(attributes))
-    result = _syscall()(
-        ctypes.c_long(number), ctypes.c_int(command), block, ctypes.c_uint(len(attributes))
+    return _checked(
+        _libc().syscall(
+            ctypes.c_long(number), ctypes.c_int(command), block, ctypes.c_uint(len(attributes))
+        )
     )
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(result)
 
 
 def _address(block: Any) -> int:
@@ -111,7 +119,7 @@ def load_sock_ops(code: bytes) -> int:
     try:
         return _load(code, None)
     except OSError as first:
-        if first.errno != 13 and first.errno != 22:
+        if first.errno not in (errno.EACCES, errno.EINVAL):
             raise
         log = ctypes.create_string_buffer(_LOG_SIZE)
         try:
@@ -190,3 +198,16 @@ def link_cgroup(fd: int) -> int:
     _bpf(_GET_INFO, struct.pack("=IIQ", fd, len(info), _address(info)))
     kind, _, _, _, cgroup, attach_type = struct.unpack_from("=IIIIQI", info)
     return int(cgroup) if kind == _LINK_CGROUP and attach_type == _ATTACH_SOCK_OPS else 0
+
+
+def mount_bpffs(directory: Path) -> None:
+    """Mount a BPF file system, where objects can be pinned, on a directory.
+
+    Everybody may enter it; what a pinned object's own mode allows is another matter.
+    """
+    _checked(_libc().mount(b"bpf", os.fsencode(directory), b"bpf", ctypes.c_ulong(0), b"mode=0755"))
+
+
+def unmount(directory: Path) -> None:
+    """Take the file system that is mounted there away."""
+    _checked(_libc().umount2(os.fsencode(directory), ctypes.c_int(0)))

@@ -1,0 +1,60 @@
+"""`trio-smc setup`: the TCP option for a group of users, once, by root."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import trio_smc
+from trio_smc.tools.errors import ToolError
+
+__all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
+
+NAME = "setup"
+SUMMARY = "let users announce SMC-R by the TCP option (root)"
+DESCRIPTION = """
+Load the BPF program that puts the TCP option of RFC 7609 on the connections of processes that ask
+for it, and let the users of a group use it.  It lasts until `trio-smc teardown` or the next start
+of the system; run it from a start-up script.  Doing it again changes nothing but the group.
+"""
+EPILOG = """
+Examples:
+  trio-smc setup --group smc                  members of the group "smc", on the whole system
+  trio-smc setup --group smc --cgroup /sys/fs/cgroup/system.slice
+
+Exit codes: 0 when it is set up; 2 with one line on stderr when it cannot be.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--group", metavar="GROUP", help="who may use it (default: root alone)")
+    parser.add_argument(
+        "--cgroup", metavar="PATH", type=Path,
+        help="only for processes in this cgroup and below it (default: all)",
+    )  # fmt: skip
+    add_pin(parser)
+
+
+def add_pin(parser: argparse.ArgumentParser) -> None:
+    """The argument that `setup` and `teardown` share."""
+    default = trio_smc.Config().tcp_option
+    parser.add_argument(
+        "--pin", metavar="PATH", type=Path, default=default,
+        help=f"directory for what is pinned; programs name it in Config(tcp_option=...) "
+        f"(default: {default})",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Set it up."""
+    try:
+        made = trio_smc.set_up_tcp_option(
+            group=options.group, cgroup=options.cgroup, pins=options.pin
+        )
+    except (OSError, ValueError) as error:
+        raise ToolError(getattr(error, "strerror", None) or str(error)) from error
+    users = "root" if options.group is None else f"root and the group {options.group}"
+    state = "set up" if made else "was set up already"
+    print(f"TCP option {state} in {options.pin}, for {users}")
+    return 0

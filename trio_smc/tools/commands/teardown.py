@@ -1,0 +1,35 @@
+"""`trio-smc teardown`: undoes `trio-smc setup`."""
+
+from __future__ import annotations
+
+import argparse
+
+import trio_smc
+from trio_smc.tools.commands.setup import add_pin
+from trio_smc.tools.errors import ToolError
+
+__all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
+
+NAME = "teardown"
+SUMMARY = "undo setup: no TCP option any more (root)"
+DESCRIPTION = """
+Remove what `trio-smc setup` has made.  Connections that are open go on; new ones carry no option.
+"""
+EPILOG = """
+Exit codes: 0 when nothing is set up any more, 2 with one line on stderr when that cannot be done.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_pin(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tear it down."""
+    try:
+        removed = trio_smc.tear_down_tcp_option(pins=options.pin)
+    except (OSError, ValueError) as error:
+        raise ToolError(getattr(error, "strerror", None) or str(error)) from error
+    print(f"TCP option {'removed from' if removed else 'was not set up in'} {options.pin}")
+    return 0
