@@ -198,7 +198,7 @@ def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
         assert (reply.negative, reply.retry) == (True, True)
         assert done == []
         add_link(client.group, server.group, 3)
-        peer.group.exchanges.done()
+        peer.group.exchanges.machine.send("refused")
         side.record()
         world.pass_time(1.0)
         assert [each.other_tokens for each in messages(side)] == [2, 2]
@@ -243,7 +243,7 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         assert [each.negative for each in messages(client) if each.reply] == [False, True]
         assert not server.group.rkeys._parts
         assert len(server.group.peer_rmbs) == 1
-        server.group.exchanges.done()
+        server.group.exchanges.machine.send("refused")
         world.pass_time(1.0)
         assert done[0] is not None
         assert known_alike(client.group, server.group)
@@ -354,7 +354,7 @@ def test_a_peer_that_waits_for_each_echo_may_stop_after_a_negative_one() -> None
         group, link = server.group, server.group.links[1]
         group.exchanges.begin("add_link", link)
         group.on_llc_untrusted(link, confirm(3, 2, 3).encode())
-        group.exchanges.done()
+        group.exchanges.machine.send("refused")
         server.record()
         group.on_llc_untrusted(link, confirm(3, 2, 3).encode())
         group.on_llc_untrusted(link, more(1, 4).encode())
