@@ -21,7 +21,21 @@ from typing import Protocol, cast
 
 __all__ = ["MODULES", "Command", "load"]
 
-MODULES = ("ss", "lg", "rnic", "stats", "check", "top", "reasons", "ladder", "run", "proxy")
+MODULES = (
+    "ss",
+    "lg",
+    "rnic",
+    "stats",
+    "check",
+    "top",
+    "reasons",
+    "capture",
+    "ladder",
+    "run",
+    "proxy",
+    "setup",
+    "teardown",
+)
 
 
 class Command(Protocol):
