@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import socket
@@ -25,8 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from trio_smc._base import control
+from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._snapshot import Snapshots
+from trio_smc.capture.stream import send_capture
 from trio_smc.rendezvous._local_directory import DirectoryUnusable, open_private
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class ControlSocket:
     """One stack's control socket, from `open` to the end of `run`."""
 
     def __init__(self, stack: Stack, directory: Path) -> None:
+        self._stack = stack
         self._snapshots = Snapshots(stack)
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
@@ -153,11 +157,11 @@ class ControlSocket:
     async def _serve(self, client: trio.socket.SocketType, token: object) -> None:
         stream = trio.SocketStream(client)
         try:
-            with trio.move_on_after(_PATIENCE):
+            with trio.move_on_after(_PATIENCE) as patience:
                 _, uid = control.peer_credentials(client)  # type: ignore[arg-type]
                 if uid != os.geteuid():
                     raise ProtocolError(f"user {uid} is not the one who runs this process")
-                await self._answer(stream)
+                await self._answer(stream, patience)
         except (OSError, ProtocolError, trio.BrokenResourceError) as error:
             LOGGER.info("a client of the control socket was turned away: %s", error)
         except Exception:
@@ -166,9 +170,13 @@ class ControlSocket:
             self._slots.release_on_behalf_of(token)
             client.close()
 
-    async def _answer(self, stream: trio.SocketStream) -> None:
+    async def _answer(self, stream: trio.SocketStream, patience: trio.CancelScope) -> None:
         try:
-            wanted = await _request(stream)
+            request = await _request(stream)
+            wanted = request["want"]
+            if wanted == [control.CAPTURE]:
+                await self._send_capture(stream, request.get("payload", 0), patience)
+                return
             for part, data in self._snapshots.parts(wanted):
                 await stream.send_all(control.encode({"part": part, "data": data}))
             last: dict[str, Any] = {"part": "end", "data": None}
@@ -181,15 +189,29 @@ class ControlSocket:
             raise
         await stream.send_all(control.encode(last))
 
+    async def _send_capture(
+        self, stream: trio.SocketStream, payload: object, patience: trio.CancelScope
+    ) -> None:
+        """Until the client leaves, or the stack."""
+        try:
+            kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
+        await stream.send_all(control.encode(begun))
+        patience.deadline = math.inf
+        await send_capture(self._stack, stream, kept)
 
-async def _request(stream: trio.SocketStream) -> list[str]:
+
+async def _request(stream: trio.SocketStream) -> dict[str, Any]:
     """What a client wants.  Raises ProtocolError."""
     header = await _exactly(stream, control.HEADER_SIZE)
     length = control.length_untrusted(header, control.REQUEST_LIMIT)
-    wanted = control.decode_untrusted(await _exactly(stream, length)).get("want")
+    request = control.decode_untrusted(await _exactly(stream, length))
+    wanted = request.get("want")
     if not isinstance(wanted, list) or not all(isinstance(part, str) for part in wanted):
         raise ProtocolError("a request without a list of what is wanted")
-    return wanted
+    return request
 
 
 async def _exactly(stream: trio.SocketStream, count: int) -> bytes:

@@ -11,6 +11,10 @@ messages ``{"version": 1, "part": name, "data": ...}``: first "process", then th
 those that are lists in pieces of at most `PIECE` items, and then "end" (or "error", whose data is
 a sentence).  Then it closes.  Both sides check by SO_PEERCRED that the other is the same user's.
 
+``{"version": 1, "want": ["capture"], "payload": 16}`` is answered by one message of the part
+"capture", whose data is the stack's peer ID, and then, until either side closes, by the bytes of
+a pcapng file of what happens from then on, with so many bytes of each RDMA write.
+
 A new part or a new field needs no new version: a stack leaves out parts it does not know, and
 clients ignore fields that they do not know.
 """
@@ -26,6 +30,7 @@ from typing import Any, Final
 from .errors import ProtocolError
 
 __all__ = [
+    "CAPTURE",
     "DIRECTORY",
     "HEADER_SIZE",
     "PARTS",
@@ -45,6 +50,8 @@ DIRECTORY: Final = "control"
 """Below the private directory."""
 PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
 """What a client may want."""
+CAPTURE: Final = "capture"
+"""What it may want alone, and gets until it leaves."""
 PIECE: Final = 100
 """Items of a list that go into one message; between two the stack does its own work."""
 REQUEST_LIMIT: Final = 4096

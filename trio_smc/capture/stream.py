@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["send_capture"]
 
 _GATHER: Final = 0.02
+_PATIENCE: Final = 1.0
+"""Seconds a receiver may take for what is left when the capture ends."""
 _MOST_WAITING: Final = 4 * 1024 * 1024
 """Bytes that may wait for a receiver that is too slow."""
 
@@ -26,6 +29,7 @@ class _Backlog:
 
     def __init__(self) -> None:
         self.news = trio.Event()
+        self.end = trio.Event()
         self.dropped = 0
         self._blocks: deque[bytes] = deque()
         self._size = 0
@@ -46,27 +50,43 @@ class _Backlog:
         return data
 
 
-async def send_capture(stack: Stack, stream: trio.abc.SendStream, payload: int = 0) -> None:
-    """Send a pcapng file of what happens from now on, until cancelled.
+async def send_capture(stack: Stack, stream: trio.abc.Stream, payload: int = 0) -> None:
+    """Send a pcapng file of what happens from now on, until cancelled or the receiver leaves.
 
     Args:
+      stream: whatever comes from there, or its end, ends the capture.
       payload: how many bytes of each RDMA write to keep.
-
-    Raises:
-      trio.BrokenResourceError: the receiver has gone, which ends a capture.
     """
     backlog = _Backlog()
     observer = Capture(backlog.append, payload)
     stack.add_observer(observer)
-    told = 0
     try:
-        while True:
+        async with trio.open_nursery() as nursery:
+            # Shielded: cancelled in the middle of a block, all of the rest could not be read.
+            scope = trio.CancelScope(shield=True)
+            nursery.start_soon(_send, backlog, stream, scope)
+            try:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await stream.receive_some(1)
+            finally:
+                backlog.end.set()
+                backlog.news.set()
+                scope.deadline = trio.current_time() + _PATIENCE
+    finally:
+        stack.remove_observer(observer)
+
+
+async def _send(backlog: _Backlog, stream: trio.abc.Stream, scope: trio.CancelScope) -> None:
+    told = 0
+    with scope, contextlib.suppress(trio.BrokenResourceError):
+        ended = False
+        while not ended:
             await backlog.news.wait()
+            ended = backlog.end.is_set()
             data = backlog.take()
             if backlog.dropped != told:
                 told = backlog.dropped
                 data += pcapng.statistics(time.time_ns(), told)
             await stream.send_all(data)
-            await trio.sleep(_GATHER)
-    finally:
-        stack.remove_observer(observer)
+            with trio.move_on_after(_GATHER):
+                await backlog.end.wait()

@@ -22,9 +22,19 @@ from trio_smc._base import control
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.shape import SHAPES, check_untrusted
 
-__all__ = ["Snapshot", "take_snapshots"]
+__all__ = [
+    "PATIENCE",
+    "Snapshot",
+    "connect",
+    "named_sockets",
+    "nobody",
+    "opened",
+    "read_message",
+    "said",
+    "take_snapshots",
+]
 
-_PATIENCE: Final = 3.0
+PATIENCE: Final = 3.0
 """Seconds for one stack's whole answer."""
 _ITEMS: Final = 1_000_000
 """Items of one list that are taken from an answer."""
@@ -74,25 +84,25 @@ def take_snapshots(
     """
     found: list[Snapshot] = []
     problems: list[str] = []
-    with _opened(directory) as root:
-        for number, name in _names(root):
+    with opened(directory) as root:
+        for number, name in named_sockets(root):
             if pid is not None and number != pid:
                 continue
             try:
                 snapshot = _ask(root, name, number, want)
             except (OSError, ProtocolError) as error:
-                problems.append(f"process {number} {_said(error)}")
+                problems.append(f"process {number} {said(error)}")
             else:
                 if snapshot is not None:
                     found.append(snapshot)
     if problems and (pid is not None or not found):
         raise ToolError(problems[0])
     if not found and some:
-        raise ToolError(_nobody(directory, pid))
+        raise ToolError(nobody(directory, pid))
     return found
 
 
-def _nobody(directory: Path, pid: int | None) -> str:
+def nobody(directory: Path, pid: int | None) -> str:
     if pid is None:
         return f"no running process has a stack in {directory}"
     if not os.path.exists(f"/proc/{pid}"):
@@ -103,7 +113,7 @@ def _nobody(directory: Path, pid: int | None) -> str:
     )
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     if isinstance(error, ProtocolError):
         return f"gave a damaged answer: {error}"
     if isinstance(error, TimeoutError):
@@ -115,7 +125,7 @@ def _said(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int | None]:
+def opened(directory: Path) -> Iterator[int | None]:
     """The open directory of control sockets; None where there is none."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     root = below = None
@@ -142,7 +152,7 @@ def _opened(directory: Path) -> Iterator[int | None]:
                 os.close(descriptor)
 
 
-def _names(root: int | None) -> list[tuple[int, str]]:
+def named_sockets(root: int | None) -> list[tuple[int, str]]:
     if root is None:
         return []
     named = ((control.pid_of_name(name), name) for name in os.listdir(root))
@@ -158,25 +168,36 @@ def _ask(root: int | None, name: str, pid: int, want: Sequence[str]) -> Snapshot
     Raises:
       OSError, ProtocolError: it does not answer, or not as it should.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(_PATIENCE)
-        try:
-            sock.connect(f"/proc/self/fd/{root}/{name}")
-        except FileNotFoundError:
-            return None  # it ended since
-        except ConnectionRefusedError:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=root)
+        if not connect(sock, root, name):
             return None
-        _, uid = control.peer_credentials(sock)
-        if uid != os.geteuid():
-            raise ProtocolError(f"it is user {uid}'s")
         snapshot = Snapshot(pid, program=_program(pid))
         sock.sendall(control.encode({"want": list(want)}))
-        while _take_untrusted(snapshot, _message(sock, deadline)):
+        while _take_untrusted(snapshot, read_message(sock, deadline)):
             pass
         return snapshot
+
+
+def connect(sock: socket.socket, root: int | None, name: str) -> bool:
+    """Connect to a stack's control socket; False when its process is gone.
+
+    Raises:
+      OSError, ProtocolError: it does not answer, or is another user's.
+    """
+    sock.settimeout(PATIENCE)
+    try:
+        sock.connect(f"/proc/self/fd/{root}/{name}")
+    except FileNotFoundError:
+        return False  # it ended since
+    except ConnectionRefusedError:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=root)
+        return False
+    _, uid = control.peer_credentials(sock)
+    if uid != os.geteuid():
+        raise ProtocolError(f"it is user {uid}'s")
+    return True
 
 
 def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
@@ -208,7 +229,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     return True
 
 
-def _message(sock: socket.socket, deadline: float) -> dict[str, Any]:
+def read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
     header = _exactly(sock, control.HEADER_SIZE, deadline)
     length = control.length_untrusted(header, control.REPLY_LIMIT)
     return control.decode_untrusted(_exactly(sock, length, deadline))

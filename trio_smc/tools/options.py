@@ -7,7 +7,15 @@ from pathlib import Path
 
 from trio_smc import Config
 
-__all__ = ["add_json", "add_process", "positive_seconds", "private_directory"]
+__all__ = [
+    "add_directory",
+    "add_json",
+    "add_process",
+    "positive_count",
+    "positive_seconds",
+    "private_directory",
+    "process_number",
+]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +26,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_process(parser: argparse.ArgumentParser) -> None:
     """``--pid`` and ``--directory``: whose stacks to ask."""
     parser.add_argument(
-        "--pid", type=_pid, metavar="PID", help="only this process; default: all that answer"
+        "--pid",
+        type=process_number,
+        metavar="PID",
+        help="only this process; default: all that answer",
     )
     add_directory(parser)
 
@@ -57,7 +68,8 @@ def positive_count(text: str) -> int:
     return int(text)
 
 
-def _pid(text: str) -> int:
+def process_number(text: str) -> int:
+    """An argument that is a process number."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
         raise argparse.ArgumentTypeError(f"{text!r} is not a process number")
     return int(text)
