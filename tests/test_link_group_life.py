@@ -432,12 +432,7 @@ def test_a_server_may_offer_a_link_later() -> None:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         server.record()
-        server.group.setup.offered = 2
-        link_of(server).send_llc(
-            llc.AddLink(
-                mac=server.rnic.mac, gid=server.rnic.gid, qp_number=77, link_number=2, qp_mtu=5
-            )
-        )
+        server.group.adding.seek()
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         assert "in ADD_LINK reply" in transcript(server)
 

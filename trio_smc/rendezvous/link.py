@@ -98,7 +98,8 @@ class Link:
     """
 
     __slots__ = (
-        "_connection_of", "_echo", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
+        "_connection_of", "_echo", "_free", "_host", "_pending", "_post_send", "_post_write",
+        "_received",
         "_replenish", "_since_signal", "_test_data", "_timer", "_waiting", "_wr_id",
         "copies_on_post", "failing", "group", "heard",
         "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id",
@@ -295,7 +296,7 @@ class Link:
             waiter.on_room()
 
     def _failed(self, status: int) -> None:
-        if self.machine.state != "DOWN":
+        if not self.failing:
             LOGGER.info("%r failed: %s", self, _status_name(status))
             self.machine.send("failed")
 

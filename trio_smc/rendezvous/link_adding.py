@@ -61,6 +61,7 @@ class LinkAdding:
         self._timer: Timer | None = None
         self._seeking = False
         self._news = False
+        self._held = False
         self._replaced: Link | None = None
 
     # --- when to add a link --------------------------------------------------------------------
@@ -71,9 +72,19 @@ class LinkAdding:
         Args:
           news: an RNIC came, or time passed: what was rejected before may work now.
         """
+        if news:
+            self._held = False
+        elif self._held:
+            self.retry_later()
+            return
         self._seeking = True
         self._news |= news
         self._group.exchanges.look()
+
+    def hold(self) -> None:
+        """An operator deleted a link: do not add another one before something has changed."""
+        self._held = True
+        self._delay = _LAST_RETRY
 
     def start(self) -> bool:
         """Begin ADD LINK, if one is wanted and can be had."""
@@ -267,6 +278,7 @@ class LinkAdding:
         group.setup.past_return()
         if message.rejected:
             self._delay = _LAST_RETRY
+            self._seeking = self._news  # the same again would be rejected again
             exchanges.machine.send("refused")
             return
         peer = _peer_of(message)

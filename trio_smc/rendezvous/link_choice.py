@@ -2,7 +2,8 @@
 
 The server picks its end first and names it in ADD LINK; the client picks the other end, or finds
 none and rejects.  Both follow the same rules: no two links join the same RNICs, one link at most
-is asymmetric, and the others are no more than the two sides have agreed on.
+is asymmetric, as long as there is no symmetric pair, and the others are no more than the two
+sides have agreed on.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) 
     second asymmetric one, or one too many (3.5.1.6.1)."""
     symmetric = links.symmetric()
     unused = links.unused(rnics)
-    asymmetric = bool(links.asymmetric())
+    single = links.kind is Kind.SINGLE
     if any(link.peer is not None and link.peer.port == peer for link in symmetric):
-        return unused[0] if unused and not asymmetric else None
+        return unused[0] if unused and single else None
     if unused:
         return unused[0] if len(symmetric) < most else None
-    if asymmetric:
+    if not single:
         return None
     return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
 
@@ -62,7 +63,7 @@ def shares_peer_port(links: Links) -> bool:
 
 
 def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
-    """Whether a link between these two would be parallel or a second asymmetric one (C.7.1)."""
+    """Whether a link between these two would be parallel, or asymmetric without need (C.7.1)."""
     shared = False
     for link in links.usable():
         here = link.rnic is rnic
@@ -71,4 +72,4 @@ def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
             return True
     for link in links.symmetric():
         shared |= link.rnic is rnic or (link.peer is not None and link.peer.port == peer)
-    return shared and bool(links.asymmetric())
+    return shared and links.kind is not Kind.SINGLE

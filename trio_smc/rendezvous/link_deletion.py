@@ -75,6 +75,10 @@ class LinkDeletion:
             self._queue[number] = _Wanted(number, reason, orderly)
             self._group.exchanges.look()
 
+    def told_to_delete(self, number: int) -> bool:
+        """Whether the server wants the link deleted: it need not be told that it failed."""
+        return number in self._told
+
     # --- messages ----------------------------------------------------------------------------
 
     def on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:
@@ -119,7 +123,9 @@ class LinkDeletion:
             if self._forget_asked(number):
                 self._asked_is_over()
         elif self._current is not None and self._current.number == number:
-            self._current = None
+            wanted, self._current = self._current, None
+            if wanted.reason == llc.DeleteLinkReason.OPERATOR:
+                self._group.adding.hold()
             # 3.5.5.1.3: only now the server frees what the link had.
             self._group.remove_link(number)
             if self._group.state != "GONE":

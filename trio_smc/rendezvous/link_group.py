@@ -187,7 +187,7 @@ class LinkGroup:
             return
         self.exchanges.link_lost(link)
         self.deletion.link_lost(link)
-        if self.machine.state in USABLE:
+        if self.machine.state in USABLE and not self.deletion.told_to_delete(link.number):
             self.delete_link(link.number, orderly=False, reason=link.reason)
         self.machine.send("links_changed")
 
