@@ -29,6 +29,8 @@ STACK_FIELDS: dict[str, Any] = {
     "shutdown_timeout": 1,
     "capture": "/nowhere/capture.pcapng",
     "capture_payload": 64,
+    "control": False,
+    "log_events": True,
 }
 CALL_FIELDS: dict[str, Any] = {
     "discovery": "assume",

@@ -14,10 +14,11 @@ from trio_smc._base.statistics import StackStatistics, StreamStatistics
 from trio_smc._config_file import load_config
 from trio_smc._connections import ConnectionCursors, ConnectionView
 from trio_smc._enable import disable, enable
+from trio_smc._events import EventStream, StackEvent, open_events
 from trio_smc._listener import SmcListener
 from trio_smc._open import open_listeners, open_stack, open_stream, serve
 from trio_smc._option_setup import set_up_tcp_option, tear_down_tcp_option
-from trio_smc._stack import Stack
+from trio_smc._stack import Stack, stacks
 from trio_smc._stream import SmcStream
 from trio_smc._tcp_names import SmcSocket
 from trio_smc._views import LinkGroup, LinkGroupKind, LinkView, RmbView
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "ConnectionCursors",
     "ConnectionView",
+    "EventStream",
     "Fallback",
     "FallbackReason",
     "LinkGroup",
@@ -44,17 +46,20 @@ __all__ = [
     "SmcUnavailable",
     "SoftRnic",
     "Stack",
+    "StackEvent",
     "StackStatistics",
     "StreamStatistics",
     "VerbsRnic",
     "disable",
     "enable",
     "load_config",
+    "open_events",
     "open_listeners",
     "open_stack",
     "open_stream",
     "serve",
     "set_up_tcp_option",
+    "stacks",
     "tear_down_tcp_option",
 ]
 

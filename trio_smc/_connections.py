@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._views import LinkView
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trio_smc._base.statistics import StreamStatistics
     from trio_smc._endpoint import Endpoint
     from trio_smc._stack_core import StackCore
+    from trio_smc._tcp_names import SmcSocket
     from trio_smc._tcp_stream import TcpStream
     from trio_smc._views import LinkGroup
 
@@ -30,7 +31,13 @@ if sys.platform == "linux":  # elsewhere queues are not told
     import fcntl
     import termios
 
-__all__ = ["ConnectionCursors", "ConnectionView", "RdmaConnection", "TcpConnection"]
+__all__ = [
+    "ConnectionCursors",
+    "ConnectionView",
+    "RdmaConnection",
+    "TcpConnection",
+    "socket_name",
+]
 
 # TCP_INFO's first byte (linux/tcp_states.h); the names are those of RFC 9293, 3.3.2.
 _TCP_STATES: Final = (
@@ -98,12 +105,12 @@ class ConnectionView:
     @property
     def local_address(self) -> tuple[str, int] | None:
         """Address and port of this side; None before and after the TCP connection is known."""
-        return _name(self._socket(), "getsockname")
+        return socket_name(self._socket(), "getsockname")
 
     @property
     def peer_address(self) -> tuple[str, int] | None:
         """Address and port of the other side; None as `local_address`."""
-        return _name(self._socket(), "getpeername")
+        return socket_name(self._socket(), "getpeername")
 
     @property
     def link_group(self) -> LinkGroup | None:
@@ -250,7 +257,10 @@ class TcpConnection(ConnectionView):
         return self._core.socket
 
 
-def _name(sock: trio.socket.SocketType | None, which: str) -> tuple[str, int] | None:
+def socket_name(
+    sock: trio.socket.SocketType | SmcSocket | None, which: Literal["getsockname", "getpeername"]
+) -> tuple[str, int] | None:
+    """Address and port of one end; None when the socket is closed or not connected."""
     if sock is not None:
         with contextlib.suppress(OSError):
             name = getattr(sock, which)()

@@ -18,9 +18,11 @@ from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.statistics import StackStatistics
 from trio_smc._connect import connect_stream
 from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
+from trio_smc._event_log import log_event
+from trio_smc._events import EventObserver
 from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
-from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
+from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics, running_stacks
 from trio_smc._tcp_stream import TcpStream
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from trio_smc._views import LinkGroup
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["Stack"]
+__all__ = ["Stack", "stacks"]
 
 
 class Stack(StackCore):
@@ -40,6 +42,11 @@ class Stack(StackCore):
       config: the stack's configuration.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
     """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.log_events:
+            self.add_observer(EventObserver(self, log_event))
 
     @property
     def rnics(self) -> tuple[Rnic, ...]:
@@ -176,3 +183,11 @@ class Stack(StackCore):
             refused=self.handshakes["refused"],
             fallbacks=MappingProxyType(dict(self._fallbacks)),
         )
+
+
+def stacks() -> tuple[Stack, ...]:
+    """The stacks of this process that are open, default ones included, oldest first.
+
+    They belong to the threads of their Trio runs: other threads may call nothing of them.
+    """
+    return tuple(stack for stack in running_stacks() if isinstance(stack, Stack))

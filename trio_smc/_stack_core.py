@@ -23,6 +23,7 @@ able to go on with any of it, so a hook at fork makes all of them unusable there
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -46,8 +47,8 @@ from trio_smc._rnics import RnicChange, StackRnics
 from trio_smc._tcp_watch import TcpWatch
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.discovery import Discovery
-from trio_smc.rendezvous.group_host import Mover, NoMover
 from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.tcp_option import TcpOption
 from trio_smc.rendezvous.timers import Timers
@@ -61,9 +62,10 @@ if TYPE_CHECKING:
     from trio_smc._stream import SmcStream
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous import clc
+    from trio_smc.rendezvous.group_host import Mover
     from trio_smc.rendezvous.link import Link
 
-__all__ = ["StackCore", "add_statistics"]
+__all__ = ["StackCore", "add_statistics", "running_stacks"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -81,6 +83,7 @@ class StackCore:
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
       failure: the defect that ended a background task, and with it the stack.
+      trio_token: of the Trio run it belongs to.
       unclosed: what `shut_down` found open, for a ResourceWarning each.
     """
 
@@ -101,6 +104,7 @@ class StackCore:
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
         self.nursery: trio.Nursery
+        self.trio_token: trio.lowlevel.TrioToken
         self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         self._groups: list[LinkGroup] = []
         self._endpoints: dict[object, Endpoint] = {}
@@ -119,6 +123,7 @@ class StackCore:
         opened = self.rnic_set.opened
         mac = opened[0].mac if opened else b"\x02" + secrets.token_bytes(5)
         self.peer_id = secrets.token_bytes(2) + mac
+        self.number = next(_NUMBERS)
         _STACKS.add(self)
 
     # --- running ---------------------------------------------------------------------------
@@ -134,6 +139,7 @@ class StackCore:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     self.nursery = nursery
+                    self.trio_token = trio.lowlevel.current_trio_token()
                     if self._supported:
                         self.tcp_watch = TcpWatch()
                         await nursery.start(self.pump.run)
@@ -313,7 +319,7 @@ class StackCore:
 
     def new_mover(self, group: LinkGroup) -> Mover:
         """Who moves the connections of a group between its links."""
-        return NoMover()
+        return GroupMover(group, self.pump.drain_queue_pair)
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""
@@ -423,6 +429,12 @@ class StackCore:
         self._listeners.discard(listener)
 
 
+def running_stacks() -> tuple[StackCore, ...]:
+    """The stacks of this process that are open, oldest first."""
+    running = [stack for stack in list(_STACKS) if not stack.closing and hasattr(stack, "nursery")]
+    return tuple(sorted(running, key=lambda stack: stack.number))
+
+
 def _sole(error: Exception) -> Exception:
     """What is in a group of one."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
@@ -440,6 +452,7 @@ class _ForkedConnection(Connection):
 
 
 _STACKS: weakref.WeakSet[StackCore] = weakref.WeakSet()
+_NUMBERS = itertools.count()
 
 
 def _after_fork() -> None:

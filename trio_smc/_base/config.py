@@ -31,7 +31,7 @@ _STACK_FIELDS = frozenset(
     {
         "rnics", "pnet", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
         "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
-        "capture", "capture_payload", "control",
+        "capture", "capture_payload", "control", "log_events",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
     }
@@ -107,6 +107,8 @@ class Config:
       learn_short: use TCP for peers whose connections were always short.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
+      log_events: write decisions about modes, changes of links and aborts to the log
+        ("trio_smc.events"), with fields for log collectors: docs/logging.md.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
         pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
       capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
@@ -139,6 +141,7 @@ class Config:
     learn_short: bool = False
     urgent_inline: bool = False
     control: bool = True
+    log_events: bool = False
     capture: Path | str | None = None
     capture_payload: int = 0
 

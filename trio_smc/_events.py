@@ -1,0 +1,214 @@
+"""What happens in a stack, as a stream of values for Trio programs.
+
+Theory of operation
+-------------------
+`EventObserver` is an observer of the stack that makes a `StackEvent` of each decision about a
+mode and of each new state of a connection, a link or a link group.  It gives them to a function:
+`open_events` puts them into a memory channel, `_event_log` into the log.  Observers must not
+block, so what does not fit into the channel is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import trio
+
+from trio_smc._base.reasons import Fallback
+from trio_smc._connections import RdmaConnection, socket_name
+from trio_smc._stream import SmcStream
+from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.link_group import LinkGroup
+
+if TYPE_CHECKING:
+    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
+
+__all__ = ["EventObserver", "EventStream", "StackEvent", "open_events"]
+
+_ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
+_ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
+_LIMIT: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackEvent:
+    """One thing that happened in a stack.
+
+    Attributes:
+      subject: "mode": a connection became SMC-R, stays on TCP, or was refused; "connection",
+        "link", "link_group": one of these has a new state.
+      new: for "mode" "smc-r", "tcp" or "refused" (by ``require_smc``), else the new state's name.
+      old: the state before; None for "mode".
+      cause: the state machine's event, as docs/states names it; None for "mode".
+      time: Trio's clock, seconds.
+      fallback: why it is not SMC-R.
+      local_address, peer_address: of the connection, while its TCP connection is known.
+      role: "client" or "server", of the link group.
+      peer_id: the link group's peer, 8 bytes.
+      link: the link's number; rnic: the name of its RNIC.
+    """
+
+    subject: Literal["mode", "connection", "link", "link_group"]
+    new: str
+    old: str | None = None
+    cause: str | None = None
+    time: float
+    fallback: Fallback | None = None
+    local_address: tuple[str, int] | None = None
+    peer_address: tuple[str, int] | None = None
+    role: Literal["client", "server"] | None = None
+    peer_id: bytes | None = None
+    link: int | None = None
+    rnic: str | None = None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a connection has just ended otherwise than by two closes (RFC 7609, 4.8.2)."""
+        return (
+            self.subject == "connection"
+            and self.cause in _ABORTS
+            and self.new in _ABORTED
+            and self.old not in _ABORTED
+        )
+
+
+class EventStream:
+    """The events of a stack, in order; of `open_events`.
+
+    An async iterable, which ends when the block of `open_events` is left.
+
+    Attributes:
+      dropped: events that did not fit, since nobody took the earlier ones.
+    """
+
+    def __init__(self, channel: trio.MemoryReceiveChannel[StackEvent]) -> None:
+        self.dropped = 0
+        self._channel = channel
+
+    async def receive(self) -> StackEvent:
+        """The next event, waiting for it.
+
+        Raises:
+          trio.EndOfChannel: the block of `open_events` was left.
+          trio.ClosedResourceError: the same, and nothing is left.
+        """
+        return await self._channel.receive()
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> StackEvent:
+        try:
+            return await self._channel.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            raise StopAsyncIteration from None
+
+
+@contextmanager
+def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
+    """Watch a stack for the block: ``with open_events(stack) as events: async for e in events``.
+
+    While it is open the stack has an observer (`Stack.add_observer`), which costs about a
+    microsecond for each CDC message.
+
+    Args:
+      stack: the stack to watch.
+      limit: events kept for who takes them late; further ones are dropped and counted.
+
+    Raises:
+      ValueError: ``limit`` is not at least 1.
+    """
+    if limit < 1:
+        raise ValueError("limit: at least one event")
+    sender, receiver = trio.open_memory_channel[StackEvent](limit)
+    events = EventStream(receiver)
+
+    def put(event: StackEvent) -> None:
+        try:
+            sender.send_nowait(event)
+        except trio.WouldBlock:
+            events.dropped += 1
+
+    observer = EventObserver(stack, put)
+    stack.add_observer(observer)
+    try:
+        with sender:
+            yield events
+    finally:
+        stack.remove_observer(observer)
+
+
+class EventObserver:
+    """Gives the events of ``stack`` to ``put`` (`trio_smc.Observer`)."""
+
+    def __init__(self, stack: StackCore, put: Callable[[StackEvent], None]) -> None:
+        self._stack = stack
+        self._put = put
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        """Not an event."""
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        """Not an event."""
+
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        """Not an event."""
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        """Not an event."""
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        """A connection became SMC-R, stays on TCP, or was refused."""
+        local = peer = None
+        new = "refused"
+        if isinstance(connection, SmcStream):
+            new = connection.mode.value
+            local = socket_name(connection.socket, "getsockname")
+            peer = socket_name(connection.socket, "getpeername")
+        self._put(
+            StackEvent(
+                subject="mode", new=new, time=trio.current_time(), fallback=fallback,
+                local_address=local, peer_address=peer,
+            )
+        )  # fmt: skip
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        """A state machine has a new state."""
+        now = trio.current_time()
+        if isinstance(subject, Connection):
+            view = self._view(subject)
+            self._put(
+                StackEvent(
+                    subject="connection", old=old, new=new, cause=event, time=now,
+                    local_address=None if view is None else view.local_address,
+                    peer_address=None if view is None else view.peer_address,
+                )
+            )  # fmt: skip
+        elif isinstance(subject, Link):
+            group = subject.group
+            self._put(
+                StackEvent(
+                    subject="link", old=old, new=new, cause=event, time=now, role=_role(group),
+                    peer_id=group.peer_id, link=subject.number, rnic=subject.rnic.name,
+                )
+            )  # fmt: skip
+        elif isinstance(subject, LinkGroup):
+            self._put(
+                StackEvent(
+                    subject="link_group", old=old, new=new, cause=event, time=now,
+                    role=_role(subject), peer_id=subject.peer_id,
+                )
+            )  # fmt: skip
+
+    def _view(self, connection: Connection) -> RdmaConnection | None:
+        endpoint = self._stack.endpoint_of(connection)
+        return None if endpoint is None else RdmaConnection(self._stack, endpoint)
+
+
+def _role(group: LinkGroup) -> Literal["client", "server"]:
+    return "client" if group.client else "server"

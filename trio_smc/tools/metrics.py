@@ -1,0 +1,182 @@
+"""Metrics for Prometheus (extra ``[metrics]``): a collector over the statistics of stacks.
+
+::
+
+    from prometheus_client import REGISTRY, start_http_server
+    from trio_smc.tools.metrics import SmcCollector
+
+    REGISTRY.register(SmcCollector())      # anywhere, before or after stacks are opened
+    start_http_server(9100)
+
+Nothing is counted twice and nothing on the way of data: a scrape reads the counters that stacks
+keep anyway.  Prometheus scrapes from threads of its own, while stacks belong to the thread of
+their Trio run; so the reading is done there, with a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Final, TypeVar
+
+import trio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import trio_smc
+from trio_smc import Stack, StackStatistics
+
+__all__ = ["SmcCollector"]
+
+LOGGER = logging.getLogger("trio_smc.metrics")
+
+_T = TypeVar("_T")
+_PREFIX: Final = "trio_smc_"
+_GAUGES: Final = ("open_connections",)
+_NAMED: Final = ("fallbacks",)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is added up over stacks; the keys of the counters are label values."""
+
+    stacks: int = 0
+    statistics: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    connections: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    link_groups: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    links: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    elements: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    ports: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    def add(self, stack: Stack) -> None:
+        """Add one stack; on the thread of its Trio run."""
+        statistics = stack.statistics()
+        self.stacks += 1
+        for each in fields(StackStatistics):
+            if each.name not in _NAMED:
+                self.statistics[each.name] += getattr(statistics, each.name)
+        for (origin, reason), count in statistics.fallbacks.items():
+            self.fallbacks[origin.value, reason.value] += count
+        for connection in stack.connections:
+            self.connections[(connection.mode.value,)] += 1
+        for group in stack.link_groups:
+            self.link_groups[group.role, str(group.kind)] += 1
+            for link in group.links:
+                self.links[link.rnic.name, link.state] += 1
+            for rmb in group.rmbs:
+                self.elements[str(rmb.element_size), "in use"] += rmb.in_use
+                self.elements[str(rmb.element_size), "free"] += rmb.elements - rmb.in_use
+        for rnic in stack.rnics:
+            self.ports[rnic.name, rnic.kind] = int(rnic.port_active)
+
+
+class SmcCollector(Collector):
+    """Collects the metrics of one stack, or the sums over all stacks of this process.
+
+    Args:
+      stack: the stack; None: all that are running at the time of a scrape.
+      patience: seconds a Trio run may take to answer a scrape; stacks that do not are left out,
+        and counted in ``trio_smc_scrape_failures_total``.
+    """
+
+    def __init__(self, stack: Stack | None = None, *, patience: float = 2.0) -> None:
+        self._stack = stack
+        self._patience = patience
+        self._failures = 0
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry need not scrape to learn names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        sums = _Sums()
+        for stack in trio_smc.stacks() if self._stack is None else (self._stack,):
+            self._add(sums, stack)
+        yield _gauge("stacks", "stacks that are running", sums.stacks)
+        for name, value in sorted(sums.statistics.items()):
+            words = name.replace("_", " ")
+            if name in _GAUGES:
+                yield _gauge(name, words, value)
+            else:
+                yield CounterMetricFamily(_PREFIX + name, words, value=value)
+        yield CounterMetricFamily(
+            _PREFIX + "scrape_failures", "stacks that did not answer a scrape", self._failures
+        )
+        fallbacks = CounterMetricFamily(
+            _PREFIX + "fallbacks", "connections that stay on TCP", labels=("origin", "reason")
+        )
+        for labels, count in sorted(sums.fallbacks.items()):
+            fallbacks.add_metric(labels, count)
+        yield fallbacks
+        yield _labelled("connections_now", "connections", ("mode",), sums.connections)
+        yield _labelled("link_groups_now", "link groups", ("role", "kind"), sums.link_groups)
+        yield _labelled("links_now", "links", ("rnic", "state"), sums.links)
+        yield _labelled("rmb_elements", "RMB elements", ("bytes", "state"), sums.elements)
+        yield _labelled("rnic_port_active", "RNICs whose port is up", ("rnic", "kind"), sums.ports)
+
+    def _add(self, sums: _Sums, stack: Stack) -> None:
+        try:
+            taken = _on_the_thread_of(stack, lambda: _taken(stack), self._patience)
+        except Exception as error:
+            self._failures += 1
+            LOGGER.info("a stack could not be read: %s", str(error) or type(error).__name__)
+            return
+        for each in fields(_Sums):
+            if each.name == "stacks":
+                sums.stacks += taken.stacks
+            else:
+                getattr(sums, each.name).update(getattr(taken, each.name))
+
+
+def _taken(stack: Stack) -> _Sums:
+    sums = _Sums()
+    sums.add(stack)
+    return sums
+
+
+def _on_the_thread_of(stack: Stack, function: Callable[[], _T], patience: float) -> _T:
+    """Call ``function`` on the thread of the stack's Trio run.
+
+    Raises:
+      trio.RunFinishedError: the run is over.
+      queue.Empty: it did not get to it in time.
+      Exception: what the function raises.
+    """
+    token = stack.trio_token
+    try:
+        here = trio.lowlevel.current_trio_token() is token
+    except RuntimeError:
+        here = False
+    if here:
+        return function()
+    answers: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((function(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    token.run_sync_soon(answer)
+    result, error = answers.get(timeout=patience)
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, words, value=value)
+
+
+def _labelled(
+    name: str, words: str, labels: tuple[str, ...], values: Counter[tuple[str, ...]]
+) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, words, labels=labels)
+    for each, value in sorted(values.items()):
+        family.add_metric(each, value)
+    return family
