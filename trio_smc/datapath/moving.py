@@ -97,15 +97,15 @@ class Moving(UrgentSender):
 
         Args:
           ready: called once when nothing is in flight there, possibly at once; also when the
-            connection is over before. Not when `move` comes first.
+            connection is over before. Not when `move` comes first, or another `hold`.
         """
         channel = self._channel
         if channel is None:
             ready()
-        elif isinstance(channel, _Replay):
-            channel.before_hold(ready)
+        elif isinstance(channel, _StandIn):
+            channel.hold_later(ready)
         else:
-            held = _Hold(self, self.channel, ready)  # of a stand-in: the link it stands for
+            held = _Hold(self, channel, ready)
             self._waiting = True
             self._channel = held
             held.go()
@@ -189,6 +189,10 @@ class _StandIn:
         """Do what there is room for."""
 
     @abstractmethod
+    def hold_later(self, ready: Callable[[], None]) -> None:
+        """See `Moving.hold`."""
+
+    @abstractmethod
     def over(self) -> None:
         """The connection is over."""
 
@@ -237,7 +241,7 @@ class _Replay(_StandIn):
     def on_cdc_complete(self, sequence: int) -> None:
         """A validation message; it completes no other one."""
 
-    def before_hold(self, ready: Callable[[], None]) -> None:
+    def hold_later(self, ready: Callable[[], None]) -> None:
         """The link is to be left again: finish first."""
         self._ready = ready
 
@@ -251,10 +255,7 @@ class _Hold(_StandIn):
 
     __slots__ = ("_ready",)
 
-    def __init__(
-        self, connection: AnyConnection, link: Channel | None, ready: Callable[[], None]
-    ) -> None:
-        assert link is not None
+    def __init__(self, connection: AnyConnection, link: Channel, ready: Callable[[], None]) -> None:
         super().__init__(connection, link)
         self._ready: Callable[[], None] | None = ready
 
@@ -276,8 +277,17 @@ class _Hold(_StandIn):
 
     def _look(self) -> None:
         it = self._connection
-        if it._channel is self and it._completed == it._sequence:
+        if (
+            it._channel is self
+            and it._completed == it._sequence
+            and (it._announced == it._produced or it._silent)
+        ):
             self.over()
+
+    def hold_later(self, ready: Callable[[], None]) -> None:
+        """Held already; another one waits for the same."""
+        self._ready = ready
+        self._look()
 
     def over(self) -> None:
         ready, self._ready = self._ready, None

@@ -23,7 +23,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import trio
@@ -49,7 +50,7 @@ class CompletionSink(Protocol):
 class _Lane:
     """One RNIC of the pump."""
 
-    __slots__ = ("arm", "poll", "poller", "queue_pairs", "rnic", "sinks")
+    __slots__ = ("arm", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks")
 
     def __init__(self, rnic: Rnic) -> None:
         self.rnic = rnic
@@ -58,6 +59,7 @@ class _Lane:
         self.sinks: dict[int, Callable[[Completion], None]] = {}
         self.queue_pairs: dict[int, QueuePair] = {}
         self.poller: Poller | None = None
+        self.rest: Iterator[Completion] = iter(())  # polled, and not dispatched yet
 
 
 class Pump:
@@ -83,6 +85,7 @@ class Pump:
         self._tries = 0
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
+        self._put_off: deque[tuple[_Lane, Completion]] = deque()
         self._draining = False
         self._wake_fd = -1
 
@@ -152,16 +155,47 @@ class Pump:
                 if completions:
                     came = True
                     sinks = lane.sinks
-                    for completion in completions:
+                    lane.rest = iter(completions)
+                    for completion in lane.rest:
                         sink = sinks.get(completion[0])
                         if sink is not None:
                             try:
                                 sink(completion)
                             except Exception:
                                 self._sink_failed(lane, completion)
+            while self._put_off:
+                self._dispatch(*self._put_off.popleft())
         finally:
             self._draining = False
         return came
+
+    def drain_queue_pair(self, rnic: Rnic, qp: QueuePair) -> None:
+        """Take what has completed on one queue pair and dispatch it, from within a sink too.
+
+        What is found of others on the way is dispatched later, in its order.
+        """
+        if not self._draining:
+            self.drain()
+            return
+        lane = self._lane(rnic)
+        found = [*self._put_off, *((lane, each) for each in (*lane.rest, *lane.poll()))]
+        self._put_off.clear()
+        wanted: list[Completion] = []
+        for each, completion in found:
+            if each is lane and completion.qp_num == qp.qp_num:
+                wanted.append(completion)
+            else:
+                self._put_off.append((each, completion))
+        for completion in wanted:
+            self._dispatch(lane, completion)
+
+    def _dispatch(self, lane: _Lane, completion: Completion) -> None:
+        sink = lane.sinks.get(completion.qp_num)
+        if sink is not None:
+            try:
+                sink(completion)
+            except Exception:
+                self._sink_failed(lane, completion)
 
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""

@@ -1,0 +1,157 @@
+"""Moving the connections of one link group: links that fail, that are left, that come.
+
+Theory of operation
+-------------------
+Which link a connection sends on is this side's affair alone, and the peer notices it by nothing
+but the failover validation message (RFC 7609, 4.6). So each side moves what it sends, when it
+learns of the failure; how one connection moves is told in `datapath.moving`.
+
+A link that fails: its queue pair goes to ERR first. From then on it can write nothing, so nothing
+old can land on what the new link writes, and the peer is not told any more that something has
+arrived. Then all that has completed is taken: what the peer believes delivered (its SS) must be
+counted here (as SR) before its validation message comes over another link, and the more of our
+own work is known to be complete, the less has to be sent again. Only then connections move.
+
+A link that is left while it works: its connections stop posting there and move one by one as
+soon as nothing of theirs is in flight.
+
+A link that comes takes over as few connections as make the loads even. A difference of one is
+even: nothing is moved for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trio_smc.datapath.connection import Connection
+from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trio_smc.rendezvous.link import Link
+    from trio_smc.rendezvous.link_group import LinkGroup
+
+__all__ = ["GroupMover"]
+
+LOGGER = logging.getLogger("trio_smc.failover")
+
+
+class GroupMover:
+    """Moves the connections of one group (`rendezvous.group_host.Mover`).
+
+    Args:
+      group: the link group.
+      drain: takes and dispatches what has completed on a queue pair (`rnic.pump.Pump`).
+    """
+
+    def __init__(self, group: LinkGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
+        self._group = group
+        self._drain = drain
+        self._departures: dict[Link, _Departure] = {}
+
+    # --- rendezvous.group_host.Mover ----------------------------------------------------------
+
+    def link_lost(self, link: Link) -> None:
+        """The link is failing: take what it still brought, and move its connections now.
+
+        Without another link nothing is moved: the group ends its connections then (4.8.3).
+        """
+        self._departures.pop(link, None)
+        with contextlib.suppress(RnicError):
+            link.qp.to_err()
+        self._drain(link.rnic, link.qp)
+        if self._group.links.for_llc(avoid=link) in (None, link):
+            return
+        for connection in _connections(link):
+            if not self._move(connection, link):
+                connection.links_lost()
+
+    def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
+        """The link goes in order: move its connections off while it still works.
+
+        Args:
+          done: called once nothing of them is in flight there, at once if nothing is.
+        """
+        connections = _connections(link)
+        if not connections or not any(other is not link for other in self._group.usable_links()):
+            done()
+            return
+        departure = self._departures[link] = _Departure(connections, done)
+        for connection in connections:
+            connection.hold(partial(self._left, link, departure, connection))
+
+    def link_ready(self, link: Link) -> None:
+        """A link became ACTIVE: it gets its share of the connections."""
+        loads = {each: each.load for each in self._group.usable_links()}
+        movable = {each: _connections(each) for each in loads if each is not link}
+        if link not in loads or not movable:
+            return
+        while True:
+            donor = max(movable, key=loads.__getitem__)
+            if loads[donor] - loads[link] < 2 or not movable[donor]:
+                return
+            loads[donor] -= 1
+            loads[link] += 1
+            connection = movable[donor].pop()
+            connection.hold(partial(self._rebalance, connection, donor, link))
+
+    def close(self) -> None:
+        """The group is gone."""
+        self._departures.clear()
+
+    # --- moving -------------------------------------------------------------------------------
+
+    def _left(self, link: Link, departure: _Departure, connection: Connection) -> None:
+        """Nothing of this connection is in flight on ``link`` any more."""
+        if connection.channel is link and not self._move(connection, link):
+            connection.links_lost()
+        departure.waiting.discard(connection)
+        if not departure.waiting and self._departures.get(link) is departure:
+            del self._departures[link]
+            departure.done()
+
+    def _rebalance(self, connection: Connection, old: Link, new: Link) -> None:
+        """Nothing is in flight on the old link; if it has to, it goes back there."""
+        if not new.usable and old.usable:
+            new = old
+        if not self._move(connection, old, new):
+            connection.links_lost()
+
+    def _move(self, connection: Connection, old: Link, new: Link | None = None) -> bool:
+        """Let it send on ``new`` or else on the least loaded link but ``old``; False: none.
+
+        A connection that is over counts as moved.
+        """
+        if connection.channel is None:
+            return True
+        group = self._group
+        if new is None or not new.usable:
+            new = group.members.link_for(connection, but=old)
+        if new is None:
+            return False
+        address, rkey = group.peer_element_on(connection, new)
+        LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
+        group.place(connection, new)
+        connection.move(new, address, rkey)
+        observer = group.host.observer
+        if observer is not None:
+            observer.state(connection, f"link {old.number}", f"link {new.number}", "move")
+        return True
+
+
+class _Departure:
+    """A link that is being left."""
+
+    __slots__ = ("done", "waiting")
+
+    def __init__(self, connections: list[Connection], done: Callable[[], None]) -> None:
+        self.waiting = set(connections)
+        self.done = done
+
+
+def _connections(link: Link) -> list[Connection]:
+    return [user for user in link.users if isinstance(user, Connection)]
