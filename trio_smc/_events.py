@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import trio
 
 from trio_smc._base.reasons import Fallback
-from trio_smc._connections import RdmaConnection, socket_name
+from trio_smc._connections import socket_name
+from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.link import Link
@@ -27,12 +28,15 @@ from trio_smc.rendezvous.link_group import LinkGroup
 if TYPE_CHECKING:
     from trio_smc._stack import Stack
     from trio_smc._stack_core import StackCore
+    from trio_smc._tcp_names import SmcSocket
 
 __all__ = ["EventObserver", "EventStream", "StackEvent", "open_events"]
 
 _ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
 _ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
 _LIMIT: Final = 1000
+_Ends: TypeAlias = tuple[tuple[str, int] | None, tuple[str, int] | None]
+_UNKNOWN: Final[_Ends] = (None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,8 @@ class EventObserver:
     def __init__(self, stack: StackCore, put: Callable[[StackEvent], None]) -> None:
         self._stack = stack
         self._put = put
+        # Where open connections go: an aborted one has no TCP connection to ask any more.
+        self._ends: dict[Connection, _Ends] = {}
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         """Not an event."""
@@ -164,16 +170,16 @@ class EventObserver:
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """A connection became SMC-R, stays on TCP, or was refused."""
-        local = peer = None
-        new = "refused"
+        new, ends = "refused", _UNKNOWN
         if isinstance(connection, SmcStream):
             new = connection.mode.value
-            local = socket_name(connection.socket, "getsockname")
-            peer = socket_name(connection.socket, "getpeername")
+            ends = _ends_of(connection.socket)
+        if isinstance(connection, RdmaStream):
+            self._ends[connection._core] = ends
         self._put(
             StackEvent(
                 subject="mode", new=new, time=trio.current_time(), fallback=fallback,
-                local_address=local, peer_address=peer,
+                local_address=ends[0], peer_address=ends[1],
             )
         )  # fmt: skip
 
@@ -181,12 +187,11 @@ class EventObserver:
         """A state machine has a new state."""
         now = trio.current_time()
         if isinstance(subject, Connection):
-            view = self._view(subject)
+            ends = self._ends_of(subject, over=new == "CLOSED")
             self._put(
                 StackEvent(
                     subject="connection", old=old, new=new, cause=event, time=now,
-                    local_address=None if view is None else view.local_address,
-                    peer_address=None if view is None else view.peer_address,
+                    local_address=ends[0], peer_address=ends[1],
                 )
             )  # fmt: skip
         elif isinstance(subject, Link):
@@ -205,9 +210,16 @@ class EventObserver:
                 )
             )  # fmt: skip
 
-    def _view(self, connection: Connection) -> RdmaConnection | None:
+    def _ends_of(self, connection: Connection, *, over: bool) -> _Ends:
+        known = self._ends.pop(connection, None) if over else self._ends.get(connection)
+        if known is not None:
+            return known
         endpoint = self._stack.endpoint_of(connection)
-        return None if endpoint is None else RdmaConnection(self._stack, endpoint)
+        return _UNKNOWN if endpoint is None or endpoint.sock is None else _ends_of(endpoint.sock)
+
+
+def _ends_of(sock: trio.socket.SocketType | SmcSocket) -> _Ends:
+    return socket_name(sock, "getsockname"), socket_name(sock, "getpeername")
 
 
 def _role(group: LinkGroup) -> Literal["client", "server"]:
