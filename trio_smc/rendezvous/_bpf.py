@@ -183,13 +183,10 @@ def open_pinned(path: Path) -> int:
 
 def map_kind(fd: int) -> tuple[bool, bool]:
     """Whether ``fd`` is a map of sockets' words, and whether it was frozen against updates."""
-    fields: dict[str, str] = {}
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            fields[name] = value.strip()
-    storage = fields.get("map_type") == str(_SK_STORAGE) and fields.get("value_size") == "4"
-    return storage, fields.get("frozen", "0") != "0"
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+    fields = {line.partition(b":")[0]: line.partition(b":")[2].strip() for line in lines}
+    storage = fields.get(b"map_type") == b"%d" % _SK_STORAGE and fields.get(b"value_size") == b"4"
+    return storage, fields.get(b"frozen", b"0") != b"0"
 
 
 def link_cgroup(fd: int) -> int:

@@ -1,0 +1,145 @@
+"""The TCP options that really were on the wire, read from the loopback interface.
+
+`Wire` is a packet socket of its own: nothing of what is tested takes part.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+__all__ = ["SYN", "SYN_ACK", "Segment", "Wire", "may_load_programs", "requires_bpf"]
+
+_ETH_P_ALL = 3
+_LOOPBACK = "lo"
+_ETHERNET = 14
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN, _CAP_BPF = 12, 21, 39
+_SOL_PACKET, _PACKET_STATISTICS = 263, 6
+
+SYN, ACK = 0x02, 0x10
+SYN_ACK = SYN | ACK
+
+
+def may_load_programs() -> bool:
+    """Whether this process has the privileges, by what the kernel lists of them."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    has = {bit for bit in range(64) if effective >> bit & 1}
+    return bool(has & {_CAP_BPF, _CAP_SYS_ADMIN}) and {_CAP_NET_ADMIN, _CAP_SYS_ADMIN} <= has
+
+
+requires_bpf = pytest.mark.skipif(
+    not may_load_programs(), reason="takes CAP_BPF, CAP_NET_ADMIN and CAP_SYS_ADMIN"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One TCP segment: ports, flags, its options' bytes and its data."""
+
+    source: int
+    destination: int
+    flags: int
+    options: bytes
+    data: bytes
+
+    @property
+    def kinds(self) -> dict[int, bytes]:
+        """The options by kind, without paddings."""
+        found, rest = {}, self.options
+        while rest and rest[0] != 0:
+            if rest[0] == 1:
+                rest = rest[1:]
+                continue
+            found[rest[0]] = rest[: rest[1]]
+            rest = rest[rest[1] :]
+        return found
+
+
+class Wire:
+    """Everything that goes over the loopback interface while it is open."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(
+            socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.htons(_ETH_P_ALL)
+        )
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        self._socket.bind((_LOOPBACK, _ETH_P_ALL))
+        self._frames: list[bytes] = []
+
+    @classmethod
+    @contextmanager
+    def open(cls) -> Iterator[Self]:
+        wire = cls()
+        try:
+            yield wire
+        finally:
+            wire._socket.close()
+
+    def segments(self, port: int) -> list[Segment]:
+        """The TCP segments from or to a port so far, in order."""
+        while True:
+            try:
+                frame, (_, _, kind, *_) = self._socket.recvfrom(1 << 16)
+            except BlockingIOError:
+                break
+            # Loopback shows each frame twice, going out and coming in.
+            if kind == socket.PACKET_OUTGOING:
+                self._frames.append(frame)
+        lost = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
+        assert lost == 0, f"{lost} frames were lost"
+        found = [_segment(frame) for frame in self._frames]
+        return [each for each in found if each and port in (each.source, each.destination)]
+
+    def write_pcap(self, path: Path) -> None:
+        """What was seen, as a capture file."""
+        with path.open("wb") as file:
+            file.write(struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 1 << 16, 1))
+            for number, frame in enumerate(self._frames):
+                file.write(struct.pack("<IIII", number, 0, len(frame), len(frame)) + frame)
+
+
+def _segment(frame: bytes) -> Segment | None:
+    packet = frame[_ETHERNET:]
+    if not packet:
+        return None
+    if packet[0] >> 4 == 4:
+        protocol, header = packet[9], (packet[0] & 15) * 4
+        packet = packet[: int.from_bytes(packet[2:4], "big")]
+    else:
+        protocol, header = packet[6], 40
+    if protocol != socket.IPPROTO_TCP:
+        return None
+    tcp = packet[header:]
+    end = (tcp[12] >> 4) * 4
+    source, destination = struct.unpack_from(">HH", tcp)
+    return Segment(source, destination, tcp[13], tcp[20:end], tcp[end:])
+
+
+def cgroup2() -> Path:
+    """Where the version-2 cgroup hierarchy is mounted."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as lines:
+        for line in lines:
+            left, _, right = line.partition(" - ")
+            if right.split()[0] == "cgroup2":
+                return Path(left.split()[4])
+    raise FileNotFoundError("no cgroup2 is mounted")
+
+
+@contextmanager
+def cgroup(name: str) -> Iterator[Path]:
+    """A cgroup of the test's own, empty."""
+    path = cgroup2() / f"trio-smc-test-{os.getpid()}-{name}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        path.rmdir()
