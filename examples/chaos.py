@@ -1,7 +1,7 @@
 """Connections survive what their RNICs do not: faults on purpose, under traffic that is checked.
 
     python -m examples.chaos [--seed N] [--seconds S | --faults N] [--rnics 1-4]
-                             [--connections N] [--json]
+                             [--connections N] [--log DIRECTORY] [--json]
 
 Two processes with 2 software RNICs each keep 50 connections busy (chaos_load.py); whenever their
 link group is whole, this process lets something go wrong on one side: queue pairs fail, noticed by
@@ -70,6 +70,7 @@ class Policy:
     seconds, faults: whichever comes first; None = no limit.
     during: one fault in so many comes in the middle of a failover; 0 = none.
     scale: how much a conversation says, in percent.
+    log: a directory for the logs of both processes.
     """
 
     seed: int
@@ -79,6 +80,7 @@ class Policy:
     connections: int = 50
     during: int = 5
     scale: int = 100
+    log: str | None = None
     kinds: dict[str, int] = field(default_factory=lambda: dict(KINDS))
 
 
@@ -192,7 +194,7 @@ class Chaos:
         policy = self.policy
         settings = {
             "role": role, "seed": policy.seed, "rnics": policy.rnics, "scale": policy.scale,
-            "connections": policy.connections, "settings": SETTINGS,
+            "connections": policy.connections, "settings": SETTINGS, "log": policy.log,
         }  # fmt: skip
         process = await trio.lowlevel.open_process(
             [sys.executable, "-m", "examples.chaos_peer", json.dumps(settings)],
@@ -418,6 +420,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=None, help="stop after so many failures")
     parser.add_argument("--rnics", type=int, default=2, choices=range(1, 5), help="of each side")
     parser.add_argument("--connections", type=int, default=50)
+    parser.add_argument("--log", metavar="DIRECTORY", help="where both processes write logs")
     parser.add_argument("--json", action="store_true", help="only the result, as JSON")
     arguments = parser.parse_args()
     seed = arguments.seed
@@ -428,7 +431,7 @@ def main() -> int:
         seconds = 20.0
     policy = Policy(
         seed=seed, seconds=seconds, faults=arguments.faults, rnics=arguments.rnics,
-        connections=arguments.connections,
+        connections=arguments.connections, log=arguments.log,
     )  # fmt: skip
     show: Show = _silent if arguments.json else _print
     show(f"seed {seed}")

@@ -8,6 +8,7 @@ It reads commands and says what happens, one JSON object per line; its controlle
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
@@ -229,9 +230,15 @@ class Peer:
 
 
 async def main(
-    role: str, seed: int, rnics: int, connections: int, scale: int, settings: dict[str, Any]
-) -> None:
-    """Run one process."""
+    role: str, seed: int, rnics: int, connections: int, scale: int, settings: dict[str, Any],
+    log: str | None,
+) -> None:  # fmt: skip
+    """Run one process; ``log`` names the directory of its log file."""
+    if log is not None:
+        logging.basicConfig(
+            filename=f"{log}/{role}.log", filemode="w", level=logging.INFO,
+            format="%(asctime)s.%(msecs)03d %(name)s: %(message)s", datefmt="%S",
+        )  # fmt: skip
     rng = random.Random(f"{seed} {role}")
     devices = tuple(
         SoftRnic(f"{role}-{index}", faults=FaultPlan(rng.getrandbits(32))) for index in range(rnics)

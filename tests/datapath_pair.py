@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trio_smc.datapath import cdc
@@ -41,9 +42,14 @@ class FakeHost:
         self.states: list[tuple[str, str, str]] = []
         self.timer: float | None = None
         self.connection: Connection | None = None
+        self.overtaken: Callable[[], object] = list
+        """What `catch_up` finds."""
 
     def connection_closed(self, connection: Connection) -> None:
         self.calls.append("closed")
+
+    def catch_up(self, connection: Connection) -> None:
+        self.overtaken()
 
     def set_timer(self, connection: Connection, seconds: float | None) -> None:
         self.timer = seconds

@@ -427,6 +427,24 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
     assert (pair.b.sequence_received, pair.b.bytes_received, pair.b.urgent) == (received, 0, "none")
 
 
+def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
+    """The old link delivered everything; the receiver has just not looked at it yet."""
+    send(pair, b"abc")
+    old = pair.ab
+    kept = list(old.queue)
+    pair.ab.complete()
+    pair.fail_link(0)
+
+    def look() -> None:
+        old.queue.extend(kept)
+        old.deliver()
+
+    pair.hosts[1].overtaken = look
+    pair.ab.deliver()
+    assert pair.b.state == "ACTIVE"
+    assert pair.b.receive(10) == b"abc"
+
+
 def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> None:
     send(pair, b"abc")
     _, message, _ = pair.ab.queue.pop()

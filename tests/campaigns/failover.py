@@ -30,7 +30,9 @@ LONG = 50_000
 SCALE = 30
 
 
-def run(cases: int, seed: int, *, rnics: int = 2, failures: int | None = None) -> Result:
+def run(
+    cases: int, seed: int, *, rnics: int = 2, failures: int | None = None, log: str | None = None
+) -> Result:
     """Let things go wrong; `Result.problems` says what must not happen and did."""
     lines: list[str] = []
     policy = Policy(
@@ -38,6 +40,7 @@ def run(cases: int, seed: int, *, rnics: int = 2, failures: int | None = None) -
         faults=max(20, cases // CASES_PER_FAILURE) if failures is None else failures,
         rnics=rnics,
         scale=SCALE,
+        log=log,
     )
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
@@ -50,6 +53,7 @@ def run(cases: int, seed: int, *, rnics: int = 2, failures: int | None = None) -
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rnics", type=int, default=2, help="of each process (default 2)")
+    parser.add_argument("--log", metavar="DIRECTORY", help="where both processes write logs")
     parser.add_argument("--long", action="store_true", help=f"{LONG} failures")
 
 
@@ -62,6 +66,7 @@ def main() -> int:
         arguments.seed,
         rnics=arguments.rnics,
         failures=LONG if arguments.long else None,
+        log=arguments.log,
     )
     for name, text in result.rows():
         print(f"  {name:<24}{text}")

@@ -309,6 +309,9 @@ class Connection(Endings):
           ProtocolError: the peer believes we have a message that never arrived.
         """
         if (self._last_received - sequence) & 0x8000:
+            # It may have overtaken messages of another link that are here already.
+            self._host.catch_up(self)
+        if (self._last_received - sequence) & 0x8000:
             raise ProtocolError(
                 f"data was lost with a link: message {sequence} is missing after "
                 f"{self._last_received}"
