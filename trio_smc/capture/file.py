@@ -105,7 +105,7 @@ class FileCapture:
                 if self.dropped != told:
                     told = self.dropped
                     blocks.append(pcapng.statistics(time.time_ns(), told))
-                self._put(b"".join(blocks))
+                self._put(blocks)
                 if last:
                     return
                 self._ending.wait(_GATHER)
@@ -124,11 +124,20 @@ class FileCapture:
         self._taken += sum(map(len, blocks))
         return blocks
 
-    def _put(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        self._whole += len(data)
+    def _put(self, blocks: list[bytes]) -> None:
+        rest = memoryview(b"".join(blocks))
+        written = 0
+        try:
+            while rest:
+                count = os.write(self._fd, rest)
+                written += count
+                rest = rest[count:]
+        finally:
+            for block in blocks:
+                if len(block) > written:
+                    break
+                written -= len(block)
+                self._whole += len(block)
 
 
 def _open(path: Path) -> int:
