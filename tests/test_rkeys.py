@@ -16,7 +16,7 @@ from tests.test_negotiation_first_contact import line
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS, Rmbe
-from trio_smc.rendezvous import llc
+from trio_smc.rendezvous import llc, own_rmbs
 from trio_smc.rendezvous.link import Link
 from trio_smc.rendezvous.rkeys import confirm_rkey_messages
 from trio_smc.rendezvous.rtokens import PeerRmbs, RToken
@@ -275,6 +275,31 @@ def test_a_link_that_came_up_while_the_reply_was_on_its_way_is_told_of() -> None
         assert known_alike(client.group, server.group)
 
 
+@pytest.mark.rfc("C.7.1/time-outs/16", "C.7.1/time-outs/17")
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_confirm_rkey_without_reply_costs_its_link_and_begins_anew(end: int) -> None:
+    """C.7.1, 2.3: the link it was sent over has failed; the connection that waits does not."""
+    with World(tells_death=False) as world:
+        client, server = world.side(rnics=2), world.side(rnics=2)
+        world.connect(client, server)
+        side, peer = (client, server) if end == 0 else (server, client)
+        assert len(side.group.links) == 2
+        done = elements(side, 1)
+        link = side.group.exchanges._rkeys_link
+        assert link is not None
+        world.fabric.tamper = lambda qp, m: (
+            [] if qp is link.qp and m[0] == llc.MessageType.CONFIRM_RKEY else [m]
+        )
+        world.pass_time(1.9)
+        assert (done, link.state) == ([], "ACTIVE")
+        world.pass_time(0.2)
+        assert link.state == "DOWN"
+        world.pass_time(5.0)
+        assert done[0] is not None
+        assert link.number not in peer.group.links
+        assert known_alike(side.group, peer.group)
+
+
 @pytest.mark.rfc("C.7.1/messages/8")
 def test_a_link_without_an_rkey_has_failed() -> None:
     """C.7.1: treat as if detected failure of the links for which no RKey was provided."""
@@ -428,7 +453,7 @@ def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
 
 
 @pytest.mark.rfc("3.5.5.2/2", "3.5.5.2.3/1", "A.3.3/5")
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     links=st.lists(st.integers(2, 255), min_size=1, max_size=7, unique=True),
     counts=st.tuples(*[st.sampled_from([0, 1, 2, 3, 7, 254]) | st.integers(0, 254)] * 2),
@@ -462,6 +487,76 @@ def test_both_sides_know_the_same_whatever_there_is(
             assert 0 <= len(side.group.own_rmbs) - 1 - counts[place] <= spare
             assert len(side.group.own_rmbs) <= MAX_RMBS
             assert known_alike(side.group, sides[1 - place].group)
+
+
+@pytest.mark.rfc("3.5.1.6.3/1", "3.5.5.2.3/2", "A.3.3/5")
+@settings(max_examples=20)
+@given(
+    counts=st.tuples(*[st.sampled_from([0, 1, 2, 3, 254]) | st.integers(0, 254)] * 2),
+    rnics=st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_links_that_come_and_go_keep_both_sides_alike(
+    counts: tuple[int, int], rnics: list[int], data: st.DataObject
+) -> None:
+    """The same with ADD LINK and DELETE LINK: RNICs appear on one side, the other or both."""
+    with pytest.MonkeyPatch.context() as patch, World() as world:
+        patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)  # one element in each RMB
+        client, server = sides = world.side(), world.side()
+        call = world.connect(client, server, size=SMALL)
+        left = list(counts)
+        for which in rnics:
+            for place, side in enumerate(sides):
+                count = data.draw(st.integers(0, left[place]))
+                left[place] -= count
+                elements(side, count, SMALL)
+            if data.draw(st.booleans()):  # else they are told while the link is added
+                world.settle()
+            before = set(client.group.links)
+            server.record()
+            for place in (0, 1) if which == 2 else (which,):
+                sides[place].add_rnic()
+            world.settle()
+            added = set(client.group.links) - before
+            assert len(client.group.links) <= 9
+            if len(before) == 1 and which == 2:
+                assert added
+            told = [each for each in transcript(server) if each == "out ADD_LINK_CONTINUATION"]
+            assert len(told) >= len(added)
+            if len(client.group.links) > 1 and data.draw(st.booleans()):
+                server.group.delete_link(data.draw(st.sampled_from(sorted(server.group.links))))
+                world.settle()
+            for place, side in enumerate(sides):
+                assert set(side.group.links) == set(sides[1 - place].group.links)
+                assert known_alike(side.group, sides[1 - place].group)
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 0), (1, 0), (0, 1), (5, 2), (2, 5), (254, 0)])
+@pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3")
+def test_the_longer_list_decides_how_often_it_goes_to_and_fro(here: int, there: int) -> None:
+    """Figure 15, A.3.3: the server first, two RTokens a message, empty ones at the end."""
+    with pytest.MonkeyPatch.context() as patch, World() as world:
+        patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
+        patch.setattr(own_rmbs, "_KEEP_COMING", 0.0)  # no spares
+        client, server = world.side(), world.side()
+        world.connect(client, server, size=SMALL)
+        elements(client, here, SMALL)
+        elements(server, there, SMALL)
+        world.settle()
+        server.record()
+        for side in (client, server):
+            side.add_rnic()
+        world.settle()
+        told = [each for each in messages(server) if isinstance(each, llc.AddLinkContinuation)]
+        rounds = -(-(1 + max(here, there)) // 2)
+        assert [each.reply for each in told] == [False, True] * rounds
+        for count, mine in ((1 + there, told[::2]), (1 + here, told[1::2])):
+            counts = [max(0, count - 2 * each) for each in range(rounds)]
+            assert [each.tokens_left for each in mine] == counts
+            assert [len(each.pairs) for each in mine] == [min(2, each) for each in counts]
+        assert known_alike(client.group, server.group)
+        assert known_alike(server.group, client.group)
 
 
 def remove_link(client: Side, server: Side, number: int) -> None:
