@@ -16,7 +16,7 @@ DELETE LINK for the whole group is the affair of `states.link_group`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trio_smc.rendezvous import llc
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["LinkDeletion"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
+
+
+_PATIENCE: Final = 3
+"""Reply time-outs that a client gives its server, which may first wait for the end of an exchange
+of its own (3.5.5.3.1), and then for its connections to leave the link."""
 
 
 class _Wanted(NamedTuple):
@@ -98,9 +103,13 @@ class LinkDeletion:
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
             return
+        adding, exchanges = self._group.adding, self._group.exchanges
+        if exchanges.state == "ADD_LINK_CONFIRM" and number == adding.number:
+            exchanges.machine.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
+            return
         # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
         self._from_client = _Wanted(number, message.reason, message.orderly)
-        self._group.exchanges.machine.send("delete_asked")
+        exchanges.machine.send("delete_asked")
 
     def _cleaning_up(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
@@ -230,7 +239,7 @@ class LinkDeletion:
         if link is None or number in self._asked:
             return
         timer = self._group.timers.call_later(
-            self._group.reply_timeout, lambda: self._not_deleted(number)
+            _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
         )
         self._asked[number] = _Asked(_Wanted(number, reason, orderly), link, timer)
         link.send_llc(llc.DeleteLink(orderly=orderly, link_number=number, reason=reason))

@@ -185,10 +185,11 @@ class LinkGroup:
         if self.links.for_llc() is None:
             self.machine.send("links_lost")
             return
+        if self.machine.state in USABLE and not self.deletion.told_to_delete(link.number):
+            # Before anything begins anew: a link offered on the same RNIC would be rejected.
+            self.delete_link(link.number, orderly=False, reason=link.reason)
         self.exchanges.link_lost(link)
         self.deletion.link_lost(link)
-        if self.machine.state in USABLE and not self.deletion.told_to_delete(link.number):
-            self.delete_link(link.number, orderly=False, reason=link.reason)
         self.machine.send("links_changed")
 
     def remove_link(self, number: int) -> None:

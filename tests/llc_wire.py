@@ -1,0 +1,91 @@
+"""The wire between two sides as a test sees it: LLC messages by name, lost, failed or changed.
+
+A message is called by its sender, the link it travels on, and what it says:
+"S1 ADD_LINK 2", "C1 ADD_LINK 2 reply", "C1 DELETE_LINK all".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.memory_rnic import PlainQueuePair
+from tests.rendezvous_pair import Side, World
+from trio_smc.datapath.cdc import CDC_TYPE
+from trio_smc.rendezvous import llc
+
+__all__ = ["Wire"]
+
+_Action = Callable[[bytes], list[bytes] | None]
+
+
+class Wire:
+    """Listens to the LLC messages between ``client`` and ``server``; TEST LINK is not written down.
+
+    Attributes:
+      log: the names of the messages, in the order in which they were done.
+    """
+
+    def __init__(self, world: World, client: Side, server: Side) -> None:
+        self.log: list[str] = []
+        self._sides = {"C": client, "S": server}
+        self._rules: list[tuple[re.Pattern[str], int, _Action]] = []
+        self._numbers: dict[int, int] = {}
+        world.fabric.tamper = self._pass
+
+    def lose(self, name: str, count: int = 1) -> None:
+        """The next ``count`` messages of this name (a regular expression) are acknowledged, and
+        nobody gets them."""
+        self._rules.append((re.compile(name), count, lambda _: []))
+
+    def fail(self, name: str, count: int = 1) -> None:
+        """The next ``count`` messages of this name cannot be sent: the queue pair fails."""
+        self._rules.append((re.compile(name), count, lambda _: None))
+
+    def change(self, name: str, change: Callable[[Any], llc.Message], count: int = 1) -> None:
+        """The next ``count`` messages of this name arrive as ``change`` makes them."""
+        self._rules.append(
+            (re.compile(name), count, lambda data: [change(llc.decode_untrusted(data)).encode()])
+        )
+
+    def watch(self, name: str, call: Callable[[], object]) -> None:
+        """Call ``call`` when the next message of this name is about to arrive."""
+
+        def look(data: bytes) -> list[bytes]:
+            call()
+            return [data]
+
+        self._rules.append((re.compile(name), 1, look))
+
+    def _pass(self, qp: PlainQueuePair, data: bytes) -> list[bytes] | None:
+        if data[0] == CDC_TYPE:
+            return [data]
+        name = self._name(qp, data)
+        if "TEST_LINK" not in name:
+            self.log.append(name)
+        for place, (pattern, count, action) in enumerate(self._rules):
+            if pattern.fullmatch(name):
+                if count == 1:
+                    del self._rules[place]
+                else:
+                    self._rules[place] = (pattern, count - 1, action)
+                return action(data)
+        return [data]
+
+    def _name(self, qp: PlainQueuePair, data: bytes) -> str:
+        letter = "C" if qp.rnic in self._sides["C"].rnics else "S"
+        for group in self._sides[letter].groups:
+            for link in group.links.values():
+                self._numbers[link.qp.qp_num] = link.number
+        message: Any = llc.decode_untrusted(data)
+        text = f"{letter}{self._numbers.get(qp.qp_num, '?')} {llc.MessageType(data[0]).name}"
+        if isinstance(message, llc.DeleteLink):
+            text += " all" if message.all_links else f" {message.link_number}"
+        elif isinstance(message, llc.AddLink):
+            text += f" {message.link_number}"
+        if message.reply:
+            text += " reply"
+        if getattr(message, "rejected", False) or getattr(message, "negative", False):
+            text += " negative"
+        return text
