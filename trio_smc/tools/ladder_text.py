@@ -12,6 +12,8 @@ __all__ = ["draw"]
 
 _MARGIN = 20
 """Columns of time, connection and link."""
+_LEAST = 60
+"""Columns between the two sides, however narrow the page."""
 
 
 def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterator[str]:
@@ -22,7 +24,7 @@ def draw(ladder: Ladder, *, start: int, limit: int, width: int = 100) -> Iterato
       limit: how many messages to draw.
       width: columns.
     """
-    inside = max(40, width - _MARGIN - 4)
+    inside = max(_LEAST, width - _MARGIN - 4)
     yield from _heading(ladder, inside)
     for row in ladder.rows[:limit]:
         yield from _row(row, start, inside)
@@ -46,11 +48,15 @@ def _names(peer: Peer, width: int) -> list[str]:
     return [peer_name(peer), *textwrap.wrap(known, width)]
 
 
+def _clipped(words: str, width: int) -> str:
+    return words if len(words) <= width else words[: width - 3] + "..."
+
+
 def _row(row: Row, start: int, inside: int) -> Iterator[str]:
     conn = "" if row.connection is None else str(row.connection.number)
     link = "" if row.link_number is None else str(row.link_number)
     margin = f"{(row.time - start) / 1e9:9.6f} {conn:>4} {link:>4} "
-    text = f" {title(row)} "
+    text = f" {_clipped(title(row), inside - 6)} "
     if row.to_server:
         arrow = text.center(inside - 1, "-") + ">"
     else:
