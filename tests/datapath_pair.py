@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trio_smc.datapath import cdc
@@ -11,7 +10,7 @@ from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rnic.memory import Memory
 
-__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write"]
+__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive"]
 
 CLOSE_TIMEOUT = 60.0
 PAGE = 4096
@@ -34,6 +33,15 @@ class Cdc(NamedTuple):
     endings: int = 0
 
 
+def arrive(connection: Connection, message: bytes) -> None:
+    """Hand over a message as a link does that is the only one."""
+    try:
+        connection.on_cdc_untrusted(message)
+    except cdc.MessageMissing as error:
+        connection.protocol_error(error)
+        raise
+
+
 class FakeHost:
     """Records what a connection asks for; time passes when the test says so."""
 
@@ -42,14 +50,9 @@ class FakeHost:
         self.states: list[tuple[str, str, str]] = []
         self.timer: float | None = None
         self.connection: Connection | None = None
-        self.overtaken: Callable[[], object] = list
-        """What `catch_up` finds."""
 
     def connection_closed(self, connection: Connection) -> None:
         self.calls.append("closed")
-
-    def catch_up(self, connection: Connection) -> None:
-        self.overtaken()
 
     def set_timer(self, connection: Connection, seconds: float | None) -> None:
         self.timer = seconds
@@ -148,7 +151,7 @@ class FakeChannel:
                 memory[rmbe.offset + number : rmbe.offset + number + len(item)] = item
             else:
                 assert isinstance(item, bytes)
-                peer.on_cdc_untrusted(item)
+                arrive(peer, item)
             done += 1
         return done
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.datapath_pair import Cdc, Pair
+from tests.datapath_pair import Cdc, Pair, arrive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath import cdc
 from trio_smc.datapath.connection import Connection
@@ -241,9 +241,7 @@ def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), flags=BOTH))
     assert pair.b.receive_urgent() == 0
     for sequence in (4, 5):
-        pair.b.on_cdc_untrusted(
-            message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH)
-        )
+        pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH))
         assert pair.b.urgent == "none"
     assert len(pair.ba.log) == 1, "the mark was told"
     assert pair.b.state == "ACTIVE"
@@ -295,7 +293,7 @@ def test_a_message_missing_after_a_failover_is_a_loss(
     bad = message(pair, sequence=sequence, flags=cdc.FAILOVER_VALIDATION)
     if lost:
         with pytest.raises(ProtocolError, match="lost"):
-            pair.b.on_cdc_untrusted(bad)
+            arrive(pair.b, bad)
         assert pair.b.state in ABORTED
         assert pair.hosts[1].calls == ["reset_tcp"]
     else:
@@ -391,7 +389,7 @@ def test_mutated_messages_end_at_most_their_own_connection(rng: random.Random) -
                         pair.a.send(text)
                 if victim.ab.raw and rng.random() < often:
                     try:
-                        victim.b.on_cdc_untrusted(mutated(rng, victim.ab.raw[-1]))
+                        arrive(victim.b, mutated(rng, victim.ab.raw[-1]))
                     except ProtocolError:
                         assert victim.b.state in (*ABORTED, "CLOSED")
                 try:

@@ -407,8 +407,9 @@ def test_nothing_moves_before_the_peer_is_known_and_after_the_end() -> None:
 def test_a_hole_resets_the_connection(pair: Pair, received: int) -> None:
     """SR is less than SS in serial arithmetic: data was acknowledged that never arrived (4.6.1)."""
     pair.b._last_received = received
-    with pytest.raises(ProtocolError, match="lost"):
-        pair.b.on_cdc_untrusted(cdc.pack((received + 1) & 0xFFFF, 0xA1, 0, 0, 0, 0, F))
+    pair.ab.queue.append(("cdc", cdc.pack((received + 1) & 0xFFFF, 0xA1, 0, 0, 0, 0, F), 0))
+    with pytest.raises(cdc.MessageMissing, match="lost"):
+        pair.ab.deliver()
     assert pair.b.state == "PEERABORTWAIT"
     assert pair.hosts[1].calls == ["reset_tcp"]
     assert pair.b.error is not None
@@ -435,12 +436,14 @@ def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     pair.ab.complete()
     pair.fail_link(0)
 
-    def look() -> None:
-        old.queue.extend(kept)
-        old.deliver()
-
-    pair.hosts[1].overtaken = look
-    pair.ab.deliver()
+    kind, message, _ = pair.ab.queue.popleft()
+    assert isinstance(message, bytes)
+    with pytest.raises(cdc.MessageMissing):
+        pair.b.on_cdc_untrusted(message)
+    assert pair.b.state == "ACTIVE", "not before all links were looked at"
+    old.queue.extend(kept)
+    old.deliver()
+    pair.b.on_cdc_untrusted(message)
     assert pair.b.state == "ACTIVE"
     assert pair.b.receive(10) == b"abc"
 
@@ -451,7 +454,7 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
     pair.ab.complete()  # as if it had arrived
     assert pair.a.sequence_sent == 1
     pair.fail_link(0)
-    with pytest.raises(ProtocolError, match="message 1 is missing after 0"):
+    with pytest.raises(cdc.MessageMissing, match="message 1 is missing after 0"):
         pair.ab.deliver()
     assert message
     assert pair.b.state == "PEERABORTWAIT"
@@ -490,6 +493,22 @@ def test_a_hold_with_nothing_in_flight_is_ready_at_once(pair: Pair) -> None:
     pair.next_channel(0)
     pair.move(0)
     assert pair.ab.log == [validation(0), Cdc(1, (0, 0), (600, 0))]
+
+
+def test_a_connection_may_stay_where_it_is(pair: Pair) -> None:
+    send(pair, b"abc")
+    pair.a.stay()
+    pair.a.hold(pair.a.stay)
+    pair.b.send(view(b"x" * 600))
+    pair.ba.deliver()
+    pair.a.receive(600)
+    assert len(pair.ab.log) == 2, "held"
+    pair.settle()
+    assert pair.ab.log[2:] == [Cdc(2, (3, 0), (600, 0))]
+    send(pair, b"def")
+    pair.settle()
+    assert pair.b.receive(10) == b"abcdef"
+    assert pair.a.failovers == 0
 
 
 def test_a_hold_tells_of_writes_that_were_put_off() -> None:

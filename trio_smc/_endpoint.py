@@ -85,11 +85,6 @@ class Endpoint:
         self.group.remove_connection(connection.alert_token, connection)
         self._stack.connection_closed(self)
 
-    def catch_up(self, connection: Connection) -> None:
-        """Take what has arrived on all links of the group."""
-        for link in tuple(self.group.links.values()):
-            self._stack.pump.drain_queue_pair(link.rnic, link.qp)
-
     def set_timer(self, connection: Connection, seconds: float | None) -> None:
         """(Re)start or stop the connection's timer."""
         if self._timer is not None:

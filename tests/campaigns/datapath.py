@@ -104,7 +104,7 @@ class End:
         size = rng.randint(1, largest)
         if rng.random() < 0.2:
             seen = connection.peek(size)
-            assert seen == self.incoming[self.received : self.received + len(seen)]
+            assert seen == self.incoming[self.received : self.received + len(seen)], "wrong bytes"
         if rng.random() < 0.5:
             got = connection.receive(size)
         else:

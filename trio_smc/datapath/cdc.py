@@ -45,6 +45,7 @@ __all__ = [
     "URGENT_PRESENT",
     "WRITER_BLOCKED",
     "CdcMessage",
+    "MessageMissing",
     "decode_untrusted",
     "pack",
     "unpack_untrusted",
@@ -77,6 +78,14 @@ _RESERVED = struct.Struct(">8x2s6x2s8x18s")
 _RESERVED_SIZE = 22
 _pack = LAYOUT.pack
 _unpack = LAYOUT.unpack
+
+
+class MessageMissing(ProtocolError):
+    """A failover validation message names one that did not arrive before it (4.6.1).
+
+    That may still wait to be taken from another link: the peer's RNIC had its acknowledgement,
+    but links have no order between them.
+    """
 
 
 def pack(

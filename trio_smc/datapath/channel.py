@@ -66,10 +66,6 @@ class Host(Protocol):
         ``connection.used`` says how much of the RMBE has to be zeroed.
         """
 
-    def catch_up(self, connection: AnyConnection) -> None:
-        """Hand over what has arrived on all links: links are not looked at in the order in which
-        things came.  The one method that calls back, `Connection.on_cdc_untrusted`."""
-
     def set_timer(self, connection: AnyConnection, seconds: float | None) -> None:
         """(Re)start the connection's one timer: ``connection.on_timer()`` then; None stops it."""
 

@@ -29,6 +29,7 @@ from trio_smc.datapath.cdc import (
     URGENT_PENDING,
     URGENT_PRESENT,
     WRITER_BLOCKED,
+    MessageMissing,
     unpack_untrusted,
 )
 from trio_smc.datapath.endings import Endings
@@ -250,6 +251,9 @@ class Connection(Endings):
         """Apply a CDC message that names our token.
 
         Raises:
+          MessageMissing: failover validation failed, and nothing has happened. When everything
+            was taken that other links have brought, call this again; with the same answer the
+            data is lost, and `protocol_error` is due.
           ProtocolError: it cannot be true; the connection has been aborted.
         """
         arrived = False
@@ -279,13 +283,17 @@ class Connection(Endings):
                 if flags & UPDATE_REQUESTED and self._consumed != self._told:
                     self._owe_cdc()
         except ProtocolError as exc:
-            self.protocol_error(exc)
+            self._abort_for(exc)
             raise
         endings &= ~self._peer_flags
         if endings:
             self._on_endings(endings)
         if arrived and self.on_readable is not None:
             self._wake_reader()
+
+    def _abort_for(self, exc: ProtocolError) -> None:
+        if not isinstance(exc, MessageMissing):
+            self.protocol_error(exc)
 
     def _on_endings(self, endings: int) -> None:
         """The first CDC message with these flags: A before C before D; C implies D."""
@@ -306,13 +314,10 @@ class Connection(Endings):
         """Failover validation: of such a message only token and sequence count (4.6.1).
 
         Raises:
-          ProtocolError: the peer believes we have a message that never arrived.
+          MessageMissing: the peer believes we have a message that did not arrive yet.
         """
         if (self._last_received - sequence) & 0x8000:
-            # It may have overtaken messages of another link that are here already.
-            self._host.catch_up(self)
-        if (self._last_received - sequence) & 0x8000:
-            raise ProtocolError(
+            raise MessageMissing(
                 f"data was lost with a link: message {sequence} is missing after "
                 f"{self._last_received}"
             )

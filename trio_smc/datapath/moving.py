@@ -110,6 +110,14 @@ class Moving(UrgentSender):
             self._channel = held
             held.go()
 
+    def stay(self) -> None:
+        """Go on with the link that it was to leave; nothing when it is not held."""
+        channel = self._channel
+        if isinstance(channel, _Hold):
+            channel.link.hand_over(channel, self)
+            self._channel = channel.link
+            self.on_room()
+
     def _use(self, channel: Channel, address: int, rkey: int) -> None:
         self._channel = channel
         self._address = address + self._peer_first

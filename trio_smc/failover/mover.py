@@ -99,6 +99,12 @@ class GroupMover:
             connection = movable[donor].pop()
             connection.hold(partial(self._rebalance, connection, donor, link))
 
+    def catch_up(self, link: Link) -> None:
+        """Take what has arrived on all links but this one: the peer knows of it already."""
+        for other in list(self._group.links.values()):
+            if other is not link:
+                self._drain(other.rnic, other.qp)
+
     def close(self) -> None:
         """The group is gone."""
         self._departures.clear()
@@ -115,10 +121,12 @@ class GroupMover:
             departure.done()
 
     def _rebalance(self, connection: Connection, old: Link, new: Link) -> None:
-        """Nothing is in flight on the old link; if it has to, it goes back there."""
-        if not new.usable and old.usable:
-            new = old
-        if not self._move(connection, old, new):
+        """Nothing is in flight on the old link, and the move may not be worth it any more."""
+        if connection.channel is not old:
+            return
+        if old.usable and (not new.usable or old.load - new.load < 2):
+            connection.stay()
+        elif not self._move(connection, old, new):
             connection.links_lost()
 
     def _move(self, connection: Connection, old: Link, new: Link | None = None) -> bool:

@@ -70,6 +70,9 @@ class Mover(Protocol):
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: connections may be spread anew."""
 
+    def catch_up(self, link: Link) -> None:
+        """Take what has arrived on all links but this one."""
+
     def close(self) -> None:
         """The group is gone."""
 
@@ -86,6 +89,9 @@ class NoMover:
         done()
 
     def link_ready(self, link: Link) -> None:
+        pass
+
+    def catch_up(self, link: Link) -> None:
         pass
 
     def close(self) -> None:

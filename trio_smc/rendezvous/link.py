@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cdc import CDC_TYPE
+from trio_smc.datapath.cdc import CDC_TYPE, MessageMissing
 from trio_smc.rendezvous import llc
 from trio_smc.rnic.verbs import Completion, Rnic, RnicError, WcOpcode, WcStatus
 from trio_smc.states.engine import Machine
@@ -51,7 +51,10 @@ class LinkConnection(Protocol):
     """What a link needs of a connection that uses it."""
 
     def on_cdc_untrusted(self, message: bytes) -> None:
-        """A CDC message for this connection arrived."""
+        """A CDC message for this connection arrived.  Raises MessageMissing, ProtocolError."""
+
+    def protocol_error(self, exc: ProtocolError) -> None:
+        """Abort, because of the peer."""
 
     def on_cdc_complete(self, sequence: int) -> None:
         """A CDC message of this connection, and all before it, reached the peer."""
@@ -268,7 +271,8 @@ class Link:
         if not data or data[0] != CDC_TYPE:
             if observer is not None:
                 observer.llc(self, False, data)
-            self.group.on_llc_untrusted(self, data)
+            if not self.failing:  # exchanges begin anew over another link (2.3)
+                self.group.on_llc_untrusted(self, data)
             return
         if observer is not None:
             observer.cdc(self, False, data)
@@ -278,8 +282,19 @@ class Link:
             return
         try:
             connection.on_cdc_untrusted(data)
+        except MessageMissing:
+            self._validate_again_untrusted(connection, data)
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
+
+    def _validate_again_untrusted(self, connection: LinkConnection, data: bytes) -> None:
+        """What the message misses may have come over another link and wait there (4.6.1)."""
+        self.group.mover.catch_up(self)
+        try:
+            connection.on_cdc_untrusted(data)
+        except MessageMissing as error:
+            LOGGER.warning("%r: %s", self, error)
+            connection.protocol_error(error)
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
@@ -288,7 +303,7 @@ class Link:
             self._free += weight
             if connection is not None:
                 connection.on_cdc_complete(sequence)
-            elif on_sent is not None:
+            elif on_sent is not None and not self.failing:
                 on_sent()
         while self._waiting and self.capacity():
             waiter = next(iter(self._waiting))

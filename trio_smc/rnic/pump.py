@@ -148,8 +148,10 @@ class Pump:
         if self._draining:
             return False
         self._draining = True
-        came = False
+        came = bool(self._put_off)
         try:
+            if came:
+                self._dispatch_put_off()
             for lane in self._lanes:
                 completions = lane.poll()
                 if completions:
@@ -163,8 +165,8 @@ class Pump:
                                 sink(completion)
                             except Exception:
                                 self._sink_failed(lane, completion)
-            while self._put_off:
-                self._dispatch(*self._put_off.popleft())
+            if self._put_off:
+                self._dispatch_put_off()
         finally:
             self._draining = False
         return came
@@ -174,9 +176,6 @@ class Pump:
 
         What is found of others on the way is dispatched later, in its order.
         """
-        if not self._draining:
-            self.drain()
-            return
         lane = self._lane(rnic)
         found = [*self._put_off, *((lane, each) for each in (*lane.rest, *lane.poll()))]
         self._put_off.clear()
@@ -186,8 +185,16 @@ class Pump:
                 wanted.append(completion)
             else:
                 self._put_off.append((each, completion))
-        for completion in wanted:
-            self._dispatch(lane, completion)
+        inside, self._draining = self._draining, True
+        try:
+            for completion in wanted:
+                self._dispatch(lane, completion)
+        finally:
+            self._draining = inside
+
+    def _dispatch_put_off(self) -> None:
+        while self._put_off:
+            self._dispatch(*self._put_off.popleft())
 
     def _dispatch(self, lane: _Lane, completion: Completion) -> None:
         sink = lane.sinks.get(completion.qp_num)
