@@ -24,6 +24,8 @@ def dispatch_untrusted(group: LinkGroup, link: Link, data: bytes) -> None:
       ProtocolError: it breaks the rules; the link has to go (C.7.1).
     """
     message = llc.decode_untrusted(data)
+    if group.state == "GONE" or (link.failing and not _ends_group(message)):
+        return  # it came before the link failed, and nothing more can be exchanged there
     if link.state == "CONFIRMING" and not _may_come_first(message):
         raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
     if link.state == "LEAVING" and group.client and isinstance(message, llc.AddLink):
@@ -53,6 +55,8 @@ def dispatch_untrusted(group: LinkGroup, link: Link, data: bytes) -> None:
 
 def _may_come_first(message: llc.Message) -> bool:
     """Whether a message may come on a link that is not confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
-    return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or (
-        isinstance(message, llc.DeleteLink) and message.all_links
-    )
+    return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or _ends_group(message)
+
+
+def _ends_group(message: llc.Message) -> bool:
+    return isinstance(message, llc.DeleteLink) and message.all_links and not message.reply
