@@ -183,9 +183,8 @@ class ControlSocket:
         except ProtocolError as error:
             last = {"part": "error", "data": str(error)}
         except Exception:
-            await stream.send_all(
-                control.encode({"part": "error", "data": "see this process's log"})
-            )
+            defect = {"part": "error", "data": "the process failed to answer; see its log"}
+            await stream.send_all(control.encode(defect))
             raise
         await stream.send_all(control.encode(last))
 

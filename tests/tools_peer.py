@@ -1,0 +1,71 @@
+"""A process for tests of the tools: a server of each kind and a client of its own.
+
+Prints one line of JSON with the ports, then runs until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import trio
+
+import trio_smc
+
+
+async def hold(stream: trio.abc.Stream) -> None:
+    """Take a first piece and answer nothing until the peer is done."""
+    await stream.receive_some(1000)
+    await trio.sleep_forever()
+
+
+def tell(told: dict[str, object]) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+async def main(mode: str) -> None:
+    """``mode``: "pair": an SMC-R connection with data each way and a TCP one; "server": listen;
+    "require": listen with require_smc; "idle": listen to nobody; "off": without control socket;
+    "blocked": stand still."""
+    config = trio_smc.Config(
+        receive_buffer=16384, control=mode != "off", require_smc=mode == "require"
+    )
+    async with trio.open_nursery() as nursery, trio_smc.open_stack(config) as stack:
+        if mode == "idle":
+            tell({})
+            await trio.sleep_forever()
+        [listener] = await stack.open_listeners(0, host="127.0.0.1")
+        address = listener.socket.getsockname()
+        told: dict[str, object] = {"port": address[1]}
+        if mode == "pair":
+            mine = await stack.open_stream(*address)
+            await mine.send_all(b"x" * 1500)
+            other = await listener.accept()
+            await other.receive_some(500)
+            await other.send_all(b"y" * 200)
+            plain = await trio.open_tcp_stream(*address)
+            accepted = await listener.accept()
+            await plain.send_all(b"unread")
+            told |= {
+                "client": mine.socket.getsockname()[1],
+                "plain": plain.socket.getsockname()[1],
+            }
+            nursery.start_soon(hold, mine)
+            nursery.start_soon(hold, accepted)
+        else:
+            nursery.start_soon(trio.serve_listeners, hold, [listener])
+        tell(told)
+        if mode == "blocked":
+            sys.stdin.read()  # the event loop stands still, on purpose
+        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    import warnings
+
+    # Streams left open are what this process is for.
+    warnings.simplefilter("ignore", ResourceWarning)
+    trio.run(main, sys.argv[1])
