@@ -6,7 +6,7 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test lint types bench states compliance campaigns clean ready-cli ready-dev ready-docs
+.PHONY: help demo example test lint types bench states ladders compliance campaigns clean ready-cli ready-dev ready-docs
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
@@ -16,6 +16,7 @@ help:
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
+	@echo 'make ladders    draw the ladder diagrams of docs/capture.md'
 	@echo 'make compliance write which tests hold what the RFC demands; ARGS=--check'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
 	@echo 'make clean      remove .venv and everything built'
@@ -50,6 +51,9 @@ types: ready-dev
 
 states: ready-docs
 	@$(BIN)/python -m trio_smc.states $(ARGS)
+
+ladders: ready-docs
+	@$(BIN)/python -m scripts.ladders $(ARGS)
 
 compliance: ready-dev
 	@$(BIN)/python -m scripts.compliance $(ARGS)

@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from scripts import ladders
 from tests.test_capture import GOLDEN, captured, packets_of
 from trio_smc.capture import pcapng
 from trio_smc.capture.dissection import Seen, Unreadable, dissect
@@ -121,11 +122,11 @@ def test_svg_shows_every_message() -> None:
 def test_a_capture_that_began_late(missing: int) -> None:
     """What is not known is left open; directions and links stay together."""
     late = golden()[missing:]
-    ladders = read_ladders(late)
-    assert sum(len(each.rows) for each in ladders) == len(late)
-    for ladder in ladders:
+    drawn = read_ladders(late)
+    assert sum(len(each.rows) for each in drawn) == len(late)
+    for ladder in drawn:
         assert text(ladder)
-    confirms = [row for each in ladders for row in each.rows
+    confirms = [row for each in drawn for row in each.rows
                 if isinstance(row.event, llc.ConfirmLink)]  # fmt: skip
     assert all(row.to_server is row.event.reply for row in confirms)  # type: ignore[union-attr]
 
@@ -142,11 +143,33 @@ def test_anything_can_be_drawn(rng: random.Random) -> None:
             packets.append(packet._replace(data=bytes(data)))
         seen = list(dissect(packets))
         unreadable += sum(isinstance(each.event, Unreadable) for each in seen)
-        ladders = read_ladders(seen)
-        for ladder in ladders:
+        drawn = read_ladders(seen)
+        for ladder in drawn:
             assert len(text(ladder)) > len(ladder.rows)
-        ET.fromstring(ladder_svg.picture(ladders, start=0, limit=50))
+        ET.fromstring(ladder_svg.picture(drawn, start=0, limit=50))
     assert unreadable > 0
+
+
+async def test_a_failover_of_ours(tmp_path: Path) -> None:
+    """What docs/capture.md shows: the writes of both sides, before and after an RNIC fails."""
+    first_contact, failover = await ladders.record(tmp_path / "private")
+    assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
+    assert {row.link_number for row in first_contact.rows} == {None, 1, 2}
+    said = titles(failover.rows)
+    validated = ("->", "CDC 1, failover validation [F]")
+    assert validated in said
+    replayed = failover.rows[said.index(validated) :]
+    assert {row.link_number for row in replayed} == {2, 3}
+    writes = {(row.to_server, title(row)) for row in replayed if kind(row.event) == "write"}
+    assert writes == {(way, "RDMA write, 2000 bytes at 1000") for way in (True, False)}
+
+
+def test_the_page_shows_what_is_there() -> None:
+    page = (ladders.DOCS / ladders.PAGE).read_text(encoding="utf-8")
+    for name in ("first-contact", "failover"):
+        assert f"(ladders/{name}.svg)" in page
+        ET.parse(ladders.DOCS / "ladders" / f"{name}.svg")
+    assert "failover validation [F]" in page
 
 
 # --- words -------------------------------------------------------------------------------------
