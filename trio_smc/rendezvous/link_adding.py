@@ -84,6 +84,7 @@ class LinkAdding:
     def hold(self) -> None:
         """An operator deleted a link: do not add another one before something has changed."""
         self._held = True
+        self._seeking = self._news
         self._delay = _LAST_RETRY
 
     def start(self) -> bool:
