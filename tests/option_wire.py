@@ -1,4 +1,4 @@
-"""The TCP options that really were on the wire, read from the loopback interface.
+"""The TCP options that really were on the wire, read from a network interface.
 
 `Wire` is a packet socket of its own: nothing of what is tested takes part.
 """
@@ -21,6 +21,7 @@ __all__ = ["SYN", "SYN_ACK", "Segment", "Wire", "may_load_programs", "requires_b
 _ETH_P_ALL = 3
 _LOOPBACK = "lo"
 _ETHERNET = 14
+_SO_RCVBUFFORCE = 33
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN, _CAP_BPF = 12, 21, 39
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 
@@ -65,20 +66,25 @@ class Segment:
 
 
 class Wire:
-    """Everything that goes over the loopback interface while it is open."""
+    """Everything that goes over an interface while it is open.
 
-    def __init__(self) -> None:
+    Attributes:
+      frames: what `segments` has taken so far, of all kinds.
+    """
+
+    def __init__(self, interface: str) -> None:
+        self._interface = interface
         self._socket = socket.socket(
             socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.htons(_ETH_P_ALL)
         )
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-        self._socket.bind((_LOOPBACK, _ETH_P_ALL))
-        self._frames: list[bytes] = []
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 24)
+        self._socket.bind((interface, _ETH_P_ALL))
+        self.frames: list[bytes] = []
 
     @classmethod
     @contextmanager
-    def open(cls) -> Iterator[Self]:
-        wire = cls()
+    def open(cls, interface: str = _LOOPBACK) -> Iterator[Self]:
+        wire = cls(interface)
         try:
             yield wire
         finally:
@@ -92,24 +98,24 @@ class Wire:
             except BlockingIOError:
                 break
             # Loopback shows each frame twice, going out and coming in.
-            if kind == socket.PACKET_OUTGOING:
-                self._frames.append(frame)
+            if self._interface != _LOOPBACK or kind == socket.PACKET_OUTGOING:
+                self.frames.append(frame)
         lost = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
         assert lost == 0, f"{lost} frames were lost"
-        found = [_segment(frame) for frame in self._frames]
+        found = [_segment(frame) for frame in self.frames]
         return [each for each in found if each and port in (each.source, each.destination)]
 
     def write_pcap(self, path: Path) -> None:
         """What was seen, as a capture file."""
         with path.open("wb") as file:
             file.write(struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 1 << 16, 1))
-            for number, frame in enumerate(self._frames):
+            for number, frame in enumerate(self.frames):
                 file.write(struct.pack("<IIII", number, 0, len(frame), len(frame)) + frame)
 
 
 def _segment(frame: bytes) -> Segment | None:
     packet = frame[_ETHERNET:]
-    if not packet:
+    if len(packet) < 40 or packet[0] >> 4 not in (4, 6):
         return None
     if packet[0] >> 4 == 4:
         protocol, header = packet[9], (packet[0] & 15) * 4

@@ -481,7 +481,7 @@ def test_torn_down_under_a_process(pins: Path) -> None:
 )
 def test_bad_arguments(pins: Path, wrong: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        trio_smc.set_up_tcp_option(pins=pins, **wrong)  # type: ignore[arg-type]
+        trio_smc.set_up_tcp_option(pins=pins, **wrong)
     assert not pins.exists()
 
 

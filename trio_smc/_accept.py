@@ -19,7 +19,13 @@ from trio_smc._stream import SmcStream
 from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.outcomes import Established
-from trio_smc.rendezvous.prefixes import has_prefix, has_subnet, is_same_host, plain_address
+from trio_smc.rendezvous.prefixes import (
+    has_prefix,
+    has_subnet,
+    is_on_network,
+    is_same_host,
+    plain_address,
+)
 from trio_smc.rendezvous.server import ServerNegotiation
 
 if TYPE_CHECKING:
@@ -104,7 +110,9 @@ async def _negotiate(
     negotiation = ServerNegotiation(
         host=stack,
         rnic=None if isinstance(rnic, FallbackReason) else rnic,
-        admit=lambda proposal: rnic if isinstance(rnic, FallbackReason) else _admit(proposal),
+        admit=lambda proposal: (
+            rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, local[0])
+        ),
         receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
     )
     negotiation.sock = sock
@@ -181,11 +189,17 @@ def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
     return "software" if isinstance(rnic, FallbackReason) else rnic.kind
 
 
-def _admit(proposal: clc.Proposal) -> FallbackReason | None:
-    """The server's look at a Proposal (RFC 7609, 3.5.1.2)."""
+def _admit(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2).
+
+    A RoCE port must itself be on the common network, which is that of our own ``address``: the
+    credentials in SMC Accept are for it.
+    """
     if not proposal.offers_smc_r:
         return FallbackReason.MODE_MISMATCH
-    if proposal.ipv6_prefixes:
+    if rnic.kind == "roce":
+        common = is_on_network(address, proposal)
+    elif proposal.ipv6_prefixes:
         common = has_prefix(proposal.ipv6_prefixes)
     else:
         common = has_subnet(proposal.ipv4_subnet, proposal.ipv4_mask_length)

@@ -7,6 +7,7 @@ carries nothing until it is undrained; one whose port is down carries nothing un
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import pnet
 from trio_smc.rendezvous.pnet import PnetTable
-from trio_smc.rendezvous.prefixes import is_same_host, local_prefix
+from trio_smc.rendezvous.prefixes import is_same_host, local_prefix, plain_address
 from trio_smc.rnic.roce import VerbsRnic, active_ports
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicEvent
@@ -41,6 +42,11 @@ class RnicChange(Enum):
     """An operator takes it out: its links are to be deleted in order."""
     LOST = auto()
     """Its port went down, or the device failed: its links are dead or dying."""
+
+
+def _address_of(rnic: VerbsRnic) -> str:
+    """The IP address that its GID was made from."""
+    return plain_address(str(ipaddress.IPv6Address(rnic.gid)))
 
 
 def pnet_table(setting: PnetTable | Path | str) -> PnetTable:
@@ -225,8 +231,13 @@ class StackRnics:
         first, second = (known.get(each.gid_entry.ifindex) for each in (one, other))
         if first is None or second is None or one.gid_entry.kind != other.gid_entry.kind:
             return False
-        names = [self._port_of.get(each, each).name for each in (one, other)]
-        return pnet.same_network(first, second, names, self._table)
+        return pnet.same_network(
+            first,
+            second,
+            networks=(local_prefix(_address_of(one)), local_prefix(_address_of(other))),
+            ports=(self._port_of.get(one, one).name, self._port_of.get(other, other).name),
+            table=self._table,
+        )
 
     # --- changes ---------------------------------------------------------------------------
 
@@ -245,18 +256,18 @@ class StackRnics:
         """Take it out: nothing new goes over it, and `on_change` is told.  Idempotent."""
         if rnic not in self._drained:
             self._drained.add(rnic)
-            for each in self._on_port(rnic):
+            for each in self.on_port(rnic):
                 self.on_change(each, RnicChange.DRAINED)
 
     def undrain(self, rnic: Rnic) -> None:
         """Put it back.  Idempotent."""
         if rnic in self._drained:
             self._drained.discard(rnic)
-            for each in self._on_port(rnic):
+            for each in self.on_port(rnic):
                 if self._is_usable(each):
                     self.on_change(each, RnicChange.AVAILABLE)
 
-    def _on_port(self, rnic: Rnic) -> list[Rnic]:
+    def on_port(self, rnic: Rnic) -> list[Rnic]:
         """It, and what was opened for further GIDs of it."""
         return [rnic, *(each for each, port in self._port_of.items() if port is rnic)]
 

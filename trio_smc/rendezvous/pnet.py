@@ -151,11 +151,19 @@ def choose_gids(
     return sorted(best.values(), key=lambda gid: order[gid.port])
 
 
-def same_network(one: Interface, other: Interface, ports: Sequence[str], table: PnetTable) -> bool:
-    """Whether links on two ports may be in one link group.
+def same_network(
+    one: Interface,
+    other: Interface,
+    *,
+    networks: tuple[Prefix | None, Prefix | None],
+    ports: tuple[str, str],
+    table: PnetTable,
+) -> bool:
+    """Whether links on two ports may be in one link group: same VLAN, same LAN.
 
     Args:
       one, other: the interfaces that the ports' GIDs stand for.
+      networks: the subnets or prefixes of the GIDs' addresses, as far as they have any.
       ports: the names of the two RNICs.
       table: the PNET table.
     """
@@ -166,8 +174,11 @@ def same_network(one: Interface, other: Interface, ports: Sequence[str], table: 
             return True
     if any(rnic in ports for _, rnic in table):
         return False
-    # Both are, or carry, members of one bond.
-    return one.index == other.index or (one.master is not None and one.master == other.master)
+    if one.index == other.index or (one.master is not None and one.master == other.master):
+        return True  # two ports of one bond
+    # As in 3.5.1.2; a link-local prefix tells nothing.
+    first, second = networks
+    return first is not None and first == second and not first.is_link_local
 
 
 def _ports_named(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trio_smc.rendezvous._netlink import ask
-from trio_smc.rendezvous.clc import Ipv6Prefix
+from trio_smc.rendezvous.clc import Ipv6Prefix, Proposal
 
 __all__ = [
     "Prefix",
@@ -31,6 +31,7 @@ __all__ = [
     "has_prefix",
     "has_subnet",
     "interface_prefixes",
+    "is_on_network",
     "is_same_host",
     "local_prefix",
     "plain_address",
@@ -129,6 +130,16 @@ def address_interface(address: str) -> int | None:
 def all_prefixes() -> tuple[Prefix, ...]:
     """All networks that this host's interfaces are in, loopback and link-local ones included."""
     return tuple(dict.fromkeys(item.prefix for item in _addresses()))
+
+
+def is_on_network(address: str, proposal: Proposal) -> bool:
+    """Whether the interface that owns the local `address` is in a network of a Proposal."""
+    wanted = {Prefix(network=proposal.ipv4_subnet, length=proposal.ipv4_mask_length)}
+    if not proposal.ipv4_mask_length:
+        wanted = {
+            Prefix(network=each.prefix, length=each.length) for each in proposal.ipv6_prefixes
+        }
+    return not wanted.isdisjoint(interface_prefixes(address))
 
 
 def has_subnet(ipv4_subnet: bytes, mask_length: int) -> bool:
