@@ -52,7 +52,7 @@ class ClientNegotiation(Negotiation):
     @property
     def known_link(self) -> bool:
         """Whether SMC Accept names a link that this side has (3.5.2.2)."""
-        return self._link is not None
+        return self._peers_link is not None
 
     def _dispatch_untrusted(self, message: clc.Message) -> None:
         if isinstance(message, clc.Decline):
@@ -67,8 +67,8 @@ class ClientNegotiation(Negotiation):
         if not message.first_contact:
             self.group = self._host.find_client_group(message)
             if self.group is not None:
-                self._link = self.group.find_link(message.gid, message.mac, message.qp_number)
-                if self._link is not None and not self.peer_element_known:
+                self._peers_link = self.group.find_link(message.gid, message.mac, message.qp_number)
+                if self._peers_link is not None and not self.peer_element_known:
                     # 3.5.5.2.1: it is confirmed before SMC Accept may name it.
                     raise ProtocolError(f"RKey 0x{message.rkey:08x} was never confirmed")
         self.machine.send("accept")

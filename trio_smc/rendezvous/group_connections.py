@@ -89,9 +89,10 @@ class GroupConnections:
     ) -> None:
         """See `LinkGroup.take_peer_element`."""
         rmbs = self._group.peer_rmbs
-        rmb = rmbs.find(link.number, rkey)
+        token = RToken(rkey, address)
+        rmb = rmbs.find_named(link.number, token)
         if rmb is None:
-            rmb = rmbs.learn_untrusted({link.number: RToken(rkey, address)})
+            rmb = rmbs.learn_untrusted({link.number: token})
         holder = rmb.elements.get(index)
         rmb.elements[index] = user
         self._peer_elements[user] = _PeerElement(rmb, index, size)

@@ -36,7 +36,7 @@ from trio_smc.rendezvous.links import Kind, Links
 from trio_smc.rendezvous.llc_dispatch import dispatch_untrusted
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rkeys import Rkeys
-from trio_smc.rendezvous.rtokens import ElementUser, PeerRmbs
+from trio_smc.rendezvous.rtokens import ElementUser, PeerRmbs, RToken
 from trio_smc.rendezvous.timers import Timers
 from trio_smc.rnic.verbs import Rnic
 from trio_smc.states.link_group import USABLE
@@ -123,7 +123,7 @@ class LinkGroup:
         return next((link for link in self.links.usable() if link is not but), None)
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
-        """The active link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3)."""
+        """The link whose peer end is this one, also if it has just gone (3.5.2.2, 3.5.2.3)."""
         return self.links.find(gid, mac, qp_number)
 
     def usable_rnics(self) -> list[Rnic]:
@@ -171,8 +171,7 @@ class LinkGroup:
         """Free what the link had, registrations first."""
         self.rkeys.forget_link(link.number)
         link.close()
-        if self.links.get(link.number) is link:
-            del self.links[link.number]
+        self.links.forget(link)
 
     def link_down(self, link: Link) -> None:
         """A link has failed; its connections have moved if they could."""
@@ -251,8 +250,7 @@ class LinkGroup:
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
         """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
-        rmb = self.peer_rmbs.find(link.number, rkey)
-        return rmb is not None and rmb.tokens[link.number].address == address
+        return self.peer_rmbs.find_named(link.number, RToken(rkey, address)) is not None
 
     # --- the group's life ----------------------------------------------------------------------
 

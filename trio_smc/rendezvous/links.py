@@ -7,6 +7,7 @@ among the links that the two sides have agreed on as the most (RFC 7609, 2.2.2).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["FIRST_LINK", "LINK_LIMIT", "Kind", "Links"]
+__all__ = ["FIRST_LINK", "GONE_LINKS", "LINK_LIMIT", "Kind", "Links"]
 
 FIRST_LINK: Final = 1
 LINK_LIMIT: Final = 8
 """The most links of a group that this side takes part in (RFC 7609, 2.2.2, A.3.5)."""
 _NUMBERS: Final = 255
+GONE_LINKS: Final = 2 * LINK_LIMIT
+"""Links that are remembered after their end."""
 
 
 class Kind(StrEnum):
@@ -37,6 +40,13 @@ class Links(dict[int, "Link"]):
     def __init__(self) -> None:
         super().__init__()
         self._last_number = 0
+        self._gone: deque[Link] = deque(maxlen=GONE_LINKS)
+
+    def forget(self, link: Link) -> None:
+        """The link has failed or was deleted."""
+        if self.get(link.number) is link:
+            del self[link.number]
+            self._gone.append(link)
 
     def next_number(self) -> int:
         """A number that was not used before, until all of 1..255 were (2.2.4)."""
@@ -72,14 +82,14 @@ class Links(dict[int, "Link"]):
         )
 
     def find(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
-        """The usable link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3)."""
-        for link in self.values():
+        """The link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3).
+
+        Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
+        they name may have ended meanwhile.
+        """
+        for link in (*(link for link in self.values() if link.confirmed), *self._gone):
             peer = link.peer
-            if (
-                link.confirmed
-                and peer is not None
-                and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number)
-            ):
+            if peer is not None and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number):
                 return link
         return None
 

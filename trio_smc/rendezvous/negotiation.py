@@ -88,6 +88,8 @@ class Negotiation:
         self._connection: RdmaConnection | None = None
         self._rmbe: Rmbe | None = None
         self._link: Link | None = None
+        # What the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
+        self._peers_link: Link | None = None
         self._peer: clc.Accept | clc.Confirm | None = None
         self._decline: clc.Decline | None = None
         self._fallback: Fallback | None = None
@@ -172,7 +174,7 @@ class Negotiation:
     @property
     def peer_element_known(self) -> bool:
         """Whether the peer's RMB can be written to: its RKey came before (3.5.5.2.1)."""
-        peer, group, link = self._peer, self.group, self._link
+        peer, group, link = self._peer, self.group, self._peers_link or self._link
         return (
             peer is not None
             and group is not None
@@ -254,7 +256,7 @@ class Negotiation:
 
     def introduce_peer(self) -> None:
         """Tell the connection where the peer's element is; see `peer_element_known`."""
-        peer, group, link = self._peer, self.group, self._link
+        peer, group, link = self._peer, self.group, self._peers_link or self._link
         connection = self._connection
         if peer is None or group is None or link is None or connection is None:
             raise RuntimeError("the peer's element is not known yet")

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.rmb import MAX_RMBS
+from trio_smc.rendezvous.links import GONE_LINKS
 
 __all__ = ["ElementUser", "PeerRmb", "PeerRmbs", "RToken"]
 
@@ -47,6 +48,8 @@ class PeerRmbs:
     def __init__(self) -> None:
         self._by_token: dict[tuple[int, int], PeerRmb] = {}
         self._rmbs: dict[PeerRmb, None] = {}
+        # RTokens of links that have gone, by link number, the latest last.
+        self._late: dict[int, dict[RToken, PeerRmb]] = {}
 
     def __len__(self) -> int:
         return len(self._rmbs)
@@ -54,6 +57,14 @@ class PeerRmbs:
     def find(self, link_number: int, rkey: int) -> PeerRmb | None:
         """The RMB that has this RKey on this link."""
         return self._by_token.get((link_number, rkey))
+
+    def find_named(self, link_number: int, token: RToken) -> PeerRmb | None:
+        """The RMB that has this RToken on this link, or had it when the link has just gone."""
+        rmb = self.find(link_number, token.rkey)
+        if rmb is not None:
+            return rmb if rmb.tokens[link_number] == token else None
+        rmb = self._late.get(link_number, {}).get(token)
+        return rmb if rmb in self._rmbs else None
 
     def learn_untrusted(self, tokens: dict[int, RToken]) -> PeerRmb:
         """Note an RMB's RTokens, by link number; the same again is no change.
@@ -114,9 +125,14 @@ class PeerRmbs:
 
     def forget_link(self, number: int) -> None:
         """Drop all RTokens of a link; an RMB that had no other cannot be reached any more."""
+        self._late.pop(number, None)
+        late = self._late[number] = {}
+        if len(self._late) > GONE_LINKS:
+            del self._late[next(iter(self._late))]
         for rmb in list(self._rmbs):
             token = rmb.tokens.pop(number, None)
             if token is not None:
+                late[token] = rmb
                 del self._by_token[number, token.rkey]
                 if not rmb.tokens:
                     del self._rmbs[rmb]

@@ -168,7 +168,7 @@ class ServerNegotiation(Negotiation):
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")
             if link is not None:
-                self._link = link
+                self._peers_link = link
                 self._named_link = self.peer_element_known
                 self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")
         self.machine.send("confirm")
