@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-__all__ = ["lab_directory", "run_pair", "verbs_commands"]
+__all__ = ["lab_directory", "run_pair", "streams_commands", "verbs_commands"]
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _KERNEL = "6.12-v1"
@@ -74,6 +74,14 @@ def verbs_commands(seed: int) -> str:
         f"{program} $ROLE $PEER4 rxe0 {seed} die; rc=$?\n"
         "[ $ROLE = server ] && [ $rc = 137 ] && rc=0\n"
         "exit $rc\n"
+    )
+
+
+def streams_commands() -> str:
+    """All steps of `tests.lab.guest_streams`; VLANs take modules that the lab has."""
+    return (
+        "lmod garp mrp 8021q\n"
+        "exec /usr/bin/python3 -X faulthandler -m tests.lab.guest_streams $ROLE $PEER4\n"
     )
 
 

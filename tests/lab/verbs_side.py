@@ -31,8 +31,8 @@ class Control:
         self._got = b""
 
     @classmethod
-    async def connect(cls, role: str, peer: str) -> Self:
-        with trio.fail_after(PATIENCE):
+    async def connect(cls, role: str, peer: str, patience: float = PATIENCE) -> Self:
+        with trio.fail_after(patience):
             if role == "server":
                 (listener,) = await trio.open_tcp_listeners(PORT, host="0.0.0.0")
                 async with listener:
@@ -43,9 +43,9 @@ class Control:
                 except OSError:
                     await trio.sleep(0.2)  # the other guest is still booting
 
-    async def swap(self, value: Any = None) -> Any:
+    async def swap(self, value: Any = None, patience: float = PATIENCE) -> Any:
         """Give the peer a value and take its own; so also a barrier."""
-        with trio.fail_after(PATIENCE):
+        with trio.fail_after(patience):
             await self.stream.send_all(json.dumps(value).encode() + b"\n")
             while b"\n" not in self._got:
                 more = await self.stream.receive_some()

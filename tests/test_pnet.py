@@ -1,0 +1,408 @@
+"""Which RNIC port serves a connection: the rules, on hosts made up for it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc import Config, FallbackReason, VerbsRnic
+from trio_smc._rnics import StackRnics
+from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
+from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
+from trio_smc.rendezvous.prefixes import Prefix
+from trio_smc.rnic._pyverbs import Gid
+from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.verbs import Rnic
+
+V1, V2 = 1, 2
+
+HOST = {
+    each.index: each
+    for each in (
+        Interface(index=1, name="lo"),
+        Interface(index=2, name="eth0"),
+        Interface(index=3, name="eth1"),
+        Interface(index=4, name="eth0.7", vlan=7, lower=2),
+        Interface(index=5, name="eth1.7", vlan=7, lower=3),
+        Interface(index=6, name="bond0", bond=True),
+        Interface(index=7, name="eth2", master=6),
+        Interface(index=8, name="eth3", master=6),
+        Interface(index=9, name="bond0.7", vlan=7, lower=6),
+    )
+}
+NAMED = {each.name: each for each in HOST.values()}
+
+
+def gid(address: str) -> bytes:
+    parsed = ipaddress.ip_address(address)
+    return parsed.packed if parsed.version == 6 else bytes(10) + b"\xff\xff" + parsed.packed
+
+
+def entry(port: str, number: int, interface: str, address: str, kind: int = V2) -> PortGid:
+    return PortGid(port, number, kind, NAMED[interface].index, gid(address))
+
+
+def prefix(network: str) -> Prefix:
+    parsed = ipaddress.ip_network(network)
+    return Prefix(network=parsed.network_address.packed, length=parsed.prefixlen)
+
+
+GIDS = [
+    entry("rxe0", 0, "eth0", "fe80::1"),
+    entry("rxe0", 1, "eth0", "192.0.2.1"),
+    entry("rxe0", 2, "eth0", "2001:db8::1"),
+    entry("rxe0", 3, "eth0.7", "fe80::1"),
+    entry("rxe0", 4, "eth0.7", "198.51.100.1"),
+    entry("rxe1", 0, "eth1", "fe80::2"),
+    entry("rxe1", 1, "eth1", "203.0.113.1"),
+    entry("rxe1", 2, "eth1.7", "fe80::2"),
+    entry("rxe2", 0, "eth2", "fe80::3"),
+    entry("rxe3", 0, "eth3", "fe80::4"),
+]
+
+
+def chosen(
+    route: str,
+    address: str,
+    network: str | None = None,
+    *,
+    table: pnet.PnetTable = (),
+    gids: list[PortGid] = GIDS,
+) -> list[tuple[str, int]]:
+    found = choose_gids(
+        NAMED[route], gids=gids, interfaces=HOST, table=table, address=address,
+        network=prefix(network) if network else None,
+    )  # fmt: skip
+    return [(each.port, each.number) for each in found]
+
+
+# --- the route's own port ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "address", "network", "expected"),
+    [
+        ("eth0", "192.0.2.1", "192.0.2.0/24", ("rxe0", 1)),
+        ("eth0", "192.0.2.77", "192.0.2.0/24", ("rxe0", 1)),  # a secondary address
+        ("eth0", "2001:db8::1", "2001:db8::/64", ("rxe0", 2)),
+        ("eth0", "2001:db8::9", "2001:db8::/64", ("rxe0", 2)),
+        ("eth0", "203.0.113.9", "203.0.113.0/24", ("rxe0", 0)),  # no GID of that subnet
+        ("eth0", "fe80::1", "fe80::/64", ("rxe0", 0)),
+        ("eth1", "203.0.113.1", "203.0.113.0/24", ("rxe1", 1)),
+        ("eth0.7", "198.51.100.1", "198.51.100.0/24", ("rxe0", 4)),
+        ("eth1.7", "198.51.100.9", "198.51.100.0/24", ("rxe1", 2)),
+    ],
+)
+def test_the_port_on_the_interface(
+    route: str, address: str, network: str, expected: tuple[str, int]
+) -> None:
+    assert chosen(route, address, network) == [expected]
+
+
+def test_never_an_unrelated_port() -> None:
+    assert chosen("lo", "127.0.0.1", "127.0.0.0/8") == []
+    # The adapter below a VLAN would send untagged frames.
+    untagged = [each for each in GIDS if each.interface != NAMED["eth0.7"].index]
+    assert chosen("eth0.7", "198.51.100.1", "198.51.100.0/24", gids=untagged) == []
+    # The interface below a VLAN is not served by a GID of the VLAN.
+    tagged = [each for each in GIDS if each.interface == NAMED["eth0.7"].index]
+    assert chosen("eth0", "192.0.2.1", "192.0.2.0/24", gids=tagged) == []
+
+
+def test_a_bond_is_served_by_its_members() -> None:
+    assert chosen("bond0", "192.0.2.1") == [("rxe2", 0), ("rxe3", 0)]
+    assert chosen("bond0.7", "192.0.2.1") == [], "they send no tags"
+    own = [*GIDS, entry("rxe3", 9, "bond0", "192.0.2.1")]
+    assert chosen("bond0", "192.0.2.1", gids=own) == [("rxe3", 9)], (
+        "what it owns itself comes first"
+    )
+
+
+def test_one_encapsulation() -> None:
+    """RoCE v2 where there is a choice: both sides must use the same."""
+    both = [
+        entry("rxe0", 0, "eth0", "192.0.2.1", V1),
+        entry("rxe0", 1, "eth0", "fe80::1", V2),
+        entry("rxe1", 0, "eth0", "192.0.2.1", V1),
+    ]
+    assert chosen("eth0", "192.0.2.1", "192.0.2.0/24", gids=both) == [("rxe0", 1), ("rxe1", 0)]
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "table", "expected"),
+    [
+        ("lo", (("lo", "rxe1"),), [("rxe1", 0)]),
+        ("eth0", (("eth0", "rxe1"), ("eth0", "rxe0")), [("rxe1", 0), ("rxe0", 0)]),
+        ("eth0", (("eth1", "rxe1"),), [("rxe0", 0)]),  # no word of eth0
+        ("eth0", (("eth0", "rxe9"),), []),  # only what it says
+        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # its adapter's; the same tag
+        ("eth0.7", (("eth0.7", "rxe2"),), []),  # which has no GID with that tag
+        ("bond0.7", (("bond0", "rxe0"),), [("rxe0", 3)]),
+    ],
+)
+def test_the_table(route: str, table: pnet.PnetTable, expected: list[tuple[str, int]]) -> None:
+    assert chosen(route, "10.0.0.1", table=table) == expected
+
+
+def test_a_table_as_text(tmp_path: Path) -> None:
+    text = "# network of the cluster\neth0  mlx5_0 mlx5_1/2   # two\n\nbond0.7\trxe0\n"
+    table = (("eth0", "mlx5_0"), ("eth0", "mlx5_1/2"), ("bond0.7", "rxe0"))
+    assert parse_table(text) == table
+    path = tmp_path / "pnet"
+    path.write_text(text)
+    assert pnet.read_table(path) == table
+    assert parse_table("") == ()
+
+
+@pytest.mark.parametrize("bad", ["eth0", "eth0 rxe0\neth1 # rxe1"])
+def test_a_line_without_an_rnic(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "pnet"
+    path.write_text(bad)
+    number = bad.count("\n") + 1
+    with pytest.raises(ValueError, match=f"{path}, line {number}: no RNIC for interface"):
+        pnet.read_table(path)
+
+
+async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("missing", "binary"):
+        with pytest.raises(ValueError, match=f"PNET table .*{name} cannot be read"):
+            async with trio_smc.open_stack(Config(pnet=tmp_path / name)):
+                pass
+
+
+# --- one link group ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "networks", "table", "expected"),
+    [
+        ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (), True),
+        ("eth0", "eth1", ("192.0.2.0/24", "203.0.113.0/24"), (), False),
+        ("eth0", "eth1", (None, None), (), False),
+        ("eth0", "eth1", ("fe80::/64", "fe80::/64"), (), False),
+        ("eth0.7", "eth1.7", ("192.0.2.0/24", "192.0.2.0/24"), (), True),
+        ("eth0", "eth1.7", ("192.0.2.0/24", "192.0.2.0/24"), (), False),
+        ("eth2", "eth3", (None, None), (), True),
+        ("eth2", "eth1", (None, None), (), False),
+        ("bond0", "bond0", (None, None), (), True),
+        ("eth0", "eth1", (None, None), (("lo", "one"), ("lo", "other")), True),
+        ("eth0", "eth1.7", (None, None), (("lo", "one"), ("lo", "other")), False),
+        # Who is in the table is with those that it names, and with nobody else.
+        ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (("lo", "one"),), False),
+    ],
+)
+def test_who_may_share_a_link_group(
+    one: str,
+    other: str,
+    networks: tuple[str | None, str | None],
+    table: pnet.PnetTable,
+    expected: bool,
+) -> None:
+    first, second = (prefix(each) if each else None for each in networks)
+    shared = same_network(
+        NAMED[one], NAMED[other], networks=(first, second), ports=("one", "other"), table=table
+    )
+    assert shared is expected
+
+
+# --- a stack's RNICs ------------------------------------------------------------------------------
+
+
+class FakePort(VerbsRnic):
+    """A port with a GID table of its own; nothing of verbs behind it."""
+
+    table: list[Gid]
+    opened: list[FakePort]
+
+    def open(self, directory: Path) -> None:
+        number = self._gid_index
+        self._gid = next(each for each in self.table if number in (None, each.number))
+        self.gid, self.mac, self.mtu, self.port_active = self._gid.value, bytes(6), 3, True
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.opened.remove(self)
+
+    def gid_table(self) -> list[Gid]:
+        return self.table
+
+    def with_gid(self, number: int) -> VerbsRnic:
+        other = fake_port(self.device, self.table, self.opened, number)
+        other.name = f"{self.name}#{number}"
+        return other
+
+
+def fake_port(
+    name: str, table: list[Gid], opened: list[FakePort], number: int | None = None
+) -> FakePort:
+    port = FakePort(name, gid_index=number)
+    port.table, port.opened = table, opened
+    return port
+
+
+@dataclass
+class World:
+    """Two made-up ports, rxe0 on eth0 and eth0.7, and rxe1 on eth1."""
+
+    opened: list[FakePort] = field(default_factory=list)
+    route: str = "eth0"
+
+    def port(self, name: str, number: int | None = None) -> FakePort:
+        table = [
+            Gid(each.number, each.kind, each.interface, each.value)
+            for each in GIDS
+            if each.port == name
+        ]
+        return fake_port(name, table, self.opened, number)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    owned = [
+        (2, "192.0.2.1", "192.0.2.0/24"), (4, "198.51.100.1", "198.51.100.0/24"),
+        (3, "203.0.113.1", "203.0.113.0/24"),
+    ]  # fmt: skip
+    addresses = [
+        prefixes._Owned(interface=index, address=address, prefix=prefix(network))
+        for index, address, network in owned
+    ]
+    monkeypatch.setattr(prefixes, "_addresses", lambda: addresses)
+    monkeypatch.setattr(pnet, "interfaces", lambda: HOST)
+    monkeypatch.setattr(pnet, "route_interface", lambda local, remote: NAMED[made.route].index)
+    return made
+
+
+async def rnics_of(*ports: Rnic, table: pnet.PnetTable = ()) -> StackRnics:
+    class NoPump(Pump):
+        def add(self, rnic: Rnic) -> None:
+            pass
+
+        def remove(self, rnic: Rnic) -> None:
+            pass
+
+    config = Config(rnics=ports, pnet=table)
+    await trio.lowlevel.checkpoint()
+    discovery = None
+    rnics = StackRnics(config, discovery, NoPump(spin=0), lambda rnic, change: None)  # type: ignore[arg-type]
+    rnics.open()
+    return rnics
+
+
+def served(rnics: StackRnics, local: str, remote: str) -> str:
+    found = rnics.serving(local, remote)
+    return found.value if isinstance(found, FallbackReason) else found.name
+
+
+async def test_a_stack_chooses(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
+    first = served(rnics, "192.0.2.1", "192.0.2.9")
+    assert first == "rxe0#1", "the GID of the connection's subnet, opened when it is needed"
+    assert served(rnics, "192.0.2.1", "192.0.2.8") == first, "and once"
+    world.route = "eth0.7"
+    assert served(rnics, "198.51.100.1", "198.51.100.9") == "rxe0#4"
+    world.route = "eth1"
+    assert served(rnics, "203.0.113.1", "203.0.113.9") == "rxe1#1"
+    world.route = "lo"
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "no-rnic"
+    rnics.close()
+    assert world.opened == []
+
+
+async def test_a_gid_that_the_user_chose(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0", 2))
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0", "and no other"
+    world.route = "eth0.7"
+    assert served(rnics, "198.51.100.1", "198.51.100.9") == "no-rnic"
+    rnics.close()
+
+
+async def test_a_port_that_is_down_or_drained(world: World) -> None:
+    port = world.port("rxe0")
+    rnics = await rnics_of(port, world.port("rxe1"))
+    port.port_active = False
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rnic-down", "rxe1 is no replacement"
+    port.port_active = True
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    rnics.drain(port)
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rnic-down"
+    assert rnics.is_drained(rnics.named("rxe0#1")), "all that is on the port"
+    rnics.undrain(port)
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    rnics.close()
+
+
+async def test_companions(world: World) -> None:
+    """Further links of a group: the same LAN, another port."""
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
+    first = rnics.serving("192.0.2.1", "192.0.2.9")
+    world.route = "eth0.7"
+    tagged = rnics.serving("198.51.100.1", "198.51.100.9")
+    assert isinstance(first, Rnic)
+    assert isinstance(tagged, Rnic)
+    assert rnics.companions(first) == [first]
+    assert rnics.companions(tagged) == [tagged]
+    rnics.close()
+    table = (("eth0", "rxe0"), ("eth0", "rxe1"))
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"), table=table)
+    world.route = "eth0"
+    first = rnics.serving("192.0.2.1", "192.0.2.9")
+    assert isinstance(first, Rnic)
+    assert [each.name for each in rnics.companions(first)] == ["rxe0#1", "rxe1"]
+    rnics.close()
+
+
+async def test_same_host_over_roce_only_by_the_table(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0"))
+    world.route = "lo"
+    assert served(rnics, "127.0.0.1", "127.0.0.1") == "no-rnic"
+    rnics.close()
+    rnics = await rnics_of(world.port("rxe0"), table=(("lo", "rxe0"),))
+    assert served(rnics, "127.0.0.1", "127.0.0.1") == "rxe0"
+    rnics.close()
+
+
+# --- a server's look at a Proposal ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subnet", "length", "expected"),
+    [
+        ("192.0.2.0", 24, True),
+        ("192.0.2.0", 25, False),
+        ("203.0.113.0", 24, False),  # of this host, but not of this interface
+        ("0.0.0.0", 0, False),
+    ],
+)
+@pytest.mark.usefixtures("world")
+def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> None:
+    proposal = clc.Proposal(
+        peer_id=bytes(8), gid=bytes(16), mac=bytes(6),
+        ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
+    )  # fmt: skip
+    assert prefixes.is_on_network("192.0.2.1", proposal) is expected
+
+
+# --- what the kernel says -------------------------------------------------------------------------
+
+
+def test_loopback_as_the_kernel_has_it() -> None:
+    found = pnet.interfaces()
+    [loopback] = [each for each in found.values() if each.name == "lo"]
+    assert loopback == Interface(index=loopback.index, name="lo")
+    assert pnet.route_interface("127.0.0.1", "127.0.0.1") == loopback.index
+
+
+def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_netlink, "sys", type("Other", (), {"platform": "other"}))
+    assert pnet.interfaces() == {}
+    assert pnet.route_interface("127.0.0.1", "127.0.0.1") is None
