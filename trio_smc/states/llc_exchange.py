@@ -134,8 +134,10 @@ class LlcExchangeChart(Chart):
 
     # Collisions: messages of the peer that begin an exchange.
     edge(IDLE, "peer_notice", do="note_notice start_next", rfc="3.5.5.1.2")
-    ignore((CONFIRM_LINK, *_ADDING), "peer_notice",
+    ignore((CONFIRM_LINK, ADD_LINK), "peer_notice",
            rfc="3.5.5.3.1 (ADD LINK from the client: the one under way answers it)")
+    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "peer_notice", do="note_notice",
+         rfc="3.5.5.1.2 (ADD LINK from the client after its reply: of an RNIC that came since)")
     edge(DELETE_LINK, "peer_notice", do="note_notice",
          rfc="3.5.5.3.2 (ADD LINK from the client: processed afterwards)")
     edge(CHANGE_RKEYS, "peer_notice", do="note_notice",
