@@ -55,9 +55,9 @@ class ControlSocket:
     def __init__(self, stack: Stack, directory: Path) -> None:
         self._stack = stack
         self._snapshots = Snapshots(stack)
-        self._pid = os.getpid()
-        self._name = f"{self._pid}-{secrets.token_hex(8)}"
+        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._slots = trio.CapacityLimiter(_CLIENTS)
+        self._closed = False
         root = open_private(directory, create=True)
         try:
             with contextlib.suppress(FileExistsError):
@@ -121,6 +121,9 @@ class ControlSocket:
 
     def abandon(self) -> None:
         """This process is a forked child: the name and its socket are the parent's."""
+        if self._closed:
+            return
+        self._closed = True
         # Not closed by Trio, whose epoll instance is shared with the parent.
         os.close(self._socket.detach())
         os.close(self._directory)
@@ -137,7 +140,8 @@ class ControlSocket:
                     else:
                         nursery.start_soon(self._serve, client, token)
         finally:
-            if self._pid == os.getpid():
+            if not self._closed:
+                self._closed = True
                 self._socket.close()
                 with contextlib.suppress(OSError):
                     os.unlink(self._name, dir_fd=self._directory)

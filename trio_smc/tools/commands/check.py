@@ -54,6 +54,7 @@ Exit codes:
 _NO_SMC_R: Final = 1
 _LOOK_AGAIN: Final = 0.1
 _LOOKS: Final = 10
+_CLOSING: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -97,7 +98,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Connect, and tell."""
     directory = private_directory(options)
-    config = Config(directory=directory, discovery=options.discovery, control=False)
+    config = Config(
+        directory=directory,
+        discovery=options.discovery,
+        control=False,
+        # A server may never close its side; nobody is going to wait for it.
+        shutdown_timeout=_CLOSING,
+    )
     report = Report(options.host, options.port)
     trio.run(_check, report, config, options.timeout, directory)
     if options.json:
