@@ -327,13 +327,34 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
                 await talk(stack, port, SECRET)
         finally:
             gate.set()
-            capture.close()
+            capture.end()
+            capture.join(20)
     assert capture.dropped > 0
     assert path.stat().st_size < 10_000
     [at] = [n for n in range(0, path.stat().st_size, 4)
             if path.read_bytes()[n : n + 8] == struct.pack("<II", 5, 40)]  # fmt: skip
     assert struct.unpack_from("<Q", path.read_bytes(), at + 24) == (capture.dropped,)
     assert packets_of(path)
+
+
+async def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(capture_file.FileCapture, "_put", lambda self, blocks: gate.wait(20))
+    path = tmp_path / "capture.pcapng"
+    try:
+        with trio.fail_after(10):
+            async with echo_port() as port:
+                config = smc_config(capture=path, shutdown_timeout=0.1)
+                async with trio_smc.open_stack(config) as stack:
+                    await talk(stack, port, SECRET)
+        assert "its disk does not answer" in caplog.text
+    finally:
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "trio_smc capture":
+                await trio.to_thread.run_sync(thread.join, 20)
 
 
 def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:

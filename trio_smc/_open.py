@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 
 import trio
@@ -100,18 +100,14 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         try:
             with trio.CancelScope(shield=True):
                 await nursery.start(stack.run)
-            try:
-                with _captured(stack):
-                    token = _current.set(stack)
-                    try:
-                        yield stack
-                    finally:
-                        # A fixture may be finished in another context than it was started in.
-                        with suppress(ValueError):
-                            _current.reset(token)
-                        await stack.shut_down()
-            finally:
-                await stack.shut_down()  # also when the capture did not begin
+            async with _captured(stack):
+                token = _current.set(stack)
+                try:
+                    yield stack
+                finally:
+                    # A fixture may be finished in another context than it was started in.
+                    with suppress(ValueError):
+                        _current.reset(token)
         except BaseException as error:
             # Kept out of the nursery, which would wrap it in an ExceptionGroup.
             failure = error
@@ -125,17 +121,26 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
             raise failure
 
 
-@contextmanager
-def _captured(stack: Stack) -> Iterator[None]:
-    """`Config.capture`, to the last message of a stack that is shut down inside."""
+@asynccontextmanager
+async def _captured(stack: Stack) -> AsyncIterator[None]:
+    """Shut the stack down behind the block; `Config.capture` has its last message, too."""
     config = stack.config
-    if config.capture is None:
-        yield
-        return
-    from trio_smc.capture.file import FileCapture  # only who captures needs it
+    capture = None
+    try:
+        if config.capture is not None:
+            from trio_smc.capture.file import FileCapture  # only who captures needs it
 
-    with closing(FileCapture(stack, config.capture, config.capture_payload)):
+            capture = FileCapture(stack, config.capture, config.capture_payload)
         yield
+    finally:
+        try:
+            await stack.shut_down()
+        finally:
+            if capture is not None:
+                capture.end()
+                with trio.CancelScope(shield=True):
+                    # A disk may take its time; Trio does not wait for it, and nobody for ever.
+                    await trio.to_thread.run_sync(capture.join, config.shutdown_timeout)
 
 
 async def open_stream(

@@ -41,7 +41,7 @@ _MOST_WAITING: Final = 16 * 1024 * 1024
 
 
 class FileCapture:
-    """Captures a stack into a file until `close`.
+    """Captures a stack into a file until `end`; then `join`.
 
     Args:
       stack: which one; it must be open.
@@ -72,12 +72,20 @@ class FileCapture:
         self._thread.start()
         stack.add_observer(self._observer)
 
-    def close(self) -> None:
-        """Write what waits, and end.  Blocks until the disk has taken it; idempotent."""
+    def end(self) -> None:
+        """Capture nothing more; what waits is still written.  On the Trio thread; idempotent."""
         self._stack.remove_observer(self._observer)
         self._ending.set()
         self._news.set()
-        self._thread.join()
+
+    def join(self, timeout: float) -> None:
+        """After `end`: block until the disk has taken everything, ``timeout`` seconds at most.
+
+        A thread that hangs in a disk's driver is left behind; it ends with the process.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            LOGGER.error("the capture %s is not complete: its disk does not answer", self._path)
 
     # --- the Trio thread ---------------------------------------------------------------------
 
