@@ -71,6 +71,7 @@ async def test_calls_use_the_stack_around_them() -> None:
         assert outer.statistics().connections == 3
 
 
+@pytest.mark.rfc("2.2.4/4")
 async def test_peer_ids_are_new_at_every_start() -> None:
     seen = set()
     for _ in range(3):
@@ -344,6 +345,7 @@ async def test_warnings_that_are_errors_come_last() -> None:
     await close_all(*streams)
 
 
+@pytest.mark.rfc("4.8.3/1")
 async def test_closed_streams_are_finished() -> None:
     """What was sent arrives, although the stack is left at once."""
     async with trio_smc.open_stack(QUICK) as server:

@@ -269,6 +269,7 @@ def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
 # --- failover validation ---------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.6.1/4")
 def test_a_validation_message_is_only_compared(pair: Pair) -> None:
     """Ruling on 4.6.1: its cursors and flags mean nothing."""
     pair.b.on_cdc_untrusted(

@@ -49,6 +49,8 @@ def validation(sequence: int) -> Cdc:
 # --- what is sent ----------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.6.1/1", "4.6.1/3", "4.6.1/7", "4.6.2/1", "4.6.2/2", "2.3/5", "2.3/6")
+@pytest.mark.rfc("4.6.1/1", "4.6.1/3", "4.6.1/7", "4.6.2/1", "4.6.2/2", "2.3/6")
 def test_validation_then_the_writes_then_one_message(pair: Pair) -> None:
     send(pair, b"a" * 100)
     pair.settle()
@@ -71,6 +73,7 @@ def test_validation_then_the_writes_then_one_message(pair: Pair) -> None:
     assert pair.a.unacknowledged == 0
 
 
+@pytest.mark.rfc("4.6.2/1")
 def test_nothing_lost_nothing_repeated(pair: Pair) -> None:
     send(pair, b"a")
     pair.settle()
@@ -91,6 +94,7 @@ def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
     assert pair.b.bytes_received == 3
 
 
+@pytest.mark.rfc("4.6.2/1")
 def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> None:
     """The beginning of a write that the peer has taken in part shares its place with newer data."""
     pair.close()
@@ -122,6 +126,7 @@ def test_writes_whose_message_was_put_off_are_announced() -> None:
     pair.close()
 
 
+@pytest.mark.rfc("4.6.2/2")
 def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
     for _ in range(0xFFFF):
         send(pair, b".")
@@ -159,6 +164,7 @@ def make_room(pair: Pair) -> None:
     pair.ab.complete()
 
 
+@pytest.mark.rfc("2.3/6", "4.6.2/1")
 def test_a_replay_waits_for_room_and_nothing_overtakes_it(pair: Pair) -> None:
     for letter in b"abc":
         send(pair, bytes([letter]) * 200)
@@ -186,6 +192,7 @@ def test_a_replay_waits_for_room_and_nothing_overtakes_it(pair: Pair) -> None:
     assert pair.b.receive(10) == b"later"
 
 
+@pytest.mark.rfc("4.6.2/1")
 def test_a_second_failure_starts_over(pair: Pair) -> None:
     for letter in b"abc":
         send(pair, bytes([letter]) * 200)
@@ -403,6 +410,8 @@ def test_nothing_moves_before_the_peer_is_known_and_after_the_end() -> None:
 # --- the receiver's check --------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.6.1/2", "4.6.1/6", "2.3/5")
+@pytest.mark.rfc("4.6.1/2", "4.6.1/6")
 @pytest.mark.parametrize("received", [0, 1, 0x7FFF])
 def test_a_hole_resets_the_connection(pair: Pair, received: int) -> None:
     """SR is less than SS in serial arithmetic: data was acknowledged that never arrived (4.6.1)."""
@@ -419,6 +428,8 @@ def test_a_hole_resets_the_connection(pair: Pair, received: int) -> None:
     assert pair.a.error.errno == errno.ECONNRESET
 
 
+@pytest.mark.rfc("4.6.1/4", "4.6.1/5")
+@pytest.mark.rfc("4.6.1/4", "4.6.1/5")
 @pytest.mark.parametrize(("received", "sent"), [(0, 0), (5, 5), (6, 5), (0, 0xFFFF), (3, 0xFFF0)])
 def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
     pair.b._last_received = received
@@ -428,6 +439,7 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
     assert (pair.b.sequence_received, pair.b.bytes_received, pair.b.urgent) == (received, 0, "none")
 
 
+@pytest.mark.rfc("4.6.1/5")
 def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     """The old link delivered everything; the receiver has just not looked at it yet."""
     send(pair, b"abc")
@@ -449,6 +461,8 @@ def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     assert pair.b.receive(10) == b"abc"
 
 
+@pytest.mark.rfc("4.6.1/1", "4.6.1/6")
+@pytest.mark.rfc("4.6.1/6", "2.3/5")
 def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> None:
     send(pair, b"abc")
     _, message, _ = pair.ab.queue.pop()
@@ -464,6 +478,8 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
 # --- a link that is left while it works ------------------------------------------------------
 
 
+@pytest.mark.rfc("2.3/4")
+@pytest.mark.rfc("2.3/4")
 def test_writes_in_flight_arrive_before_the_link_is_left(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []

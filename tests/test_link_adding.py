@@ -67,6 +67,21 @@ def lose_once(
 # --- who picks what -------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc(
+    "2.2/1",
+    "2.2/2",
+    "2.2.1/1",
+    "2.2.1/2",
+    "2.2.1/3",
+    "2.2.1/4",
+    "2.2.2/1",
+    "2.2.2/2",
+    "3.5.1.6/2",
+    "3.5.1.6/3",
+    "3.5.1.6.1/2",
+    "3.5.1.6.1/3",
+    "3.5.1.6.1/4",
+)
 @pytest.mark.parametrize(
     ("rnics", "kind", "client_paths", "server_paths"),
     [
@@ -99,6 +114,26 @@ def test_a_first_contact_makes_the_links_that_the_rnics_allow(
         assert server.group.kind == kind
 
 
+@pytest.mark.rfc(
+    "2.2.3/1",
+    "2.2.4/1",
+    "2.2.4/3",
+    "3.5.1.6/4",
+    "3.5.1.6/5",
+    "3.5.1.6.1/5",
+    "3.5.1.6.2/2",
+    "3.5.1.6.2/3",
+    "3.5.1.6.3/1",
+    "3.5.5.2.3/1",
+    "3.5.5.2.3/2",
+    "A.3.1/1",
+    "A.3.1/2",
+    "A.3.1/3",
+    "A.3.2/2",
+    "A.3.2/5",
+    "A.3.3/1",
+    "A.3.3/5",
+)
 def test_figure_9() -> None:
     """Second link at first contact, byte by byte where the figure names a value."""
     with World() as world:
@@ -134,6 +169,7 @@ def test_figure_9() -> None:
         assert (ends[0].peer_user_id, ends[1].peer_user_id) == (ends[1].user_id, ends[0].user_id)
 
 
+@pytest.mark.rfc("3.5.1.6/1")
 def test_no_data_before_the_second_link() -> None:
     """3.5.1.6: the connection is not established while ADD LINK is under way."""
     with World() as world:
@@ -145,6 +181,7 @@ def test_no_data_before_the_second_link() -> None:
         assert server.group.links[2].state == "ACTIVE"
 
 
+@pytest.mark.rfc("2.2.2/3", "2.2.2/5", "2.2.2/7", "A.3.1/5")
 @pytest.mark.parametrize(("limit", "links"), [(2, 2), (3, 3), (1, 2), (0, 4)])
 def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
     """2.2.2, 3.5.1.5: 2 is the least, and 0 is the server's."""
@@ -161,6 +198,7 @@ def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
         assert len(server.group.links) == links
 
 
+@pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1")
 @pytest.mark.parametrize("counts", [(1, 1), (3, 8), (8, 3), (5, 1), (1, 6)])
 def test_all_rtokens_are_told_whatever_their_numbers(counts: tuple[int, int]) -> None:
     """3.5.5.2.3, A.3.3: two in a message; who has told all sends empty ones."""
@@ -190,6 +228,7 @@ def test_all_rtokens_are_told_whatever_their_numbers(counts: tuple[int, int]) ->
                 assert known.tokens == tokens
 
 
+@pytest.mark.rfc("3.5.5.1.1/3")
 def test_data_flows_while_a_later_link_is_added() -> None:
     """3.5.5.1.1; ruling: only at first contact it waits."""
     with World() as world:
@@ -210,6 +249,7 @@ def test_data_flows_while_a_later_link_is_added() -> None:
 # --- rejections -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("2.2.1/1", "3.5.1.6.1/1", "3.5.1.6.1/6", "A.3.2/3")
 def test_a_parallel_link_is_rejected() -> None:
     """3.5.1.6.1, A.3.2: no alternate path."""
     with World() as world:
@@ -221,6 +261,7 @@ def test_a_parallel_link_is_rejected() -> None:
         assert [len(side.rnic.qps) for side in (client, server)] == [1, 1]
 
 
+@pytest.mark.rfc("C.7.1/messages/2", "A.3.2/3")
 def test_an_undefined_mtu_is_rejected() -> None:
     """C.7.1: reason 2."""
     with World() as world:
@@ -240,6 +281,7 @@ def test_an_undefined_mtu_is_rejected() -> None:
         assert server.group.kind == "single"
 
 
+@pytest.mark.rfc("C.8/1", "C.8/2")
 def test_without_a_queue_pair_the_server_goes_on_with_one_link() -> None:
     """3.5.1.6.2, C.8: and tries again."""
     with World() as world:
@@ -268,6 +310,7 @@ def test_a_client_without_a_queue_pair_rejects() -> None:
 # --- lost messages --------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.1.6.2/1", "3.5.1.6.2/4", "C.7.1/time-outs/2", "C.7.1/time-outs/8")
 @pytest.mark.parametrize(
     ("kind", "reply", "skip"),
     [(CONTINUATION, True, 0), (CONFIRM_LINK, False, 1), (CONFIRM_LINK, True, 1)],
@@ -294,6 +337,7 @@ def test_a_second_link_that_fails_at_first_contact_is_withdrawn(
         assert list(server.group.links) == [1, 3]  # 2.2.4: numbers are not used again
 
 
+@pytest.mark.rfc("3.5.1.6.2/5", "C.7.1/time-outs/2")
 def test_no_data_before_the_withdrawal_is_acknowledged() -> None:
     """C.7.1, CONFIRM LINK on the second link at first contact."""
     with World() as world:
@@ -314,6 +358,7 @@ def test_no_data_before_the_withdrawal_is_acknowledged() -> None:
         assert not server.groups
 
 
+@pytest.mark.rfc("C.7.1/time-outs/4", "C.7.1/time-outs/5", "3.5.1.6.2/1")
 @pytest.mark.parametrize(
     ("kind", "reply"), [(ADD_LINK, False), (ADD_LINK, True), (CONTINUATION, False)]
 )
@@ -331,6 +376,7 @@ def test_add_link_that_is_lost_at_first_contact(kind: llc.MessageType, reply: bo
         assert not server.groups
 
 
+@pytest.mark.rfc("C.7.1/time-outs/6")
 @pytest.mark.parametrize(
     ("kind", "reply"),
     [(ADD_LINK, False), (ADD_LINK, True), (CONTINUATION, False), (CONTINUATION, True)],
@@ -352,6 +398,7 @@ def test_a_later_add_link_that_is_not_answered_costs_its_carrier(
         assert server.group.kind == client.group.kind == "symmetric"
 
 
+@pytest.mark.rfc("C.7.1/time-outs/3")
 @pytest.mark.parametrize("reply", [False, True])
 def test_a_later_link_that_cannot_be_confirmed_is_withdrawn(reply: bool) -> None:
     """C.7.1, CONFIRM LINK (not first contact): the other links are not affected."""
@@ -374,4 +421,33 @@ def test_a_server_that_no_client_answers_keeps_its_link() -> None:
         server.group.adding.answered = False
         world.fabric.tamper = lambda _, m: [] if m[0] == ADD_LINK else [m]
         world.pass_time(1000.0)
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def test_a_reply_that_comes_too_late_withdraws_the_link() -> None:
+    """The client believes in a link that the server has given up: DELETE LINK."""
+    with World() as world:
+        client, server = world.side(Config(llc_timeout=5), rnics=2), world.side()
+        call = world.connect(client, server)
+        server.group.adding.answered = False
+        late: list[bytes] = []
+
+        def tamper(qp: PlainQueuePair, message: bytes) -> list[bytes]:
+            if message[0] == ADD_LINK and message[3] & 0x80:
+                late.append(message)
+                return []
+            return [message]
+
+        world.fabric.tamper = tamper
+        server.add_rnic()
+        world.pass_time(2.1)
+        world.fabric.tamper = None
+        assert (server.group.exchanges.state, client.group.exchanges.state) == (
+            "IDLE",
+            "ADD_LINK_CONTINUATION",
+        )
+        server.group.on_llc_untrusted(server.group.any_active_link(), late[0])  # type: ignore[arg-type]
+        world.settle()
+        assert client.group.exchanges.state == "IDLE"
+        assert list(client.group.links) == list(server.group.links)
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")

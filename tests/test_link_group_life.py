@@ -52,6 +52,7 @@ def alternative(**fields: Any) -> Config:
 # --- TEST LINK ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.5.3/1", "A.3.8/1")
 def test_an_idle_link_is_tested() -> None:
     """4.5.3: after 30 s without a sign of life; the reply echoes the request."""
     with World() as world:
@@ -82,6 +83,7 @@ def test_a_busy_link_is_not_tested() -> None:
         assert "out TEST_LINK" not in transcript(client)
 
 
+@pytest.mark.rfc("C.7.1/time-outs/18", "C.7.1/time-outs/19", "4.8.3/2")
 @pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_test_without_reply_ends_the_group_on_both_sides(end: int, lost: str) -> None:
@@ -102,6 +104,7 @@ def test_a_test_without_reply_ends_the_group_on_both_sides(end: int, lost: str) 
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.7.1/messages/10")
 def test_a_reply_with_other_data_is_a_protocol_error() -> None:
     """C.7.1, TEST LINK reply."""
     with World() as world:
@@ -130,6 +133,7 @@ def test_a_reply_that_nobody_asked_for_is_ignored() -> None:
 # --- the end of a group ---------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.4/3", "3.5.4/4", "A.3.4/3", "A.3.4/5")
 @pytest.mark.parametrize("client_has_connections", [False, True])
 def test_the_server_ends_a_group(client_has_connections: bool) -> None:
     """3.5.4: DELETE LINK for all; the client complies at once and says nothing."""
@@ -154,6 +158,7 @@ def test_the_server_ends_a_group(client_has_connections: bool) -> None:
             assert [is_broken(each) for each in call.connections] == [True, True]
 
 
+@pytest.mark.rfc("3.5.4/2", "3.5.4/5", "3.5.4/6")
 def test_the_client_asks_the_server_to_end_a_group() -> None:
     """3.5.4: the server complies with a DELETE LINK of its own."""
     with World() as world:
@@ -182,6 +187,7 @@ def test_both_sides_end_a_group_at_once() -> None:
         assert not server.groups
 
 
+@pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None:
     """C.7.1: tear it down."""
@@ -195,6 +201,7 @@ def test_a_peer_that_is_gone_does_not_keep_a_group_from_ending(end: int) -> None
         assert not side.groups
 
 
+@pytest.mark.rfc("3.5.4/1")
 @pytest.mark.parametrize(("end", "seconds"), [(0, 610.0), (1, 600.0)])
 def test_idle_groups_end(end: int, seconds: float) -> None:
     """3.5.4: the server's business; a client does it ten seconds later, if its server did not."""
@@ -228,6 +235,7 @@ def test_a_connection_in_time_keeps_an_idle_group() -> None:
             assert len(server.groups) == 1
 
 
+@pytest.mark.rfc("4.8.3/2")
 @pytest.mark.parametrize("tells_death", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> None:
@@ -265,6 +273,7 @@ def test_a_connection_that_was_closed_on_both_sides_never_breaks() -> None:
 # --- DELETE LINK of one link ----------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.5.1.3/3", "3.5.5.1.3/4", "3.5.5.1.3/5")
 def test_the_server_deletes_the_only_link() -> None:
     """3.5.5.1.3: it keeps the link's resources until the reply."""
     with World() as world:
@@ -284,6 +293,7 @@ def test_the_server_deletes_the_only_link() -> None:
         assert [is_broken(each) for each in call.connections] == [True, True]
 
 
+@pytest.mark.rfc("3.5.5.1.4/1", "3.5.5.3/5", "A.3.4/2", "2.2.3/4")
 def test_the_client_asks_for_it() -> None:
     """Figure 11."""
     with World() as world:
@@ -297,6 +307,7 @@ def test_the_client_asks_for_it() -> None:
         assert not client.groups
 
 
+@pytest.mark.rfc("C.7.1/time-outs/13", "C.7.1/time-outs/15")
 @pytest.mark.parametrize(("end", "seconds"), [(0, 6.0), (1, 2.0)])
 def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
     """C.7.1: the link over which it was sent is no longer usable either.  A client gives its server
@@ -314,6 +325,7 @@ def test_delete_link_without_an_answer(end: int, seconds: float) -> None:
         assert is_broken(call.ends[end].connection)
 
 
+@pytest.mark.rfc("C.7.1/messages/6", "C.7.1/messages/7", "A.3.4/6")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_link_that_does_not_exist(end: int) -> None:
     """C.7.1: a reply with the reason "unknown link"; nothing happens."""
@@ -334,6 +346,7 @@ def test_a_link_that_does_not_exist(end: int) -> None:
 # --- collisions (3.5.5.3) -------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.5.3.2/5", "3.5.5.3/3")
 def test_confirm_rkey_during_delete_link_is_to_be_tried_again() -> None:
     """3.5.5.3.2: and the link's end ends the trying (2.3)."""
     with World() as world:
@@ -379,6 +392,7 @@ def test_delete_rkey_during_delete_link_is_answered_afterwards() -> None:
         assert link.state == "DOWN"
 
 
+@pytest.mark.rfc("3.5.5.3.3/4")
 def test_a_clients_delete_link_waits_for_the_servers_confirm_rkey() -> None:
     """3.5.5.3.3: queued, and processed after the exchange."""
     with World() as world:
@@ -400,6 +414,7 @@ def test_a_clients_delete_link_waits_for_the_servers_confirm_rkey() -> None:
         assert not server.groups
 
 
+@pytest.mark.rfc("3.5.5.3.3/6")
 def test_delete_link_for_all_during_an_exchange_ends_it() -> None:
     """3.5.5.3: immediately clean up the link group."""
     with World() as world:
@@ -433,7 +448,7 @@ def test_a_server_may_offer_a_link_later() -> None:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         server.record()
-        server.group.adding.seek()
+        server.group.seeking.seek()
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         assert "in ADD_LINK reply" in transcript(server)
 
@@ -441,6 +456,7 @@ def test_a_server_may_offer_a_link_later() -> None:
 # --- what no peer may send ------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("C.7.1/messages/12")
 @pytest.mark.parametrize(
     "data",
     [
@@ -478,6 +494,7 @@ def test_an_unambiguously_wrong_message_costs_the_link(end: int, data: bytes) ->
         assert [is_broken(each) for each in call.connections] == [True, True]
 
 
+@pytest.mark.rfc("A.3/4", "C.7.1/messages/11")
 def test_unknown_optional_messages_are_discarded() -> None:
     """A.3: type bits b10."""
     with World() as world:

@@ -26,6 +26,18 @@ def states(side: Side) -> list[str]:
 # --- RNICs that appear ----------------------------------------------------------------------------
 
 
+@pytest.mark.rfc(
+    "2.2.1/3",
+    "2.2.1/5",
+    "2.2.1/6",
+    "3.5.5.1.1/1",
+    "3.5.5.1.2/1",
+    "3.5.5.1.2/2",
+    "A.3.4/5",
+    "C.8/3",
+    "C.8/4",
+    "3.5.5.1/1",
+)
 def test_single_becomes_asymmetric_becomes_symmetric() -> None:
     """2.2.2, figure 6: the new symmetric link first, then the asymmetric one is deleted."""
     with World() as world:
@@ -49,6 +61,7 @@ def test_single_becomes_asymmetric_becomes_symmetric() -> None:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
+@pytest.mark.rfc("3.5.5.1.2/1", "A.3.2/1", "2.2.3/4")
 def test_the_clients_notice_names_its_new_rnic_only() -> None:
     """3.5.5.1.2, A.3.2: number, MTU and PSN mean nothing in it."""
     with World() as world:
@@ -62,6 +75,7 @@ def test_the_clients_notice_names_its_new_rnic_only() -> None:
         assert server.group.kind == "symmetric"
 
 
+@pytest.mark.rfc("2.2.2/2", "2.2.2/8", "2.2.2/9", "3.5.5.1.1/4", "3.5.5.1.2/3")
 def test_at_the_maximum_nobody_asks_or_offers() -> None:
     """2.2.2, 3.5.5.1.1, 3.5.5.1.2."""
     with World() as world:
@@ -81,6 +95,7 @@ def test_at_the_maximum_nobody_asks_or_offers() -> None:
         assert len(server.group.links) == 8
 
 
+@pytest.mark.rfc("2.2.2/10", "3.5.5.1.1/2")
 def test_a_symmetric_group_grows_by_an_rnic_at_each_end() -> None:
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -95,6 +110,7 @@ def test_a_symmetric_group_grows_by_an_rnic_at_each_end() -> None:
         assert server.group.kind == "symmetric"
 
 
+@pytest.mark.rfc("C.8/1", "C.8/2")
 def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
     """C.8: a rejection waits the longest, as the client will tell."""
     with World() as world:
@@ -113,6 +129,7 @@ def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
 # --- links that go --------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.4/2", "3.5.5.1.3/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_operator_deletes_a_link(end: int) -> None:
     """3.5.5.1.3, 3.5.5.1.4: orderly; and it does not come back by itself at once."""
@@ -130,6 +147,7 @@ def test_an_operator_deletes_a_link(end: int) -> None:
         assert server.group.state == client.group.state == "SYMMETRIC"
 
 
+@pytest.mark.rfc("3.5.5.1.3/2", "A.3.4/1", "A.3.4/4", "A.3.4/5", "2.3/9", "2.2.4/1")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_lost_link_is_deleted_at_both_ends_and_replaced(end: int) -> None:
     """Figures 10 and 11; 3.5.5.1.3: the server takes a new number (2.2.4)."""
@@ -163,6 +181,7 @@ def test_a_port_that_goes_down_takes_its_links(end: int) -> None:
         assert len(server.group.links) == 2
 
 
+@pytest.mark.rfc("3.5.5.1.4/2", "A.3.4/4", "2.3/9")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_drained_rnic_is_left_in_order(end: int) -> None:
     """3.5.5.1.3: DELETE LINK, orderly; with one path at that end an asymmetric link remains."""
@@ -197,6 +216,7 @@ def test_the_only_link_of_a_drained_rnic_goes_when_another_one_is_there() -> Non
         assert list(paths(server).values()) == ["memory1"]
 
 
+@pytest.mark.rfc("2.2.4/2")
 def test_numbers_are_used_again_only_when_all_were() -> None:
     """2.2.4."""
     links = Links()
@@ -225,6 +245,7 @@ def test_new_connections_send_on_the_least_loaded_link() -> None:
         assert [link.load for link in server.group.links.values()] == [0, 0, 0]
 
 
+@pytest.mark.rfc("2.3/1")
 def test_the_two_sides_choose_their_links_independently() -> None:
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
@@ -237,6 +258,7 @@ def test_the_two_sides_choose_their_links_independently() -> None:
         assert exchange(world, second, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
+@pytest.mark.rfc("3.5.5.2.1/1")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_new_rmb_is_confirmed_on_all_links(end: int) -> None:
     """3.5.5.2.1."""
@@ -258,6 +280,7 @@ def test_a_new_rmb_is_confirmed_on_all_links(end: int) -> None:
 # --- whole groups ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.4/3", "3.5.4/5", "A.3.4/3")
 @pytest.mark.parametrize("end", [0, 1])
 def test_terminate_ends_all_links(end: int) -> None:
     """3.5.4."""
@@ -271,6 +294,7 @@ def test_terminate_ends_all_links(end: int) -> None:
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("end", [0, 1])
 def test_delete_link_for_all_is_sent_again_over_another_link(end: int) -> None:
     """C.7.1, DELETE LINK (entire link group)."""
@@ -286,6 +310,7 @@ def test_delete_link_for_all_is_sent_again_over_another_link(end: int) -> None:
         assert not peer.groups
 
 
+@pytest.mark.rfc("4.8.3/2")
 def test_the_loss_of_all_links_ends_the_group() -> None:
     """4.8.3."""
     with World() as world:

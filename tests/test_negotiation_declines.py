@@ -215,6 +215,7 @@ def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
 # --- C.2, C.3: LLC messages and the point of no return -------------------------------------------
 
 
+@pytest.mark.rfc("3.5.1.6.4/1", "C.7/5")
 @pytest.mark.parametrize("tells_death", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reply", "by_client"),
@@ -274,6 +275,7 @@ def test_a_link_lost_past_the_point_of_no_return_resets() -> None:
         assert not client.groups
 
 
+@pytest.mark.rfc("C.7.1/messages/1")
 @pytest.mark.parametrize("field", [slice(4, 10), slice(10, 26), slice(26, 29)])
 def test_confirm_link_of_another_queue_pair_is_declined_by_the_client(field: slice) -> None:
     """C.7.1, CONFIRM LINK from server: incorrect link information, first contact."""
@@ -550,6 +552,7 @@ def test_the_tcp_connection_ends_in_each_state(end: int, state: str, how: str) -
 # --- C.7: time-outs of LLC -----------------------------------------------------------------------
 
 
+@pytest.mark.rfc("C.7/1", "C.7/2", "C.7/4", "C.7.1/time-outs/1")
 def test_confirm_link_from_the_server_is_lost() -> None:
     """C.7: the client breaks the TCP connection after 5 s, the server (C.7.1) too."""
     with World() as world:
@@ -560,6 +563,7 @@ def test_confirm_link_from_the_server_is_lost() -> None:
         check_both_failed(call, TIMEOUT, TIMEOUT)
 
 
+@pytest.mark.rfc("C.7/6", "C.7.1/time-outs/1")
 def test_confirm_link_from_the_client_is_lost() -> None:
     """C.7.1, CONFIRM LINK from server, and CONFIRM LINK reply from client."""
     with World() as world:
@@ -570,6 +574,7 @@ def test_confirm_link_from_the_client_is_lost() -> None:
         check_both_failed(call, TIMEOUT, TIMEOUT)
 
 
+@pytest.mark.rfc("C.7.1/time-outs/4")
 def test_add_link_from_the_server_is_lost() -> None:
     """C.7.1, CONFIRM LINK reply from client: the client breaks the connection."""
     with World() as world:
@@ -582,6 +587,7 @@ def test_add_link_from_the_server_is_lost() -> None:
         assert not client.groups
 
 
+@pytest.mark.rfc("C.7.1/time-outs/5", "C.8/1", "3.5.1.6.2/1")
 def test_add_link_reply_is_lost_and_the_server_goes_on_with_one_link() -> None:
     """3.5.1.6.2, C.8 (and against C.7.1): the link group is allowed to continue."""
     with World() as world:

@@ -49,6 +49,7 @@ class QpRecorder(Recorder):
         self.qps.append((line(self.events[-1]), states))
 
 
+@pytest.mark.rfc("3.5.1.6/3", "3.5.1.6/5", "3.5.1.6.1/1", "A.3.2/2")
 def test_figure_8_with_the_second_link_rejected() -> None:
     """The whole transcript of both sides, in order (figures 8 and 9; 3.5.1.6.1)."""
     with World() as world:
@@ -73,6 +74,7 @@ def test_figure_8_with_the_second_link_rejected() -> None:
         assert [line(each) for each in at_client.messages()[7:]] == ["out CDC", "in CDC"]
 
 
+@pytest.mark.rfc("2.2.2/4", "2.2.2/6", "A.3.1/2")
 def test_what_figure_8_says_in_its_brackets() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -185,6 +187,7 @@ def test_each_side_lays_out_its_elements_as_it_said(catchers: tuple[bool, bool])
             assert len(cursors) == 4
 
 
+@pytest.mark.rfc("A.3.1/3")
 @pytest.mark.parametrize("number", [0, 1, 7, 255])
 def test_the_server_numbers_links(number: int) -> None:
     """3.5.1.5; older servers count from 0."""
@@ -293,6 +296,7 @@ def test_add_link_with_a_reserved_mtu_gets_reason_2() -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 
+@pytest.mark.rfc("2.2.2/7")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 255])
 def test_the_link_limit_is_at_least_2(limit: int) -> None:
     """3.5.1.5; 0 is what the server said."""
@@ -356,6 +360,7 @@ def test_declines_of_both_lengths_are_read(more: tuple[int, int, int, int] | Non
         world.finish()
 
 
+@pytest.mark.rfc("2.2.3/2")
 def test_a_stack_connects_to_itself_in_both_roles() -> None:
     with World() as world:
         side = world.side()

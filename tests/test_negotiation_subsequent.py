@@ -51,6 +51,7 @@ def works(world: World, call: Call) -> bool:
 # --- transcripts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.2/1", "3.5.2/2", "2.2.3/3")
 def test_a_subsequent_contact_with_room_in_the_rmbs() -> None:
     """3.5.2: no LLC message at all."""
     with World() as world:
@@ -72,6 +73,7 @@ def test_a_subsequent_contact_with_room_in_the_rmbs() -> None:
         assert works(world, call)
 
 
+@pytest.mark.rfc("3.5.5.2.1/3")
 def test_figure_13_with_a_new_rmb_on_both_sides() -> None:
     """The client's half is the figure; the server's CONFIRM RKEY comes before SMC Accept."""
     with World() as world:
@@ -111,6 +113,7 @@ def test_figure_13_with_a_new_rmb_on_both_sides() -> None:
         assert works(world, call)
 
 
+@pytest.mark.rfc("3.5.5.3/4", "3.5.5.3.3/7")
 def test_concurrent_confirm_rkeys_of_both_sides_are_no_collision() -> None:
     """3.5.5.3: neither waits for the other."""
     with World() as world:
@@ -148,6 +151,7 @@ def test_many_connections_wait_for_one_new_rmb() -> None:
 # --- 3.5.2.4 --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.2/3")
 def test_data_that_outruns_confirm_waits_for_it() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -201,6 +205,7 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
 # --- roles ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("2.2/4", "2.2.3/2")
 def test_link_groups_are_separate_by_role() -> None:
     """A group belongs to who was client at first contact; the other direction has its own."""
     with World() as world:
@@ -385,6 +390,7 @@ def test_a_peer_that_only_ever_says_retry_is_given_up() -> None:
         assert call.states == ("FALLEN_BACK", "FALLEN_BACK")
 
 
+@pytest.mark.rfc("C.7.1/time-outs/17")
 def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() -> None:
     """C.7.1; then without a group this is a first contact."""
     lost: list[bytes] = []
@@ -410,6 +416,7 @@ def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() 
 # --- limits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.5.3/1", "3.5.3/2", "3.5.3/3", "2.2.3/3")
 def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

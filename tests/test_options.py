@@ -328,6 +328,7 @@ async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str
 # --- keepalive ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.5.3/1")
 async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(smc: Pairs) -> None:
     first, second = await smc.make(), await smc.make()
     assert isinstance(first[0], RdmaStream)
@@ -352,6 +353,7 @@ async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(sm
     assert group.test_interval == usual
 
 
+@pytest.mark.rfc("4.5.3/2")
 async def test_keepalive_probes_of_tcp_are_not_closer_than_a_bound(
     pair: tuple[RdmaStream, RdmaStream],
 ) -> None:
