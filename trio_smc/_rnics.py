@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -214,20 +214,25 @@ class StackRnics:
         usable = self.usable(rnic.kind)
         if not isinstance(rnic, VerbsRnic):
             return usable
-        known = pnet.interfaces()
         found: list[Rnic] = []
         taken: set[tuple[str, int]] = set()
         for other in sorted(usable, key=lambda each: each is not rnic):
-            if not isinstance(other, VerbsRnic) or (other.device, other.port) in taken:
-                continue
-            if other is rnic or self._same_network(rnic, other, known):
+            if (
+                isinstance(other, VerbsRnic)
+                and (other.device, other.port) not in taken
+                and self.share_network(rnic, other)
+            ):
                 taken.add((other.device, other.port))
                 found.append(other)
         return found
 
-    def _same_network(
-        self, one: VerbsRnic, other: VerbsRnic, known: Mapping[int, pnet.Interface]
-    ) -> bool:
+    def share_network(self, one: Rnic, other: Rnic) -> bool:
+        """Whether connections served by either may be in one link group (RFC 7609, 2.2)."""
+        if one is other or one.kind != other.kind:
+            return one is other
+        if not isinstance(one, VerbsRnic) or not isinstance(other, VerbsRnic):
+            return True
+        known = pnet.interfaces()
         first, second = (known.get(each.gid_entry.ifindex) for each in (one, other))
         if first is None or second is None or one.gid_entry.kind != other.gid_entry.kind:
             return False

@@ -320,6 +320,10 @@ class StackCore:
     def new_mover(self, group: LinkGroup) -> Mover:
         """Who moves the connections of a group between its links."""
         return GroupMover(group, self.pump.drain_queue_pair)
+    def companions(self, rnic: Rnic) -> list[Rnic]:
+        """RNICs that may carry links now beside one on ``rnic``."""
+        return self.rnic_set.companions(rnic)
+
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""
@@ -347,11 +351,13 @@ class StackCore:
         return None
 
     def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
-        """A server-role group with this peer, on RNICs of this kind, that takes a connection
+        """A server-role group with this peer, on the network of ``rnic``, that takes a connection
         with an element of ``size`` bytes, or else one that is just forming."""
         forming = None
         for group in self._groups:
-            if group.client or group.peer_id != peer_id or group.rnic.kind != rnic.kind:
+            if group.client or group.peer_id != peer_id:
+                continue
+            if not self.rnic_set.share_network(group.rnic, rnic):
                 continue
             if group.takes(size):
                 return group

@@ -35,8 +35,12 @@ class GroupHost(Protocol):
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
         """Stop doing so."""
 
-    def usable_rnics(self, kind: str) -> list[Rnic]:
-        """RNICs of this kind that may carry links now, the preferred one first."""
+    def companions(self, rnic: Rnic) -> list[Rnic]:
+        """RNICs that may carry links now beside one on ``rnic``, the preferred one first.
+
+        All are of its kind and on its network (RFC 7609, 2.2, 5.1); it is one of them itself
+        unless it cannot be used now.
+        """
 
     def new_mover(self, group: LinkGroup) -> Mover:
         """Who moves the connections of ``group`` between its links."""

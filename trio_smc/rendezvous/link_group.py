@@ -128,7 +128,7 @@ class LinkGroup:
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
-        return self.host.usable_rnics(self.rnic.kind)
+        return self.host.companions(self.rnic)
 
     def delete_link(
         self, number: int, *, orderly: bool = True,
