@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -30,9 +30,13 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._stream import SmcStream
     from trio_smc._views import LinkGroup
+    from trio_smc.rendezvous.link_group import LinkGroup as LinkGroupCore
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["Stack", "stacks"]
+
+_LOOK_AGAIN: Final = 0.5
+"""Seconds after which a drain looks again whether a link group is needed."""
 
 
 class Stack(StackCore):
@@ -157,6 +161,70 @@ class Stack(StackCore):
         await trio.serve_listeners(
             handler, listeners, handler_nursery=handler_nursery, task_status=task_status
         )
+
+    # --- RNICs -----------------------------------------------------------------------------
+
+    async def drain_rnic(self, name: str) -> None:
+        """Take an RNIC out of service without losing anything; returns when no link uses it.
+
+        New connections use other RNICs from now on; without another one they stay TCP
+        (`FallbackReason.RNIC_DOWN`).  Open connections move to links on other RNICs, then the
+        links of this one are deleted in order (RFC 7609, 3.5.5.1.3, 4.6).  Where a peer is
+        reached over no other RNIC, its connections go on here until they end by themselves, and
+        this waits for that: use a cancel scope to wait no longer.  Cancelled or not, the RNIC
+        stays drained until `undrain_rnic`, which also ends the wait.
+
+        Args:
+          name: of an RNIC in `rnics`.
+
+        Raises:
+          ValueError: the stack has no such RNIC.
+          trio.ClosedResourceError: the stack is closed, or was closed meanwhile.
+          RuntimeError: called in a forked child.
+        """
+        with self.call():
+            rnic = self.rnic_set.named(name)
+            self.rnic_set.drain(rnic)
+            while self.rnic_set.is_drained(rnic) and (groups := self._groups_on(rnic)):
+                self._end_unused_groups(groups)
+                # A group without connections may be busy with one that is just coming.
+                with trio.move_on_after(_LOOK_AGAIN):
+                    await self.link_gone.park()
+            await trio.lowlevel.checkpoint()
+
+    def undrain_rnic(self, name: str) -> None:
+        """Put an RNIC back that was drained; idempotent.  Link groups get links on it again.
+
+        Args:
+          name: of an RNIC in `rnics`.
+
+        Raises:
+          ValueError: the stack has no such RNIC.
+          trio.ClosedResourceError: the stack is closed.
+          RuntimeError: called in a forked child.
+        """
+        self.check_usable()
+        self.rnic_set.undrain(self.rnic_set.named(name))
+        self.link_gone.unpark_all()
+
+    def _groups_on(self, rnic: Rnic) -> list[LinkGroupCore]:
+        rnics = self.rnic_set.on_port(rnic)
+        return [
+            group
+            for group in self._groups
+            if any(link.rnic in rnics for link in group.links.values())
+        ]
+
+    def _end_unused_groups(self, groups: list[LinkGroupCore]) -> None:
+        """Groups that have nowhere to go are not kept for connections to come (3.5.4)."""
+        for group in groups:
+            if (
+                not group.connections
+                and not group.own_rmbs.busy
+                and group.usable
+                and not group.usable_rnics()
+            ):
+                group.terminate()
 
     def _effective(self, config: Config | None) -> Config:
         if config is None:

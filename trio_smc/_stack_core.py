@@ -80,6 +80,7 @@ class StackCore:
       config: the stack's configuration.
       rnic_set: its RNICs.
       short_connections: whose connections were not worth SMC-R.
+      link_gone: tasks that wait for the end of a link.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
       failure: the defect that ended a background task, and with it the stack.
@@ -116,6 +117,7 @@ class StackCore:
         self._counts: Counter[str] = Counter()
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
+        self.link_gone = trio.lowlevel.ParkingLot()
         self._forked = False
         self._supported = sys.platform == "linux"
         if self._supported:
@@ -312,18 +314,19 @@ class StackCore:
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
         """Stop doing so."""
         self.pump.unregister(rnic, qp)
+        self.link_gone.unpark_all()
 
     def usable_rnics(self, kind: str) -> list[Rnic]:
         """RNICs of this kind that may carry links now, the preferred one first."""
         return self.rnic_set.usable(kind)
 
-    def new_mover(self, group: LinkGroup) -> Mover:
-        """Who moves the connections of a group between its links."""
-        return GroupMover(group, self.pump.drain_queue_pair)
     def companions(self, rnic: Rnic) -> list[Rnic]:
         """RNICs that may carry links now beside one on ``rnic``."""
         return self.rnic_set.companions(rnic)
 
+    def new_mover(self, group: LinkGroup) -> Mover:
+        """Who moves the connections of a group between its links."""
+        return GroupMover(group, self.pump.drain_queue_pair)
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""

@@ -275,7 +275,7 @@ class Endings(Moving):
 
     def fail_links_lost(self) -> None:
         """Action: no way to the peer."""
-        self._fail(errno.ECONNABORTED)
+        self._fail(errno.ECONNABORTED, text="no link to the peer is left")
 
     def fail_handshake(self) -> None:
         """Action: for whoever waits for the rendezvous."""

@@ -261,10 +261,12 @@ class Receiver:
             self.on_readable = None
             wake()
 
-    def _fail(self, number: int, cause: BaseException | None = None) -> None:
+    def _fail(
+        self, number: int, cause: BaseException | None = None, text: str | None = None
+    ) -> None:
         """Make later calls of the application fail; the first error stays."""
         if self.error is None:
-            self.error = OSError(number, os.strerror(number))
+            self.error = OSError(number, text or os.strerror(number))
             self.error.__cause__ = cause
 
     @staticmethod

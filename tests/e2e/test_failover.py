@@ -1,0 +1,136 @@
+"""Two processes with two software RNICs each: links fail, are drained and return under traffic."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+import trio
+
+from tests.e2e.processes import Peer, open_peer
+
+STREAMS = 5
+
+
+class Sides(NamedTuple):
+    """Two processes with busy streams between them."""
+
+    server: Peer
+    client: Peer
+    port: int
+
+    async def both(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Ask both at once."""
+        answers: dict[str, dict[str, Any]] = {}
+
+        async def ask(name: str, peer: Peer) -> None:
+            answers[name] = await peer.ask(command, **arguments)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "server", self.server)
+            nursery.start_soon(ask, "client", self.client)
+        return [answers["server"], answers["client"]]
+
+    async def whole(self) -> None:
+        """Wait until the group is symmetric on all four RNICs, with even loads, and busy."""
+        await self.server.ask("links", rnics=["a", "b"], kind="symmetric", even=True)
+        await self.client.ask("links", rnics=["c", "d"], kind="symmetric", even=True)
+        await self.busy()
+
+    async def busy(self) -> None:
+        """Every stream goes on, both ways, without an error."""
+        assert await self.both("progress") == [{"errors": []}] * 2
+
+    async def finish(self) -> int:
+        """All streams end; both sides must have seen the same. Returns the failovers."""
+        there, here = await self.both("finish")
+        assert there["errors"] == here["errors"] == [""] * len(here["sent"])
+        assert sorted(there["received"]) == sorted(here["sent"])
+        assert sorted(here["received"]) == sorted(there["sent"])
+        assert min(there["failovers"], here["failovers"]) > 0
+        return int(there["failovers"] + here["failovers"])
+
+
+@contextlib.asynccontextmanager
+async def sides(
+    server_rnics: tuple[str, ...] = ("a", "b"), client_rnics: tuple[str, ...] = ("c", "d")
+) -> AsyncIterator[Sides]:
+    module = "tests.e2e.moving_peer"
+    async with (
+        open_peer({"rnics": server_rnics}, module=module) as server,
+        open_peer({"rnics": client_rnics}, module=module) as client,
+    ):
+        port = (await server.ask("listen"))["port"]
+        yield Sides(server, client, port)
+
+
+async def connect(pair: Sides, count: int = STREAMS) -> None:
+    answer = await pair.client.ask("connect", port=pair.port, count=count)
+    assert answer["modes"] == ["smc-r"] * count
+
+
+@pytest.mark.rfc("2.3/1", "2.3/2", "4.6/1")
+async def test_streams_survive_each_rnic_in_turn() -> None:
+    async with sides() as pair:
+        await connect(pair)
+        await pair.whole()
+        for peer, name in ((pair.server, "a"), (pair.client, "d"), (pair.server, "b")):
+            await peer.ask("fail", name=name)
+            await pair.busy()
+            await peer.ask("restore", name=name)
+            await pair.whole()
+        assert await pair.finish() >= 3 * STREAMS
+
+
+@pytest.mark.rfc("2.3/4", "2.3/9")
+async def test_drained_rnics_carry_nothing_and_nothing_is_lost() -> None:
+    async with sides() as pair:
+        await connect(pair)
+        await pair.whole()
+        for peer, name in ((pair.server, "b"), (pair.client, "c")):
+            assert await peer.ask("drain", name=name) == {"left": 0}
+            await pair.busy()
+            await peer.ask("undrain", name=name)
+            await pair.whole()
+        await pair.finish()
+
+
+async def test_two_failures_at_once_leave_the_other_pair() -> None:
+    """One RNIC on each side; the links between the other two carry on."""
+    async with sides() as pair:
+        await connect(pair)
+        await pair.whole()
+        await pair.server.tell("fail", name="a")
+        await pair.client.tell("fail", name="c")
+        await pair.server.answer()
+        await pair.client.answer()
+        await pair.busy()
+        await pair.server.ask("restore", name="a")
+        await pair.client.ask("restore", name="c")
+        await pair.whole()
+        await pair.finish()
+
+
+@pytest.mark.rfc("4.8.3/2")
+@pytest.mark.parametrize("where", ["server", "client"])
+async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
+    async with sides(("a",), ("c",)) as pair:
+        await connect(pair, 2)
+        await pair.busy()
+        peer, name = (pair.server, "a") if where == "server" else (pair.client, "c")
+        await peer.ask("fail", name=name)
+        for answer in await pair.both("finish", end=False):
+            assert len(answer["errors"]) == 2
+            for error in answer["errors"]:
+                assert "BrokenResourceError from ConnectionAbortedError" in error
+                assert "no link to the peer is left" in error
+        answer = await pair.client.ask("connect", port=pair.port)
+        assert answer["modes"] == ["tcp"]
+        assert answer["fallbacks"] == ["RNIC_DOWN"]
+        assert await pair.client.ask("progress") == {"errors": []}
+        await pair.both("finish")
+        await peer.ask("restore", name=name)
+        await connect(pair, 1)
+        await pair.busy()
