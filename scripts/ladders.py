@@ -31,8 +31,12 @@ PAGE = "capture.md"
 FENCE = "```"
 
 
-async def record(directory: Path) -> tuple[Ladder, Ladder]:
-    """A first contact with a little data, and a failover."""
+async def converse(directory: Path) -> tuple[bytes, int]:
+    """A capture of a first contact with a little data and a failover; when the RNIC failed.
+
+    Args:
+      directory: the stacks' private directory.
+    """
     blocks: list[bytes] = []
     capture = Capture(blocks.append)
     ours, theirs = ((SoftRnic(f"{side}0"), SoftRnic(f"{side}1")) for side in ("client", "server"))
@@ -54,7 +58,13 @@ async def record(directory: Path) -> tuple[Ladder, Ladder]:
                 await _exchange(stream, bytes(2000))
                 await _until_links(client, {2, 3})
         nursery.cancel_scope.cancel()
-    [ladder] = read_ladders(dissect(pcapng.read(io.BytesIO(b"".join(blocks)))))
+    return b"".join(blocks), failing
+
+
+async def record(directory: Path) -> tuple[Ladder, Ladder]:
+    """The ladders of `converse` until the RNIC fails, and from then on."""
+    captured, failing = await converse(directory)
+    [ladder] = read_ladders(dissect(pcapng.read(io.BytesIO(captured))))
     rows = ladder.rows
     first = next(n for n, row in enumerate(rows) if row.time >= failing)
     return (
