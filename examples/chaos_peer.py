@@ -8,7 +8,6 @@ It reads commands and says what happens, one JSON object per line; its controlle
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import sys
@@ -21,6 +20,7 @@ import trio
 
 import trio_smc
 from examples.chaos_load import Conversation, Wrong
+from examples.chaos_log import log_everything
 from trio_smc import Config, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.faults import Fault, FaultPlan
 
@@ -234,17 +234,14 @@ async def main(
     log: str | None,
 ) -> None:  # fmt: skip
     """Run one process; ``log`` names the directory of its log file."""
-    if log is not None:
-        logging.basicConfig(
-            filename=f"{log}/{role}.log", filemode="w", level=logging.INFO,
-            format="%(asctime)s.%(msecs)03d %(name)s: %(message)s", datefmt="%S",
-        )  # fmt: skip
     rng = random.Random(f"{seed} {role}")
     devices = tuple(
         SoftRnic(f"{role}-{index}", faults=FaultPlan(rng.getrandbits(32))) for index in range(rnics)
     )
     config = Config(rnics=devices, **settings)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        if log is not None:
+            log_everything(stack, f"{log}/{role}.log")
         peer = Peer(
             role=role, seed=seed, rnics=list(devices), stack=stack, connections=connections,
             scale=scale,

@@ -9,9 +9,13 @@ import pytest
 import trio
 import trio.testing
 
+from examples.chaos import KINDS as FAULTS
 from examples.chaos import Chaos, Policy
 from examples.chaos_load import KINDS, Conversation, Wrong
 from examples.chaos_peer import outcome
+
+# TEST LINK takes its time.
+QUICK = {kind: weight for kind, weight in FAULTS.items() if kind != "link-silent"}
 
 Damage = Callable[[bytes], bytes]
 
@@ -128,3 +132,14 @@ async def test_one_rnic(runtime_directory: object, seed: int) -> None:
     assert result.problems == [], lines
     assert result.injected >= 5
     assert result.bytes > 0
+
+
+async def test_two_rnics(runtime_directory: object, seed: int) -> None:
+    """Nothing is lost, and nobody is reset but who met a message that was not placed."""
+    policy = Policy(seed=seed & 0xFFFF, faults=25, rnics=2, connections=8, scale=10, kinds=QUICK)
+    lines: list[str] = []
+    with trio.fail_after(50):
+        result = await Chaos(policy, lines.append).run()
+    assert result.problems == [], lines
+    assert result.injected >= 25
+    assert result.failovers > 0
