@@ -18,8 +18,9 @@ from trio_smc.datapath import cdc
 from trio_smc.rendezvous import llc
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.cli import main
-from trio_smc.tools.ladder import Ladder, Row, read_ladders
+from trio_smc.tools.ladder import read_ladders
 from trio_smc.tools.ladder_labels import KINDS, details, kind, title
+from trio_smc.tools.ladder_model import Ladder, Row
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from trio_smc.tools.ladder import Ladder, Peer, Row, address_text
 from trio_smc.tools.ladder_labels import details, peer_name, title
+from trio_smc.tools.ladder_model import Ladder, Peer, Row, address_text
 
 __all__ = ["draw"]
 
