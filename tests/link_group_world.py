@@ -16,6 +16,7 @@ from typing import Any
 from tests.memory_rnic import Fate, PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, End, World
 from trio_smc._base.config import Config
+from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.link import Link
@@ -23,7 +24,10 @@ from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.outcomes import Established
 from trio_smc.rnic.verbs import QpState
 
-__all__ = ["SIZES", "GroupWorld", "Stream", "Trace", "agreement", "kind_of", "partners"]
+__all__ = [
+    "SIZES", "GroupWorld", "Stream", "Trace", "agreement", "is_sound", "kind_of", "known",
+    "partners", "registered",
+]  # fmt: skip
 
 _PERIOD = 1 << 16
 _BYTES = bytes(random.Random(7609).randbytes(_PERIOD)) * 2
@@ -289,7 +293,30 @@ def _waits(qp: PlainQueuePair) -> bool:
 
 def kind_of(group: LinkGroup) -> str:
     """ "single", "asymmetric" or "symmetric"."""
-    return str(getattr(group.links, "kind", "single"))
+    return str(group.links.kind)
+
+
+def is_sound(world: GroupWorld) -> bool:
+    """Whether there is one group, symmetric, whose links all work and which nobody is changing."""
+    groups = [group for side in world.sides for group in side.groups]
+    if len(groups) != 2 or any(kind_of(group) != "symmetric" for group in groups):
+        return False
+    if any(group.exchanges.state != "IDLE" or group.deletion._asked for group in groups):
+        return False
+    if _ends(groups[0], ours=True) != _ends(groups[1], ours=False):
+        return False
+    for qp in world.queue_pairs():
+        peer = qp.peer()
+        if peer is None or qp.state is not QpState.RTS or not qp.reaches(peer):
+            return False
+        if any(work.message is not None and work.message[0] != CDC_TYPE for work in qp.work):
+            return False
+    return not any(
+        done.status or (done.data is not None and done.data[0] != CDC_TYPE)
+        for side in world.sides
+        for rnic in side.rnics
+        for done in rnic.done
+    )
 
 
 # --- what two sides agree on --------------------------------------------------------------
@@ -335,7 +362,7 @@ def agreement(world: GroupWorld) -> None:
         kinds = [kind_of(group) for group in pair]
         assert kinds[0] == kinds[1], f"the client's group is {kinds[0]}, the server's {kinds[1]}"
         for group, other in (pair, pair[::-1]):
-            ours, theirs = _registered(group), _known(other)
+            ours, theirs = registered(group), known(other)
             assert ours == theirs, (
                 f"{group!r} registered {sorted(map(sorted, ours - theirs))} that the peer does not"
                 f" know; the peer knows {sorted(map(sorted, theirs - ours))} that there is not"
@@ -354,7 +381,7 @@ def _check_links(group: LinkGroup) -> None:
         assert link.qp.state is QpState.RTS, link
 
 
-def _registered(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
+def registered(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
     """The RTokens (link number, RKey, address) of each own RMB."""
     return {
         frozenset((number, region.rkey, region.address) for number, region in regions.items())
@@ -362,7 +389,7 @@ def _registered(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
     }
 
 
-def _known(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
+def known(group: LinkGroup) -> set[frozenset[tuple[int, int, int]]]:
     """The RTokens of each RMB of the peer."""
     return {
         frozenset((number, token.rkey, token.address) for number, token in rmb.tokens.items())

@@ -301,7 +301,7 @@ class PlainQueuePair(QueuePair):
             del self.rnic.fabric.busy[self]
         peer = self.peer()
         status = WcStatus.RETRY_EXC_ERR
-        if peer is not None and self._reaches(peer) and fate is not Fate.LOST:
+        if peer is not None and self.reaches(peer) and fate is not Fate.LOST:
             if fate is Fate.UNPLACED:
                 peer.places = False
             status = WcStatus.SUCCESS
@@ -313,7 +313,7 @@ class PlainQueuePair(QueuePair):
         if status:
             self.to_err()
 
-    def _reaches(self, peer: PlainQueuePair) -> bool:
+    def reaches(self, peer: PlainQueuePair) -> bool:
         ports = self.rnic.port_active and peer.rnic.port_active
         path = frozenset((self.rnic.gid, peer.rnic.gid)) not in self.rnic.fabric.cut
         ready = peer.state in (QpState.RTR, QpState.RTS)
