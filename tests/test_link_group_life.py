@@ -34,7 +34,7 @@ def lose(kind: llc.MessageType, *, reply: bool) -> Callable[[PlainQueuePair, byt
 
 
 def is_broken(connection: Connection) -> bool:
-    with pytest.raises(OSError, match=r"abort|reset"):
+    with pytest.raises(OSError, match=r"abort|reset|no link"):
         connection.receive(1)
     return connection.state == "CLOSED"
 

@@ -135,7 +135,7 @@ class Exchanges:
         group = self._group
         if group.state == "FORMING" or group.links.for_llc() is None:
             return
-        if group.deletion.start() or group.adding.start() or self._start_rkeys():
+        if group.deletion.start() or group.seeking.start() or self._start_rkeys():
             self._chosen = True
 
     def _start_rkeys(self) -> bool:
@@ -197,21 +197,25 @@ class Exchanges:
         """Whether the peer has ever answered ADD LINK; old kernels never do."""
         return self._group.adding.answered
 
+    def give_up_reply(self) -> None:
+        """ADD LINK was not answered."""
+        self._group.adding.give_up()
+
     def drop_new_link(self) -> None:
         """Free what the new link had."""
         self._group.adding.drop()
 
     def retry_later(self) -> None:
         """C.8."""
-        self._group.adding.retry_later()
+        self._group.seeking.retry_later()
 
     def retry_soon(self) -> None:
         """C.7.1: over another link, if there is one."""
-        self._group.adding.seek()
+        self._group.seeking.seek()
 
     def note_notice(self) -> None:
         """The client has an RNIC for a further link (3.5.5.1.2)."""
-        self._group.adding.seek()
+        self._group.seeking.seek()
 
     def note_deletion(self) -> None:
         """The client wants a link deleted (3.5.5.1.4)."""

@@ -83,7 +83,7 @@ class GroupLife:
     def seek_links(self) -> None:
         """The server adds links up to the maximum; the client only when it has news."""
         if not self._group.client:
-            self._group.adding.seek(news=False)
+            self._group.seeking.seek(news=False)
 
     def delete_asymmetric_link(self) -> None:
         """There are better ones now."""
@@ -164,6 +164,7 @@ class GroupLife:
         self.stop_timer()
         group.deletion.close()
         group.adding.close()
+        group.seeking.close()
         group.own_rmbs.close_regions()
         for link in group.links.values():
             link.close()

@@ -3,11 +3,10 @@
 
 Theory of operation
 -------------------
-The server offers a link as soon as the first one is confirmed, and later whenever an RNIC comes
-at either end, a link is lost, or C.8's timer is due; after each new link it looks whether it has
-one more RNIC.  ADD LINK and its reply name both ends; CONTINUATIONs go to and fro, the server's
-first, until both sides have told all their RTokens; CONFIRM LINK then shows that the link works.
-All but the last travel on an existing link, the carrier.
+Which link is wanted when is told in `link_seeking`.  ADD LINK and its reply name both ends;
+CONTINUATIONs go to and fro, the server's first, until both sides have told all their RTokens;
+CONFIRM LINK then shows that the link works.  All but the last travel on an existing link, the
+carrier.
 
 At first contact no data may flow before the second link is there or given up (`settle`).  Where
 an exchange stands is in `states.llc_exchange`; what happens when it fails, too.
@@ -21,23 +20,17 @@ from typing import TYPE_CHECKING, Final
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.link import Link, PeerPort, PeerQueuePair
-from trio_smc.rendezvous.link_choice import client_rnic, server_rnic, violates_rules
-from trio_smc.rendezvous.links import Kind
+from trio_smc.rendezvous.link_choice import client_rnic, violates_rules
 from trio_smc.rnic.verbs import RnicError
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.timers import Timer
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["LinkAdding"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
-_FIRST_RETRY: Final = 10.0
-_LAST_RETRY: Final = 320.0
-"""Seconds until a failed link is tried again (C.8): doubled each time.  A rejection waits the
-longest at once, as the client tells when it has another RNIC (3.5.5.1.2)."""
 _PAIRS: Final = 2  # RTokens in one ADD LINK CONTINUATION (A.3.3)
 
 
@@ -57,97 +50,12 @@ class LinkAdding:
         self.answered = group.client
         self._own: list[llc.RTokenPair] = []
         self._peer_left: int | None = None
-        self._delay = _FIRST_RETRY
-        self._timer: Timer | None = None
-        self._seeking = False
-        self._news = False
-        self._held = False
-        self._replaced: Link | None = None
-
-    # --- when to add a link --------------------------------------------------------------------
-
-    def seek(self, *, news: bool = True) -> None:
-        """Add a link, or tell the server of an RNIC, now or when the exchange under way is over.
-
-        Args:
-          news: an RNIC came, or time passed: what was rejected before may work now.
-        """
-        if news:
-            self._held = False
-        elif self._held:
-            self.retry_later()
-            return
-        self._seeking = True
-        self._news |= news
-        self._group.exchanges.look()
-
-    def hold(self) -> None:
-        """An operator deleted a link: do not add another one before something has changed."""
-        self._held = True
-        self._seeking = self._news
-        self._delay = _LAST_RETRY
-
-    def start(self) -> bool:
-        """Begin ADD LINK, if one is wanted and can be had."""
-        group = self._group
-        if not self._seeking:
-            return False
-        self._seeking = False
-        news, self._news = self._news, False
-        if group.client:
-            self._send_notice()
-            return False
-        carrier = group.any_active_link()
-        rnic = server_rnic(group.links, group.usable_rnics(), group.setup.max_links, news=news)
-        if carrier is None or rnic is None or not self._make(group.links.next_number(), rnic):
-            if group.links.kind is Kind.SINGLE:
-                self.retry_later()
-            return False
-        self._offer(carrier, rnic)
-        group.exchanges.begin("add_link", carrier)
-        return True
-
-    def offer_second(self, carrier: Link) -> None:
-        """The server's ADD LINK at first contact, with one RNIC too (3.5.1.6)."""
-        group = self._group
-        rnics = [carrier.rnic, *group.usable_rnics()]
-        rnic = server_rnic(group.links, rnics, group.setup.max_links, news=True) or carrier.rnic
-        # The client waits for ADD LINK; one without a queue pair is as good as none.
-        self._make(group.links.next_number(), rnic)
-        self._offer(carrier, rnic)
-
-    def replace(self, link: Link) -> None:
-        """Add a link in the place of the only one, whose RNIC is taken out; it goes then."""
-        self._replaced = link
-        self.seek()
-
-    def retry_later(self) -> None:
-        """C.8; a client's timer is for its notice (C.7.1)."""
-        if self._timer is None and self._group.links.kind is Kind.SINGLE:
-            self._timer = self._group.timers.call_later(self._delay, self._retry)
-            self._delay = min(2 * self._delay, _LAST_RETRY)
-
-    def _retry(self) -> None:
-        self._timer = None
-        self.seek()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _send_notice(self) -> None:
-        """The client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2)."""
-        group = self._group
-        links = group.links
-        carrier = group.any_active_link()
-        unused = links.unused(group.usable_rnics())
-        if carrier is not None and unused and len(links.symmetric()) < group.setup.max_links:
-            carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
+        self._given_up: set[int] = set()
 
     # --- the new link --------------------------------------------------------------------------
 
-    def _make(self, number: int, rnic: Rnic) -> bool:
+    def make(self, number: int, rnic: Rnic) -> bool:
+        """Make the new link's end on ``rnic``; whether that worked."""
         group = self._group
         self.number = number
         try:
@@ -171,6 +79,10 @@ class LinkAdding:
         if link is not None:
             self._group.forget_link(link)
 
+    def give_up(self) -> None:
+        """The client did not answer: its reply may come after all."""
+        self._given_up.add(self.number)
+
     def failed(self, link: Link) -> bool:
         """Whether ``link``, which has failed, is the one that is being added."""
         if link is not self.new:
@@ -185,7 +97,8 @@ class LinkAdding:
 
     # --- ADD LINK ------------------------------------------------------------------------------
 
-    def _offer(self, carrier: Link, rnic: Rnic) -> None:
+    def offer(self, carrier: Link, rnic: Rnic) -> None:
+        """Send the server's ADD LINK for the new link."""
         new = self.new
         carrier.send_llc(
             llc.AddLink(
@@ -210,9 +123,16 @@ class LinkAdding:
             exchanges.machine.send("peer_notice")
         else:
             self.answered = True
-            if message.link_number != self.number:
+            number = message.link_number
+            if number in self._given_up:
+                self._given_up.discard(number)
+                if not message.rejected:  # the client believes in the link
+                    self._group.delete_link(
+                        number, orderly=False, reason=llc.DeleteLinkReason.LOST_PATH
+                    )
+            elif number != self.number or exchanges.state != "ADD_LINK":
                 raise ProtocolError("ADD LINK reply without a request")
-            if exchanges.state == "ADD_LINK":  # else it comes too late: given up already
+            else:
                 self._on_reply(link, message)
 
     def _answer(self, link: Link, message: llc.AddLink) -> None:
@@ -236,7 +156,7 @@ class LinkAdding:
             self._reject(link, message, reason)
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
-        if not self._make(message.link_number, rnic) or self.new is None:
+        if not self.make(message.link_number, rnic) or self.new is None:
             return False
         new = self.new
         try:
@@ -278,8 +198,7 @@ class LinkAdding:
         group, new, exchanges = self._group, self.new, self._group.exchanges
         group.setup.past_return()
         if message.rejected:
-            self._delay = _LAST_RETRY
-            self._seeking = self._news  # the same again would be rejected again
+            group.seeking.rejected()
             exchanges.machine.send("refused")
             return
         peer = _peer_of(message)
@@ -388,18 +307,13 @@ class LinkAdding:
             if link.state != "CONFIRMING":
                 return
         self.new = None
-        self._stop_timer()
-        self._delay = _FIRST_RETRY
         link.machine.send("confirmed")
         group.exchanges.done()
         group.link_ready(link)
-        replaced, self._replaced = self._replaced, None
-        if replaced is not None and replaced.rnic not in group.usable_rnics():
-            group.rnic_unavailable(replaced.rnic)
+        group.seeking.added()
 
     def close(self) -> None:
         """The group is gone."""
-        self._stop_timer()
         self.new = None
 
 

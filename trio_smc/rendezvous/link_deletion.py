@@ -134,7 +134,7 @@ class LinkDeletion:
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
-                self._group.adding.hold()
+                self._group.seeking.hold()
             # 3.5.5.1.3: only now the server frees what the link had.
             self._group.remove_link(number)
             if self._group.state != "GONE":
@@ -164,7 +164,7 @@ class LinkDeletion:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
         self._current = _Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
-        self._group.adding.retry_later()
+        self._group.seeking.retry_later()
         self._group.exchanges.machine.send("link_left")
 
     def leave(self) -> None:

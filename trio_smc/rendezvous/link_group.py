@@ -31,6 +31,7 @@ from trio_smc.rendezvous.group_life import GroupLife
 from trio_smc.rendezvous.link import Link
 from trio_smc.rendezvous.link_adding import LinkAdding
 from trio_smc.rendezvous.link_deletion import LinkDeletion
+from trio_smc.rendezvous.link_seeking import LinkSeeking
 from trio_smc.rendezvous.link_setup import FirstContact, GroupFailure, LinkSetup
 from trio_smc.rendezvous.links import Kind, Links
 from trio_smc.rendezvous.llc_dispatch import dispatch_untrusted
@@ -55,7 +56,7 @@ class LinkGroup:
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
       connections: by our alert token; closing ones included.
-      setup, adding, deletion, rkeys, exchanges: what LLC messages do.
+      setup, adding, seeking, deletion, rkeys, exchanges: what LLC messages do.
       members: which connection uses what.
       mover: moves connections between links.
     """
@@ -79,6 +80,7 @@ class LinkGroup:
         self.rkeys = Rkeys(self)
         self.setup = LinkSetup(self)
         self.adding = LinkAdding(self)
+        self.seeking = LinkSeeking(self)
         self.deletion = LinkDeletion(self)
         self.first_contact: FirstContact | None = None
         self.life = GroupLife(self)
@@ -146,7 +148,7 @@ class LinkGroup:
         if self.machine.state in USABLE and all(
             link.rnic is not rnic for link in self.links.usable()
         ):
-            self.adding.seek()
+            self.seeking.seek()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """An operator takes the RNIC out: its links go in order (3.5.5.1.3)."""
@@ -155,7 +157,7 @@ class LinkGroup:
                 # The path is what goes; the links that are left may be completed anew.
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.LOST_PATH)
             else:
-                self.adding.replace(link)
+                self.seeking.replace(link)
 
     def rnic_lost(self, rnic: Rnic) -> None:
         """The RNIC's port went down: so did its links."""

@@ -153,7 +153,7 @@ class LinkSetup:
         self._group.exchanges.done()
         self._group.exchanges.begin("add_link", link)
         if not self._group.client:
-            self._group.adding.offer_second(link)
+            self._group.seeking.offer_second(link)
 
     def _renumber(self, link: Link, number: int) -> None:
         # The client learns its first link's number here (3.5.1.5); old servers count from 0.

@@ -58,9 +58,9 @@ class LlcExchangeChart(Chart):
            rfc="3.5.1.6.1 (no exchange begins)")
     edge(ADD_LINK, "timeout", IDLE, when="client", do="give_up_first_contact",
          rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
-    edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="fail_carrier",
+    edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="give_up_reply fail_carrier",
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
-    edge(ADD_LINK, "timeout", IDLE, do="drop_new_link retry_later settle start_next",
+    edge(ADD_LINK, "timeout", IDLE, do="give_up_reply drop_new_link retry_later settle start_next",
          rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
     edge(ADD_LINK, "withdraw", DELETE_LINK, do="drop_new_link withdraw_link",
          rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
