@@ -51,6 +51,8 @@ KINDS = {
     "link-silent": 1,
 }
 HARMLESS = frozenset({"delay", "wakeup", "process-stop"})
+# Would last longer than the failover it shall disturb.
+NOT_DURING = frozenset({"process-stop", "link-silent"})
 SETTINGS: dict[str, Any] = {
     "receive_buffer": 128 * 1024,
     "test_link_interval": 0.5,
@@ -318,14 +320,16 @@ class Chaos:
         number = 0
         while self._goes_on():
             number += 1
-            before, links = self._ids(), self._sides[0].links["links"]
+            before, links = self._ids(), len(self._sides[0].links["links"])
             [kind] = self._rng.choices(kinds, list(self.policy.kinds.values()))
+            target = self._target()
             begun = trio.current_time()
-            if not await self._strike(kind) or kind in HARMLESS:
+            if not await self._strike(kind, target) or kind in HARMLESS:
                 continue
             during = self.policy.during
             if during and self._rng.random() < 1 / during:
-                await self._strike_again(links)
+                # With two links the other one must not fail too: only what comes in its place.
+                await self._strike_again(target if links < 3 else self._target())
             if await self._until(lambda b=before: self._whole(b), WHOLE_WITHIN):  # type: ignore[misc]
                 self.result.recoveries.append(trio.current_time() - begun)
             else:
@@ -334,10 +338,12 @@ class Chaos:
                 )
                 return
 
-    async def _strike(self, kind: str) -> bool:
+    def _target(self) -> tuple[Side, int]:
+        return self._rng.choice(self._sides), self._rng.randrange(self.policy.rnics)
+
+    async def _strike(self, kind: str, target: tuple[Side, int]) -> bool:
         """Let something go wrong; False when it met nothing."""
-        side = self._rng.choice(self._sides)
-        rnic = self._rng.randrange(self.policy.rnics)
+        side, rnic = target
         seconds = round(0.05 * self._rng.random(), 4)
         struck, missed = self._struck, self.result.missed
         if kind == "process-stop":
@@ -361,15 +367,17 @@ class Chaos:
         finally:
             side.process.send_signal(signal.SIGCONT)
 
-    async def _strike_again(self, before: list[int]) -> None:
-        """In the middle of the failover; only what leaves a link to go on with."""
-        left = [len(set(side.links["links"]) & set(before)) for side in self._sides]
-        await trio.sleep(0.02 * self._rng.random())
-        kinds = ["delay", "wakeup"]
-        if min(left) > 2:
-            kinds = [kind for kind in self.policy.kinds if kind not in HARMLESS]
-        if await self._strike(self._rng.choice(kinds)):
-            self.result.during_failover += 1
+    async def _strike_again(self, target: tuple[Side, int]) -> None:
+        """In the middle of the failover, which lasts some tens of milliseconds."""
+        kinds = [kind for kind in self.policy.kinds if kind not in NOT_DURING]
+        kind = self._rng.choice(kinds)
+        for _ in range(self._rng.randint(1, 10)):
+            await trio.sleep(0.01 * self._rng.random())
+            # Not yet: no link is there, or nothing came over it.
+            if await self._strike(kind, target):
+                if kind not in HARMLESS:
+                    self.result.during_failover += 1
+                return
 
     def _state(self) -> str:
         return "; ".join(f"{side.role} {side.links}" for side in self._sides)
