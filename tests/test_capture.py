@@ -185,6 +185,18 @@ def _read_as_far_as_it_goes(data: bytes) -> tuple[int, str]:
     return count, ""
 
 
+def test_whole_blocks() -> None:
+    parts = [pcapng.header("a", "b"), pcapng.packet(5, b"abc", 3), pcapng.statistics(1, 2)]
+    file = b"".join(parts)
+    [section] = struct.unpack_from("<I", file, 4)
+    ends = [0, section, len(parts[0]), len(parts[0] + parts[1]), len(file)]
+    for size in range(len(file) + 1):
+        assert pcapng.whole_blocks_untrusted(file[:size]) == max(e for e in ends if e <= size)
+    for length in (0, 8, 13, 1 << 31):
+        with pytest.raises(trio_smc.ProtocolError, match=str(length)):
+            pcapng.whole_blocks_untrusted(file + struct.pack("<II", 6, length))
+
+
 def test_damaged_files_raise_nothing_else(rng: random.Random) -> None:
     whole = GOLDEN.read_bytes()
     pieces = [pcapng.packet(p.time, p.data, p.length) for p in packets_of(GOLDEN)]

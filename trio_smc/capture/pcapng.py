@@ -12,7 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, NamedTuple
 
-__all__ = ["ETHERNET", "DamagedCapture", "Packet", "header", "packet", "read", "statistics"]
+from trio_smc._base.errors import ProtocolError
+
+__all__ = [
+    "ETHERNET",
+    "DamagedCapture",
+    "Packet",
+    "header",
+    "packet",
+    "read",
+    "statistics",
+    "whole_blocks_untrusted",
+]
 
 ETHERNET: Final = 1
 """Link type of both `header` and the frames we write."""
@@ -80,6 +91,23 @@ def statistics(time: int, dropped: int) -> bytes:
     head = struct.pack("<III", 0, time >> 32, time & 0xFFFFFFFF)
     option = _option(_ISB_IFDROP, struct.pack("<Q", dropped)) + _option(_END_OF_OPTIONS, b"")
     return _block(_STATISTICS, head + option)
+
+
+def whole_blocks_untrusted(data: bytes | bytearray) -> int:
+    """How many of the bytes, of a file as we write it, are whole blocks.
+
+    Raises:
+      ProtocolError: they are no such file's.
+    """
+    end = 0
+    while end + 8 <= len(data):
+        [length] = struct.unpack_from("<I", data, end + 4)
+        if length % 4 or not 12 <= length <= _MOST:
+            raise ProtocolError(f"a pcapng block of {length} bytes")
+        if end + length > len(data):
+            break
+        end += length
+    return end
 
 
 def _block(kind: int, body: bytes) -> bytes:

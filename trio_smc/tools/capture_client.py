@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from trio_smc import ProtocolError
 from trio_smc._base import control
+from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.tools.client import (
     PATIENCE,
     connect,
@@ -32,6 +33,8 @@ def stream_capture(
 ) -> Generator[bytes, None, None]:
     """Pieces of the file, until the stack is closed or ``seconds`` have passed.
 
+    Each is made of whole blocks, so that the file is whole whenever one stops.
+
     Args:
       directory: the private directory.
       pid, stack: whose capture; ``stack`` is a peer ID, needed where a process has several.
@@ -43,6 +46,7 @@ def stream_capture(
     end = None if seconds is None else time.monotonic() + seconds
     with contextlib.ExitStack() as exits:
         sock = _chosen(directory, pid, stack, payload, exits)
+        waiting = bytearray()
         while True:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
@@ -54,7 +58,14 @@ def stream_capture(
                 return
             if not piece:
                 return
-            yield piece
+            waiting += piece
+            try:
+                count = whole_blocks_untrusted(waiting)
+            except ProtocolError as error:
+                raise ToolError(f"process {pid} {said(error)}") from None
+            if count:
+                yield bytes(waiting[:count])
+                del waiting[:count]
 
 
 def _chosen(

@@ -52,7 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bytes of each RDMA write to keep, 4096 at most; default 0",
     )  # fmt: skip
     parser.add_argument(
-        "--stack", metavar="PEERID", help="which, of a process with several; `trio-smc lg` shows it"
+        "--stack",
+        metavar="PEERID",
+        help="which, of a process with several; without it they are listed",
     )
     parser.add_argument(
         "--seconds", type=positive_seconds, metavar="S", help="how long; default: until Ctrl-C"
