@@ -6,7 +6,7 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test lint types bench states ladders compliance campaigns clean ready-cli ready-dev ready-docs
+.PHONY: help demo example test lint types bench states ladders cli-page compliance campaigns clean ready-cli ready-dev ready-docs
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
@@ -54,6 +54,9 @@ states: ready-docs
 
 ladders: ready-docs
 	@$(BIN)/python -m scripts.ladders $(ARGS)
+
+cli-page: ready-dev
+	@$(BIN)/python -m scripts.cli_page $(ARGS)
 
 compliance: ready-dev
 	@$(BIN)/python -m scripts.compliance $(ARGS)

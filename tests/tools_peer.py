@@ -52,8 +52,9 @@ async def main(mode: str) -> None:
                 "client": mine.socket.getsockname()[1],
                 "plain": plain.socket.getsockname()[1],
             }
-            nursery.start_soon(hold, mine)
-            nursery.start_soon(hold, accepted)
+            # Nothing is under way when the process is looked at.
+            await mine.receive_some(1000)
+            await accepted.receive_some(1000)
         else:
             nursery.start_soon(trio.serve_listeners, hold, [listener])
         tell(told)

@@ -1,0 +1,139 @@
+"""Writes the examples of docs/cli.md: what `trio-smc` prints of two processes made for it.
+
+    python -m scripts.cli_page            writes the page
+    python -m scripts.cli_page --check    exits with 1 when the page is not as it would be written
+
+Between the lines ``<!-- trio-smc ss -->`` and ``<!-- end -->`` stands the output of that command.
+Numbers that differ each time (processes, ports, identities, times) are replaced by fixed ones
+before anything is printed, so that the page changes only when the command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from trio_smc.tools import client
+from trio_smc.tools.cli import main as trio_smc
+from trio_smc.tools.client import Snapshot
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "cli.md"
+_EXAMPLE = re.compile(r"(<!-- (trio-smc [^\n]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+_ASKING = ("ss", "lg", "rnic", "stats", "top", "check")
+_PID = 4242
+_FIXED: dict[str, Any] = {
+    "uptime": 83.0, "program": "python server.py", "peer_id": "c80f02faed98512d",
+    "stack": "c80f02faed98512d", "gid": "fd534d43520000005deb0dcec98f3f61", "mac": "02faed98512d",
+}  # fmt: skip
+_NUMBERED = {"alert_token": 0x260CB830, "user_id": 0xAC62CCC7, "peer_user_id": 0xAC62CCC7}
+"""Different ones stay different: the first becomes this, the next one more."""
+
+
+def page(text: str) -> str:
+    """The page with all examples renewed."""
+    with _peer() as told:
+        numbers = {
+            told["pid"]: _PID, told["port"]: 7000, told["client"]: 40001, told["plain"]: 40002,
+        }  # fmt: skip
+
+        def renewed(match: re.Match[str]) -> str:
+            output = _run(match[2], numbers)
+            return f"{match[1]}```text\n$ {match[2]}\n{output}```\n{match[3]}"
+
+        return _EXAMPLE.sub(renewed, text)
+
+
+@contextlib.contextmanager
+def _peer() -> Iterator[dict[str, int]]:
+    """A process to look at, in a private directory of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="smc-") as directory,
+        mock.patch.dict(os.environ, XDG_RUNTIME_DIR=directory),
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.tools_peer", "pair"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield {"pid": process.pid, **json.loads(process.stdout.readline())}
+        finally:
+            process.stdin.close()
+            process.wait(20)
+
+
+def _run(command: str, numbers: dict[int, int]) -> str:
+    """The output of one command."""
+    arguments = shlex.split(command)[1:]
+    real = {str(fixed): str(number) for number, fixed in numbers.items()}
+    arguments = [real.get(each, each) for each in arguments]
+
+    def take_snapshots(*given: Any, **options: Any) -> list[Snapshot]:
+        return [_fixed(each, numbers) for each in client.take_snapshots(*given, **options)]
+
+    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as output:
+        for name in _ASKING:
+            module = import_module(f"trio_smc.tools.commands.{name}")
+            if name != "check":  # its own process has to find its own connection
+                stack.enter_context(mock.patch.object(module, "take_snapshots", take_snapshots))
+        with contextlib.suppress(SystemExit):
+            trio_smc(arguments)
+    text = output.getvalue()
+    for number, fixed in numbers.items():
+        text = text.replace(f":{number}", f":{fixed}").replace(
+            f"process {number},", f"process {fixed},"
+        )
+    text = re.sub(r"127\.0\.0\.1:(?!7000|40001|40002)\d+", "127.0.0.1:40003", text)
+    return re.sub(r"^\d\d:\d\d:\d\d ", "12:00:00 ", text, flags=re.MULTILINE)
+
+
+def _fixed(snapshot: Snapshot, numbers: dict[int, int]) -> Snapshot:
+    """The snapshot with fixed numbers."""
+    plain = _with_fixed(dataclasses.asdict(snapshot), numbers)
+    plain["connections"].sort(key=lambda each: (each["mode"], each["local"]))
+    return Snapshot(**plain)
+
+
+def _with_fixed(value: Any, numbers: dict[int, int], name: str = "") -> Any:
+    if name in _FIXED and value is not None:
+        return _FIXED[name]
+    if name in _NUMBERED:
+        first = _NUMBERED[name]
+        taken = [fixed for fixed in numbers.values() if first <= fixed < first + 100]
+        return numbers.setdefault(value, first + len(taken))
+    if isinstance(value, dict):
+        return {each: _with_fixed(inner, numbers, each) for each, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_fixed(inner, numbers) for inner in value]
+    return numbers.get(value, value) if isinstance(value, int) else value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before)
+    if list(arguments) == ["--check"]:
+        return int(before != after)
+    PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
