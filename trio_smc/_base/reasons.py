@@ -108,7 +108,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.NO_RNIC: _Explanation(
         "no RNIC of this stack serves the route of the connection",
-        "name an RNIC on the route's network interface in Config(rnics=...)",
+        "install pyverbs, or name a port for the route's interface in Config(rnics=..., pnet=...)",
         Diagnosis.NO_DEVICE,
     ),
     FallbackReason.RNIC_DOWN: _Explanation(
