@@ -353,6 +353,28 @@ async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(sm
     assert group.test_interval == usual
 
 
+@pytest.mark.rfc("4.5.3/3")
+async def test_keepalive_probes_of_tcp_are_answered(pair: tuple[RdmaStream, RdmaStream]) -> None:
+    """The only TCP segments there are while both ends are open."""
+    sock = pair[0].socket
+    for name, value in (
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 1),
+        (socket.TCP_KEEPIDLE, 1),
+    ):
+        sock.setsockopt(TCP, name, value)
+    sock.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
+    with trio.fail_after(10):
+        while True:
+            # struct tcp_info: milliseconds since data was sent, and since an ACK was received.
+            info = struct.unpack_from("8x13I", sock.getsockopt(TCP, socket.TCP_INFO, 60))
+            if info[9] > 900 and info[12] < 500:
+                break
+            await trio.sleep(0.05)
+    await pair[0].send_all(b"still there")
+    assert await pair[1].receive_some(100) == b"still there"
+
+
 @pytest.mark.rfc("4.5.3/2")
 async def test_keepalive_probes_of_tcp_are_not_closer_than_a_bound(
     pair: tuple[RdmaStream, RdmaStream],
