@@ -321,3 +321,49 @@ def test_the_loss_of_all_links_ends_the_group() -> None:
         world.pass_time(70.0)
         assert not client.groups
         assert not server.groups
+
+
+# --- links without connections --------------------------------------------------------------------
+
+
+def test_links_that_nobody_uses_go_and_come_back() -> None:
+    """3.5.5.1.3: not below two, and with the reason of inactivity."""
+    with World() as world:
+        client, server = world.side(rnics=4), world.side(rnics=4)
+        calls = [world.connect(client, server)]
+        client.record()
+        world.pass_time(599.0)
+        assert len(server.group.links) == 4
+        world.pass_time(1300.0)
+        requests = [each for each in messages(client, llc.DeleteLink) if not each.reply]
+        assert [(each.link_number, each.orderly, each.reason) for each in requests] == [
+            (4, True, 0x00030000),
+            (3, True, 0x00030000),
+        ]
+        assert list(client.group.links) == list(server.group.links) == [1, 2]
+        world.pass_time(1000.0)
+        assert server.group.kind == "symmetric"
+        calls.append(world.connect(client, server))
+        assert len(server.group.links) == 4
+        for call in calls:
+            assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def test_links_in_use_stay() -> None:
+    with World() as world:
+        client, server = world.side(rnics=3), world.side(rnics=3)
+        for _ in range(3):
+            world.connect(client, server)
+        world.pass_time(3000.0)
+        assert len(server.group.links) == len(client.group.links) == 3
+
+
+def test_a_lost_link_is_replaced_although_idle_ones_went() -> None:
+    with World() as world:
+        client, server = world.side(rnics=3), world.side(rnics=3)
+        world.connect(client, server)
+        world.pass_time(700.0)
+        assert list(server.group.links) == [1, 2]
+        server.group.links[2].machine.send("failed")
+        world.settle()
+        assert server.group.kind == client.group.kind == "symmetric"

@@ -209,6 +209,10 @@ class Exchanges:
         """C.8."""
         self._group.seeking.retry_later()
 
+    def retry_failed(self) -> None:
+        """C.7.1."""
+        self._group.seeking.retry_failed()
+
     def retry_soon(self) -> None:
         """C.7.1: over another link, if there is one."""
         self._group.seeking.seek()

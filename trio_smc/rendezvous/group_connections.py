@@ -55,9 +55,7 @@ class GroupConnections:
         """Forget a closed connection; late messages for it are dropped and counted."""
         connection = self.by_token.pop(token)
         self._keepalive.pop(user, None)
-        link = self._link_of.pop(user, None)
-        if link is not None:
-            link.users.pop(connection, None)
+        self._leave(connection)
         element = self._peer_elements.pop(user, None)
         if element is not None and element.rmb.elements.get(element.number) is user:
             del element.rmb.elements[element.number]
@@ -66,11 +64,16 @@ class GroupConnections:
 
     def place(self, connection: GroupConnection, link: Link) -> None:
         """From now on ``connection`` sends on ``link``."""
-        old = self._link_of.get(connection)
-        if old is not None:
-            old.users.pop(connection, None)
+        self._leave(connection)
         self._link_of[connection] = link
         link.users[connection] = None
+        self._group.idle_links.connection_placed()
+
+    def _leave(self, connection: GroupConnection) -> None:
+        link = self._link_of.pop(connection, None)
+        if link is not None:
+            link.users.pop(connection, None)
+            link.empty_since = self._group.timers.now()
 
     def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
         """The least loaded usable link on which the peer's element can be reached."""

@@ -165,6 +165,7 @@ class GroupLife:
         group.deletion.close()
         group.adding.close()
         group.seeking.close()
+        group.idle_links.close()
         group.own_rmbs.close_regions()
         for link in group.links.values():
             link.close()

@@ -96,6 +96,7 @@ class Link:
       user_id, peer_user_id: 4-byte link user IDs, for display only.
       peer: the peer's queue pair, once known.
       users: the connections that send on this link.
+      empty_since: when the last of them went.
       reason: why it fails, as the peer is told (A.3.4).
       failing: whether it is failing or has failed, be its state DOWN yet or not.
     """
@@ -104,7 +105,7 @@ class Link:
         "_connection_of", "_echo", "_free", "_host", "_pending", "_post_send", "_post_write",
         "_received",
         "_replenish", "_since_signal", "_test_data", "_timer", "_waiting", "_wr_id",
-        "copies_on_post", "failing", "group", "heard",
+        "copies_on_post", "empty_since", "failing", "group", "heard",
         "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id",
         "users",
     )  # fmt: skip
@@ -134,6 +135,7 @@ class Link:
         self.failing = False
         self.reason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[GroupConnection, None] = {}
+        self.empty_since = group.timers.now()
         self.machine = Machine(LINK, self)
         self._connection_of = group.connections
         # What every message needs, looked up once.

@@ -164,7 +164,7 @@ class LinkDeletion:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
         self._current = _Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
-        self._group.seeking.retry_later()
+        self._group.seeking.retry_failed()
         self._group.exchanges.machine.send("link_left")
 
     def leave(self) -> None:

@@ -28,6 +28,7 @@ from trio_smc.rendezvous.exchanges import Exchanges
 from trio_smc.rendezvous.group_connections import GroupConnections
 from trio_smc.rendezvous.group_host import GroupConnection, GroupHost, Mover
 from trio_smc.rendezvous.group_life import GroupLife
+from trio_smc.rendezvous.idle_links import IdleLinks
 from trio_smc.rendezvous.link import Link
 from trio_smc.rendezvous.link_adding import LinkAdding
 from trio_smc.rendezvous.link_deletion import LinkDeletion
@@ -81,6 +82,7 @@ class LinkGroup:
         self.setup = LinkSetup(self)
         self.adding = LinkAdding(self)
         self.seeking = LinkSeeking(self)
+        self.idle_links = IdleLinks(self)
         self.deletion = LinkDeletion(self)
         self.first_contact: FirstContact | None = None
         self.life = GroupLife(self)
@@ -167,6 +169,7 @@ class LinkGroup:
     def link_ready(self, link: Link) -> None:
         """A further link was confirmed."""
         self.mover.link_ready(link)
+        self.idle_links.watch()
         self.machine.send("links_changed")
 
     def forget_link(self, link: Link) -> None:

@@ -50,6 +50,8 @@ class LinkSeeking:
         elif self._held:
             self.retry_later()
             return
+        elif self._group.idle_links.spared and self._group.links.kind is Kind.SYMMETRIC:
+            return
         self._wanted = True
         self._news |= news
         self._group.exchanges.look()
@@ -99,8 +101,13 @@ class LinkSeeking:
         self.seek()
 
     def retry_later(self) -> None:
-        """C.8; a client's timer is for its notice (C.7.1)."""
-        if self._timer is None and self._group.links.kind is Kind.SINGLE:
+        """C.8: when there is no redundancy; a client's timer is for its notice (C.7.1)."""
+        if self._group.links.kind is Kind.SINGLE:
+            self.retry_failed()
+
+    def retry_failed(self) -> None:
+        """C.7.1: a link could not be confirmed, be there others or not."""
+        if self._timer is None:
             self._timer = self._group.timers.call_later(self._delay, self._retry)
             self._delay = min(2 * self._delay, _LAST_RETRY)
 

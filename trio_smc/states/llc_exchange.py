@@ -86,7 +86,7 @@ class LlcExchangeChart(Chart):
          do="stop_reply_timer drop_new_link ask_to_withdraw",
          rfc="C.7.1 (ADD LINK reply, second link at first contact: wait for DELETE LINK)")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", IDLE,
-         do="stop_reply_timer drop_new_link ask_to_withdraw retry_later start_next",
+         do="stop_reply_timer drop_new_link ask_to_withdraw retry_failed start_next",
          rfc="C.7.1 (ADD LINK reply, no more RKeys)")
     ignore((IDLE, ADD_LINK, ADD_LINK_CONTINUATION, DELETE_LINK), "new_link_lost",
            rfc="3.5.1.6.2 (acted on when CONFIRM LINK cannot go over it)")
