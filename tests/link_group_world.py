@@ -9,6 +9,7 @@ sides that were left to settle must agree on.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from tests.memory_rnic import Fate, PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, End, World
 from trio_smc._base.config import Config
+from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous import llc
@@ -49,8 +51,8 @@ class Trace:
 
     def llc(self, link: Any, outgoing: bool, message: bytes) -> None:
         try:
-            text = repr(llc.decode_untrusted(message))
-        except ValueError as error:
+            text = _brief(llc.decode_untrusted(message))
+        except ProtocolError as error:
             text = f"{message.hex()}: {error}"
         self.say(f"{link!r} {'->' if outgoing else '<-'} {text}")
 
@@ -60,7 +62,9 @@ class Trace:
         )
 
     def state(self, subject: Any, old: str, new: str, event: str) -> None:
-        self.say(f"{type(subject).__name__} {subject!r}: {old} -> {new} ({event})")
+        text = repr(subject)
+        name = type(subject).__name__ if " object at 0x" in text else text
+        self.say(f"{name}: {old} -> {new} ({event})")
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         self.say(f"CLC {'->' if outgoing else '<-'} type {message[4]}")
@@ -70,6 +74,25 @@ class Trace:
 
     def mode(self, connection: object, fallback: object) -> None:
         self.say(f"mode: {fallback or 'SMC-R'}")
+
+
+def _brief(message: llc.Message) -> str:
+    """What is in an LLC message, without what is nothing and what only addresses it."""
+    text = type(message).__name__
+    for each in dataclasses.fields(message):
+        value = getattr(message, each.name)
+        if each.name == "gid":
+            text += f" RNIC {value[-1]}"
+        elif value and each.name not in ("mac", "user_data", "initial_psn", "link_user_id"):
+            number = isinstance(value, int) and value > 255
+            text += (
+                f" {each.name}"
+                if value is True
+                else f" {each.name}={value:#x}"
+                if number
+                else (f" {each.name}={value}")
+            )
+    return text
 
 
 class _Direction:
