@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import trio
 
 import trio_smc
-from trio_smc import Config, FallbackReason, VerbsRnic
+from trio_smc import Config, FallbackReason, VerbsRnic, _rnics
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rendezvous.prefixes import Prefix
+from trio_smc.rnic import roce
 from trio_smc.rnic._pyverbs import Gid
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import Rnic
@@ -406,3 +408,42 @@ def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_netlink, "sys", type("Other", (), {"platform": "other"}))
     assert pnet.interfaces() == {}
     assert pnet.route_interface("127.0.0.1", "127.0.0.1") is None
+
+
+# --- "auto" ---------------------------------------------------------------------------------------
+
+
+def test_active_roce_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sysfs lists them: Ethernet, and up; what is going away is left out."""
+    for name, layer, state in (
+        ("rxe0/ports/1", "Ethernet", "4: ACTIVE"),
+        ("rxe1/ports/1", "Ethernet", "1: DOWN"),
+        ("mlx5_0/ports/1", "InfiniBand", "4: ACTIVE"),
+        ("mlx5_0/ports/2", "Ethernet", "4: ACTIVE"),
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "link_layer").write_text(f"{layer}\n")
+        (tmp_path / name / "state").write_text(f"{state}\n")
+    (tmp_path / "gone/ports/1").mkdir(parents=True)
+    monkeypatch.setattr(roce, "_DEVICES", tmp_path)
+    assert [each.name for each in roce.active_ports()] == ["mlx5_0/2", "rxe0"]
+    monkeypatch.setattr(roce, "_DEVICES", tmp_path / "nothing")
+    assert roce.active_ports() == []
+
+
+async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the software RNIC; one that cannot be opened is logged and left out."""
+
+    class Broken(FakePort):
+        def open(self, directory: Path) -> None:
+            raise OSError(errno.ENOSYS, "pyverbs cannot be imported")
+
+    monkeypatch.setattr(_rnics, "active_ports", lambda: [Broken("mlx5_0"), world.port("rxe0")])
+    monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
+    monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)
+    async with trio_smc.open_stack() as stack:
+        assert [(each.kind, each.name) for each in stack.rnics][1:] == [("roce", "rxe0")]
+        assert stack.rnics[0].kind == "software"
+        assert served(stack.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
+        assert served(stack.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    assert world.opened == []
