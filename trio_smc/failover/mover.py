@@ -85,10 +85,14 @@ class GroupMover:
             connection.hold(partial(self._left, link, departure, connection))
 
     def link_ready(self, link: Link) -> None:
-        """A link became ACTIVE: it gets its share of the connections."""
+        """A link became ACTIVE: it gets its share of the connections.
+
+        Not an asymmetric one: it shares an RNIC with the link it would relieve, and goes as soon
+        as the group is symmetric again (2.2.2).
+        """
         loads = {each: each.load for each in self._group.usable_links()}
         movable = {each: _connections(each) for each in loads if each is not link}
-        if link not in loads or not movable:
+        if link not in loads or not movable or link in self._group.links.asymmetric():
             return
         while True:
             donor = max(movable, key=loads.__getitem__)
