@@ -86,6 +86,8 @@ class Pump:
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
         self._put_off: deque[tuple[_Lane, Completion]] = deque()
+        # What calls of `drain_queue_pair` have found and not dispatched yet; they nest.
+        self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
         self._draining = False
         self._wake_fd = -1
 
@@ -179,17 +181,24 @@ class Pump:
         lane = self._lane(rnic)
         found = [*self._put_off, *((lane, each) for each in (*lane.rest, *lane.poll()))]
         self._put_off.clear()
-        wanted: list[Completion] = []
+        wanted: deque[Completion] = deque()
+        for each, number, rest in self._finishing:
+            if each is lane and number == qp.qp_num:
+                # A call around this one is at it: what it has left is older than the rest.
+                wanted.extend(rest)
+                rest.clear()
         for each, completion in found:
             if each is lane and completion.qp_num == qp.qp_num:
                 wanted.append(completion)
             else:
                 self._put_off.append((each, completion))
         inside, self._draining = self._draining, True
+        self._finishing.append((lane, qp.qp_num, wanted))
         try:
-            for completion in wanted:
-                self._dispatch(lane, completion)
+            while wanted:
+                self._dispatch(lane, wanted.popleft())
         finally:
+            self._finishing.pop()
             self._draining = inside
 
     def _dispatch_put_off(self) -> None:
