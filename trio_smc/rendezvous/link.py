@@ -13,29 +13,24 @@ peer that asks for replies faster than it takes them uses the reserve up and los
 
 Receives are posted in bulk and replenished in quarters of the queue.
 
-Link implements `trio_smc.datapath.channel.Channel`, and is the model of `states.link`.
+Link implements `trio_smc.datapath.channel.Channel`; its life is told in `link_life`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cdc import CDC_TYPE, MessageMissing
 from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.link_life import LinkLife, PeerPort, PeerQueuePair
 from trio_smc.rnic.verbs import Completion, Rnic, RnicError, WcOpcode, WcStatus
-from trio_smc.states.engine import Machine
-from trio_smc.states.link import LINK
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.group_host import GroupConnection
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["Link", "LinkConnection", "PeerPort", "PeerQueuePair"]
 
@@ -63,80 +58,18 @@ class LinkConnection(Protocol):
         """There is room in the send queue again."""
 
 
-class PeerPort(NamedTuple):
-    """An RNIC port of the peer."""
-
-    gid: bytes
-    mac: bytes
-
-
-class PeerQueuePair:
-    """The peer's end of a link: what SMC Accept, SMC Confirm or ADD LINK say of it."""
-
-    __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
-
-    def __init__(self, *, gid: bytes, mac: bytes, qp_number: int, mtu: int, psn: int) -> None:
-        self.gid = gid
-        self.mac = mac
-        self.qp_number = qp_number
-        self.mtu = mtu
-        self.psn = psn
-
-    @property
-    def port(self) -> PeerPort:
-        """The peer's RNIC port."""
-        return PeerPort(self.gid, self.mac)
-
-
-class Link:
-    """One link of a link group.
-
-    Attributes:
-      number: assigned by the server, unique within the group (RFC 7609, 3.5.1.5).
-      user_id, peer_user_id: 4-byte link user IDs, for display only.
-      peer: the peer's queue pair, once known.
-      users: the connections that send on this link.
-      empty_since: when the last of them went.
-      reason: why it fails, as the peer is told (A.3.4).
-      failing: whether it is failing or has failed, be its state DOWN yet or not.
-    """
+class Link(LinkLife):
+    """One link of a link group."""
 
     __slots__ = (
-        "_connection_of", "_echo", "_free", "_host", "_pending", "_post_send", "_post_write",
-        "_received",
-        "_replenish", "_since_signal", "_test_data", "_timer", "_waiting", "_wr_id",
-        "copies_on_post", "empty_since", "failing", "group", "heard",
-        "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id",
-        "users",
+        "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
+        "_replenish", "_since_signal", "_waiting", "_wr_id", "copies_on_post",
     )  # fmt: skip
 
     def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
         """Make the queue pair and take it to INIT.  Raises RnicError."""
-        self.group = group
-        self.number = number
-        self.rnic = rnic
+        super().__init__(group, number, rnic)
         self.copies_on_post = rnic.copies_on_post
-        self.pd = rnic.alloc_pd()
-        try:
-            self.qp = rnic.create_qp(self.pd)
-            try:
-                self.qp.to_init()
-            except BaseException:
-                self.qp.close()
-                raise
-        except BaseException:
-            self.pd.close()
-            raise
-        self.psn = secrets.randbits(24)
-        self.user_id = secrets.randbits(32)
-        self.peer_user_id = 0
-        self.peer: PeerQueuePair | None = None
-        self.heard = False
-        self.failing = False
-        self.reason = llc.DeleteLinkReason.LOST_PATH
-        self.users: dict[GroupConnection, None] = {}
-        self.empty_since = group.timers.now()
-        self.machine = Machine(LINK, self)
         self._connection_of = group.connections
         # What every message needs, looked up once.
         self._host = group.host
@@ -152,33 +85,7 @@ class Link:
         self._waiting: dict[LinkConnection, None] = {}
         self._received = 0
         self._replenish = max(1, rnic.receive_depth // 4)
-        self._timer: Timer | None = None
-        self._test_data = b""
-        self._echo = b""
         group.host.register(rnic, self.qp, self)
-
-    def __repr__(self) -> str:
-        return f"<Link {self.number} {self.state} on {self.rnic.name}>"
-
-    @property
-    def state(self) -> str:
-        """The link's state (`trio_smc.states.link`)."""
-        return self.machine.state
-
-    @property
-    def usable(self) -> bool:
-        """Whether more connections may send on it."""
-        return self.machine.state in ("ACTIVE", "TESTING") and not self.failing
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether LLC messages may be sent on it."""
-        return self.machine.state in ("ACTIVE", "TESTING", "LEAVING") and not self.failing
-
-    @property
-    def load(self) -> int:
-        """How many connections send on it."""
-        return len(self.users)
 
     @property
     def unacknowledged(self) -> bool:
@@ -317,103 +224,24 @@ class Link:
             LOGGER.info("%r failed: %s", self, _status_name(status))
             self.machine.send("failed")
 
-    # --- the link's life: actions and guards of states.link -------------------------------
-
-    def connect_queue_pair(self) -> None:
-        """To RTR with receives posted (RFC 7609, 3.5.1.3); the server's also to RTS."""
-        peer = self.peer
-        if peer is None:
-            raise RuntimeError("connect needs the peer's queue pair")
-        self.qp.to_rtr(
-            gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn, mtu=min(peer.mtu, self.rnic.mtu)
-        )
-        self.qp.post_receive(self.rnic.receive_depth)
-        if not self.group.client:
-            self.ready_to_send()
-
-    def ready_to_send(self) -> None:
-        """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
-        self.qp.to_rts(psn=self.psn)
-
-    def start_idle_timer(self) -> None:
-        """Look again after the test interval whether anything was heard."""
-        self.heard = False
-        self._restart_timer(self.group.test_interval, "idle_timer")
-
-    def test_interval_shortened(self) -> None:
-        """Do not wait out an interval that is longer than what is wanted now."""
-        if self.machine.state == "ACTIVE":
-            self._restart_timer(self.group.test_interval, "idle_timer")
-
-    def send_test_link(self) -> None:
-        """Probe an idle link (RFC 7609, 4.5.3)."""
-        self._test_data = os.urandom(16)
-        self._restart_timer(self.group.config.test_link_timeout, "test_timeout")
-        self.send_llc(llc.TestLink(user_data=self._test_data))
-
-    def on_test_reply_untrusted(self, message: llc.TestLink) -> None:
-        """Check the echoed data; raises ProtocolError when it differs (C.7.1)."""
-        if self.machine.state == "TESTING" and message.user_data != self._test_data:
-            raise ProtocolError("TEST LINK reply with other data")
-        self.machine.send("test_reply")
-
-    def answer_test(self) -> None:
-        """See `on_test_request`."""
-        self.send_llc(llc.TestLink(reply=True, user_data=self._echo))
-
-    def on_test_request(self, message: llc.TestLink) -> None:
-        """The peer's TEST LINK is answered at once (RFC 7609, 4.5.3)."""
-        self._echo = message.user_data
-        self.machine.send("test_request")
+    # --- actions of states.link, beside those of `LinkLife` --------------------------------
 
     def lose_connections(self) -> None:
         """The connections carry on over another link, if there is one (4.6)."""
         self.failing = True
         self.group.mover.link_lost(self)
 
-    def close_queue_pair(self) -> None:
-        """Free what the link has; connections are told by the group."""
-        self.failing = True
-        self.stop_timer()
-        self._waiting.clear()
-        self._pending.clear()
-        self.group.host.unregister(self.rnic, self.qp)
-        self.qp.close()
-
     def report_failure(self) -> None:
         """Tell the group, which decides what that means."""
         self.group.link_down(self)
 
-    def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers."""
-        observer = self.group.host.observer
-        if observer is not None:
-            observer.state(self, old, new, event)
-
-    def connect(self, peer: PeerQueuePair) -> None:
-        """Connect to the peer's queue pair.  Raises RnicError; the link is unusable then."""
-        self.peer = peer
-        self.machine.send("connect")
-
-    def close(self) -> None:
-        """End the link without asking anybody.  Idempotent; regions must be closed first."""
-        self.machine.send("delete")
-        self.pd.close()
-
-    def _restart_timer(self, seconds: float, event: str) -> None:
-        self.stop_timer()
-        self._timer = self.group.timers.call_later(seconds, lambda: self._timer_due(event))
-
-    def _timer_due(self, event: str) -> None:
-        if event == "test_timeout":
-            LOGGER.info("%r: TEST LINK was not answered", self)
-        self.machine.send(event)
-
-    def stop_timer(self) -> None:
-        """No test is due any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def close_queue_pair(self) -> None:
+        """Free what the link has; connections are told by the group."""
+        self.failing = True
+        self.group.mover.link_ends(self)
+        self._waiting.clear()
+        self._pending.clear()
+        super().close_queue_pair()
 
 
 def _status_name(status: int) -> str:

@@ -24,12 +24,10 @@ def dispatch_untrusted(group: LinkGroup, link: Link, data: bytes) -> None:
       ProtocolError: it breaks the rules; the link has to go (C.7.1).
     """
     message = llc.decode_untrusted(data)
-    if group.state == "GONE" or (link.failing and not _ends_group(message)):
-        return  # it came before the link failed, and nothing more can be exchanged there
     if link.state == "CONFIRMING" and not _may_come_first(message):
         raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
-    if link.state == "LEAVING" and group.client and isinstance(message, llc.AddLink):
-        LOGGER.info("%r: ADD LINK over a link that is being deleted is ignored", link)  # C.7.1
+    if _comes_too_late(group, link, message):
+        LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
         return
     match message:
         case llc.ConfirmLink():
@@ -56,6 +54,14 @@ def dispatch_untrusted(group: LinkGroup, link: Link, data: bytes) -> None:
 def _may_come_first(message: llc.Message) -> bool:
     """Whether a message may come on a link that is not confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
     return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or _ends_group(message)
+
+
+def _comes_too_late(group: LinkGroup, link: Link, message: llc.Message) -> bool:
+    """Whether it was sent over a link that is failing here, so that nothing can be exchanged
+    there, or offers a link over one that this client wants deleted (C.7.1)."""
+    if group.state == "GONE" or (link.failing and not _ends_group(message)):
+        return True
+    return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
 
 
 def _ends_group(message: llc.Message) -> bool:
