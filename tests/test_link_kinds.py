@@ -130,13 +130,14 @@ def test_c8_the_server_tries_again_when_its_timer_is_due() -> None:
 
 
 @pytest.mark.rfc("3.5.4/2", "3.5.5.1.3/5")
+@pytest.mark.parametrize("orderly", [False, True])
 @pytest.mark.parametrize("end", [0, 1])
-def test_an_operator_deletes_a_link(end: int) -> None:
-    """3.5.5.1.3, 3.5.5.1.4: orderly; and it does not come back by itself at once."""
+def test_an_operator_deletes_a_link(end: int, orderly: bool) -> None:
+    """3.5.5.1.3, 3.5.5.1.4: and it does not come back by itself at once."""
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)
         world.connect(client, server)
-        (client, server)[end].stack.view((client, server)[end].group).delete_link(2)
+        (client, server)[end].group.delete_link(2, orderly=orderly)
         world.settle()
         assert server.group.state == client.group.state == "SINGLE"
         assert list(server.group.links) == list(client.group.links) == [1]

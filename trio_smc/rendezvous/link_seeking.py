@@ -61,6 +61,7 @@ class LinkSeeking:
         self._held = True
         self._wanted = self._news
         self._delay = _LAST_RETRY
+        self.retry_later()
 
     def start(self) -> bool:
         """Begin ADD LINK, if one is wanted and can be had."""
