@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -68,6 +69,42 @@ async def test_connections_move_and_go_on() -> None:
             await check_talk(*pair)
             await pair[0].aclose()
             await pair[1].aclose()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+async def test_a_link_that_returns_gets_its_share_and_no_more(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "trio_smc.failover")
+    async with stacks(2) as (client, server, listener):
+        pairs = [await connect(client, listener) for _ in range(count)]
+        await until_used(client, {"c0", "c1"})
+        await client.drain_rnic("c1")
+        before = [stack.statistics().failovers for stack in (client, server)]
+        caplog.clear()
+        client.undrain_rnic("c1")
+        await until_used(client, {"c0", "c1"})
+        # Links that come and those that go are told in different orders on the two sides.
+        for stack in (client, server):
+            while _uneven(stack):  # noqa: ASYNC110
+                await trio.sleep(0.001)
+        after = [stack.statistics().failovers for stack in (client, server)]
+        moved = [late - early for early, late in zip(before, after, strict=True)]
+        assert min(moved) >= count // 2
+        assert max(moved) <= count
+        for each in (*client.link_groups, *server.link_groups):
+            assert sum(link.connections for link in each.links) == count
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("goes on over link" in line for line in said) == sum(moved)
+        for pair in pairs:
+            await check_talk(*pair)
+            await pair[0].aclose()
+            await pair[1].aclose()
+
+
+def _uneven(stack: Stack) -> bool:
+    loads = [link.connections for group in stack.link_groups for link in group.links]
+    return max(loads) - min(loads) > 1
 
 
 async def test_the_last_rnic_waits_for_its_connections() -> None:

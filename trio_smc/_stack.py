@@ -6,6 +6,7 @@ What users see of it; the work is done in `_stack_core`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["Stack", "stacks"]
+
+LOGGER = logging.getLogger("trio_smc.failover")
 
 _LOOK_AGAIN: Final = 0.5
 """Seconds after which a drain looks again whether a link group is needed."""
@@ -190,6 +193,8 @@ class Stack(StackCore):
                 # A group without connections may be busy with one that is just coming.
                 with trio.move_on_after(_LOOK_AGAIN):
                     await self.link_gone.park()
+            if self.rnic_set.is_drained(rnic):
+                LOGGER.info("%s is drained: no link uses it", name)
             await trio.lowlevel.checkpoint()
 
     def undrain_rnic(self, name: str) -> None:

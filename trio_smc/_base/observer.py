@@ -33,7 +33,8 @@ class Observer(Protocol):
         """An RDMA write of ``data`` was posted; the bytes must not be looked at later."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """A state machine changed its state."""
+        """A state machine changed its state.  ``event`` is "move" when a connection went from the
+        link ``old`` to the link ``new`` ("link 1", "link 2"; RFC 7609, 4.6)."""
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """A connection became SMC-R (None) or stays TCP; ``connection`` is None when it was

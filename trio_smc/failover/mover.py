@@ -61,12 +61,15 @@ class GroupMover:
         Without another link nothing is moved: the group ends its connections then (4.8.3).
         """
         self._departures.pop(link, None)
-        with contextlib.suppress(RnicError):
-            link.qp.to_err()
-        self._drain(link.rnic, link.qp)
+        self.link_ends(link)
+        connections = _connections(link)
         if self._group.links.for_llc(avoid=link) in (None, link):
+            if connections:
+                LOGGER.warning(
+                    "%r: no other link is left, %d connections end", link, len(connections)
+                )
             return
-        for connection in _connections(link):
+        for connection in connections:
             if not self._move(connection, link):
                 connection.links_lost()
 
@@ -102,6 +105,12 @@ class GroupMover:
             loads[link] += 1
             connection = movable[donor].pop()
             connection.hold(partial(self._rebalance, connection, donor, link))
+
+    def link_ends(self, link: Link) -> None:
+        """Take what the link still brought: the peer counts it as delivered."""
+        with contextlib.suppress(RnicError):
+            link.qp.to_err()
+        self._drain(link.rnic, link.qp)
 
     def catch_up(self, link: Link) -> None:
         """Take what has arrived on all links but this one: the peer knows of it already."""
