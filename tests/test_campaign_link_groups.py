@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.campaigns import link_groups
+from trio_smc.rendezvous.group_life import GroupLife
 from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rkeys import Rkeys
 
@@ -38,7 +38,7 @@ def _crash(self: Rkeys, *_: object) -> None:
     raise KeyError("link")
 
 
-def _deaf(self: LinkGroup) -> None:
+def _deaf(self: GroupLife) -> None:
     """Connections that nobody tells that their link is lost."""
 
 
@@ -52,7 +52,7 @@ def _no_tests(self: Link) -> None:
         (OwnRmbs, "close", _leak, "open are"),
         (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
         (Rkeys, "answer", _crash, "given up"),
-        (LinkGroup, "end_connections", _deaf, ""),
+        (GroupLife, "end_connections", _deaf, ""),
         (Link, "start_idle_timer", _no_tests, "the server"),
     ],
     ids=["leak", "stale RToken", "exception", "deaf connections", "no TEST LINK"],
