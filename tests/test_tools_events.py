@@ -26,6 +26,10 @@ async def until(events: EventStream, **wanted: object) -> StackEvent:
     raise AssertionError(f"no event with {wanted}")
 
 
+def is_observed(stack: Stack) -> bool:
+    return stack.observer is not None
+
+
 # --- the channel ---------------------------------------------------------------------------------
 
 
@@ -98,8 +102,8 @@ async def test_what_does_not_fit_is_dropped_and_counted() -> None:
 async def test_leaving_the_block_takes_the_observer_away() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
         with trio_smc.open_events(stack):
-            assert stack.observer is not None
-        assert stack.observer is None
+            assert is_observed(stack)
+        assert not is_observed(stack)
         with pytest.raises(ValueError, match="at least one"), trio_smc.open_events(stack, limit=0):
             pass
 
@@ -154,7 +158,7 @@ async def test_a_refused_connection_is_a_warning(caplog: pytest.LogCaptureFixtur
 
 async def test_nothing_observes_without_the_setting() -> None:
     async with trio_smc.open_stack(QUICK) as stack:
-        assert stack.observer is None
+        assert not is_observed(stack)
 
 
 # --- metrics -------------------------------------------------------------------------------------

@@ -127,6 +127,11 @@ class StackRnics:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self._discovery.unusable() or FallbackReason.OUT_OF_RESOURCES
 
+    @property
+    def table(self) -> PnetTable:
+        """The PNET table in use."""
+        return self._table
+
     # --- choice ----------------------------------------------------------------------------
 
     def usable(self, kind: str) -> list[Rnic]:

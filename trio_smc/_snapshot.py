@@ -132,6 +132,7 @@ class Snapshots:
             "gid": rnic.gid.hex(),
             "mac": rnic.mac.hex(),
             "mtu": 128 << rnic.mtu,
+            "pnet": [net for net, name in self._stack.rnic_set.table if name == rnic.name],
             "links": sum(
                 link.rnic is rnic for group in self._stack.link_groups for link in group.links
             ),

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["console", "fields", "print_json", "show", "size", "table"]
+__all__ = ["console", "fields", "least_width", "print_json", "show", "size", "table"]
 
 _PIPED_WIDTH: Final = 1000
 """Columns of output that nobody looks at directly: nothing is cut or wrapped."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP: Final = 1024
+_KINDS: Final = (">", "~")
 
 
 def print_json(value: Any) -> None:
@@ -39,7 +40,13 @@ def console() -> Console:
 def show(*parts: RenderableType) -> None:
     """Print tables and lines of text; piped ones without blanks at the ends of lines."""
     screen = console()
+    from rich.console import ConsoleDimensions
+
     if screen.is_terminal:
+        # What does not fit goes on in the terminal's next line, as with `ss`: half a port number
+        # in each of two lines of a cell helps nobody.
+        width = max(screen.width, *(least_width(part) for part in parts))
+        screen.size = ConsoleDimensions(width, screen.height)
         screen.print(*parts, sep="\n")
         return
     with screen.capture() as captured:
@@ -48,36 +55,49 @@ def show(*parts: RenderableType) -> None:
         print(line.rstrip())
 
 
+def least_width(part: RenderableType) -> int:
+    """Columns of a terminal that a table needs; a line of text needs none, it may be wrapped."""
+    if isinstance(part, str):
+        return 0
+    screen = console()
+    options = screen.options.update(width=_PIPED_WIDTH)
+    return screen.measure(part, options=options).minimum
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
     """A table without lines around it, as `ss` prints.
 
     Args:
-      columns: headings; one that begins with ">" is for numbers, aligned to the right.
+      columns: headings; one that begins with ">" is for numbers, aligned to the right, one that
+        begins with "~" for sentences, which may be wrapped.
       rows: cells; None is shown as "-".
       title: a line above it.
     """
     console()  # says what is missing
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[plain(cell) for cell in row] for row in rows]
     made = Table(box=None, pad_edge=False, title=Text(title) if title else None,
                  title_justify="left", title_style="bold")  # fmt: skip
-    for heading in columns:
-        number = heading.startswith(">")
+    for number, heading in enumerate(columns):
+        kind, name = (heading[0], heading[1:]) if heading[:1] in _KINDS else ("", heading)
+        widths = (cell_len(row[number]) for row in cells)
         made.add_column(
-            heading.removeprefix(">"),
-            justify="right" if number else "left",
-            no_wrap=number,
+            name,
+            justify="right" if kind == ">" else "left",
+            min_width=None if kind == "~" else max(cell_len(name), *widths, 0),
             overflow="fold",
         )
-    for row in rows:
-        made.add_row(*(Text(plain(cell)) for cell in row))
+    for row in cells:
+        made.add_row(*map(Text, row))
     return made
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> Table:
     """Names and values below each other, without headings."""
-    made = table(("name", "value"), pairs)
+    made = table(("name", "~value"), pairs)
     made.show_header = False
     return made
 

@@ -84,6 +84,7 @@ SHAPES: Final[dict[str, Any]] = {
             "gid": str,
             "mac": str,
             "mtu": int,
+            "pnet": [str],
             "links": int,
         }
     ],

@@ -283,7 +283,7 @@ def _plain(name: Any) -> tuple[str, int] | None:
 
 def _print(report: Report) -> None:
     rows = [[step.name, step.verdict, step.text] for step in report.steps]
-    parts: list[Any] = [table(("STEP", "", ""), rows), ""]
+    parts: list[Any] = [table(("STEP", "", "~"), rows), ""]
     fallback, server = report.fallback, report.server
     if report.mode == Mode.SMC_R:
         parts.append("SMC-R is used.")

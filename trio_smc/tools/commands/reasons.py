@@ -104,7 +104,7 @@ def _print_all(as_json: bool) -> None:
         return
     show(
         table(
-            ("REASON", "WORD SENT", "MEANING", "REMEDY"),
+            ("REASON", "WORD SENT", "~MEANING", "~REMEDY"),
             [list(each.values()) for each in reasons],
         ),
         "",

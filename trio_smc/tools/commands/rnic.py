@@ -26,7 +26,8 @@ the default, would use in a new process, and the RDMA devices of the machine wit
 GIDs and network interfaces, whether a stack can use them or not.
 
 An RNIC serves a connection when the route goes over one of the interfaces in NETDEVS, which
-are those of its GIDs and the VLANs and bonds on top of them.  The software RNIC (kind "software")
+are those of its GIDs, the VLANs and bonds on top of them, and those that the stack's PNET table
+(Config(pnet=...), docs/rnic.md) gives to it.  The software RNIC (kind "software")
 serves connections between processes of one host.
 
 What "auto" finds is found out by opening a stack for a moment, without a socket of its own.
@@ -108,11 +109,14 @@ def _print(found: dict[str, Any]) -> None:
 
 def _rnic(rnic: dict[str, Any], ports: dict[tuple[str, int], Port]) -> list[object]:
     port = ports.get((rnic["device"], rnic["port"]))
-    netdevs = " ".join(port.netdevs) if port else ""
+    netdevs = list(port.netdevs) if port else []
     if rnic["kind"] == "software":
-        netdevs = "this host"
+        netdevs = ["this host"]
+    netdevs += [f"{name} (PNET)" for name in rnic.get("pnet", ())]
     state = "drained" if rnic.get("drained") else "active" if rnic["port_active"] else "down"
-    return [rnic["name"], rnic["kind"], state, rnic["mtu"], gid(rnic["gid"]), rnic["mac"], netdevs]
+    address = gid(rnic["gid"])
+    names = ", ".join(netdevs)
+    return [rnic["name"], rnic["kind"], state, rnic["mtu"], address, rnic["mac"], names]
 
 
 def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
@@ -121,7 +125,7 @@ def _devices(ports: list[Port], pyverbs: bool) -> list[Any]:
     rows: list[list[object]] = []
     for port in ports:
         first: list[object] = [port.device, port.number, port.state, port.link_layer]
-        netdevs = " ".join(port.netdevs)
+        netdevs = ", ".join(port.netdevs)
         gids = [[g.index, g.value, g.kind, g.netdev] for g in port.gids] or [[None] * 4]
         for place, each in enumerate(gids):
             blank = place > 0

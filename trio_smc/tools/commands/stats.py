@@ -119,13 +119,20 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
         return
     # Fallbacks come last, and not every stack has the same.
     names = list(dict.fromkeys(name for _, flat in counted.values() for name in flat))
-    columns = ["COUNTER", *(f">PID {snapshot.pid}" for snapshot, _ in counted.values())]
+    columns = ["COUNTER", *(f">{name}" for name in _headings(counted))]
     rows: list[list[object]] = [["up", *(_time(each.uptime) for each, _ in counted.values())]]
     rows += [
-        [name, *(_value(name, flat.get(name, 0)) for _, flat in counted.values())]
-        for name in names
+        [name, *(_value(name, flat.get(name, 0)) for _, flat in counted.values())] for name in names
     ]
     show(table(columns, rows, title))
+
+
+def _headings(counted: _Counted) -> list[str]:
+    """By process, and by peer ID where a process has several stacks."""
+    pids = [pid for pid, _ in counted]
+    return [
+        f"PID {pid}" if pids.count(pid) == 1 else f"PID {pid} {stack}" for pid, stack in counted
+    ]
 
 
 def _value(name: str, value: int) -> str:

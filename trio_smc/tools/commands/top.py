@@ -14,7 +14,7 @@ from trio_smc.tools.options import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import console, show, size, table
+from trio_smc.tools.output import console, least_width, show, size, table
 from trio_smc.tools.words import address
 
 NAME = "top"
@@ -36,6 +36,9 @@ Exit codes: 0 (also after Ctrl-C), or 2 when no process answers.
 """
 
 _PARTS = ("statistics", "connections")
+# The last ones are left out where the terminal is narrow.
+_HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">SEND-Q",
+          ">RECV-Q", "STATE")  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +80,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _fitting(rows: list[list[object]]) -> Any:
+    """The table without as many of its last columns as the terminal has no room for."""
+    columns = len(_HEADS)
+    while True:
+        made = table(_HEADS[:columns], [row[:columns] for row in rows])
+        if columns == 1 or least_width(made) <= console().width:
+            return made
+        columns -= 1
+
+
 @dataclass(slots=True)
 class _Sample:
     """What all stacks said at one time."""
@@ -111,17 +124,15 @@ class _Sample:
                 for name in ("bytes_sent", "bytes_received", "writes", "window_stalls")
             )
             rows.append((sent + received, [
-                pid, each["state"], address(each["local"]), address(each["peer"]),
+                pid, address(each["local"]), address(each["peer"]),
                 f"{size(sent)}/s", f"{size(received)}/s", f"{writes:.0f}/s", f"{stalls:.0f}/s",
-                each["send_queue"], each["receive_queue"],
+                each["send_queue"], each["receive_queue"], each["state"],
             ]))  # fmt: skip
         rows.sort(key=lambda row: row[0], reverse=True)
-        heads = ("PID", "STATE", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS",
-                 ">SEND-Q", ">RECV-Q")  # fmt: skip
         shown = [row for _, row in rows[:lines]]
         hidden = len(rows) - len(shown)
         more = [f"... and {hidden} more (--lines)"] if hidden else []
-        return [self._totals(), "", table(heads, shown), *more]
+        return [self._totals(), "", _fitting(shown), *more]
 
     def _totals(self) -> str:
         smc = sum(each.statistics["open_connections"] for each in self.stacks)
