@@ -244,6 +244,27 @@ async def test_streams() -> None:
     assert not any(254 in each.kinds for each in others)
 
 
+async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
+    """`enable`: Trio's own listeners and streams."""
+    trio_smc.enable(STRICT)
+    try:
+        with Wire.open() as wire:
+            async with trio_smc.open_stack(STRICT) as stack:
+                [listener] = await trio.open_tcp_listeners(0, host=HOST)
+                port = listener.socket.getsockname()[1]
+                async with (
+                    listener,
+                    await trio.open_tcp_stream(HOST, port) as mine,
+                    await listener.accept() as other,
+                ):
+                    await check_talk(mine, other)
+                    assert stack.statistics().connections == 2
+            segments = wire.segments(port)
+    finally:
+        trio_smc.disable()
+    assert [e.flags for e in segments if 254 in e.kinds] == [SYN, SYN_ACK]
+
+
 async def test_peers_that_have_never_heard_of_it() -> None:
     """No byte of CLC is sent to a server, none expected of a client."""
     with Wire.open() as wire:

@@ -70,6 +70,7 @@ class SocketFace(FaceData):
         self.plain = plain
         self.stream = stream
         self._find_stack = find_stack
+        self._stack: Stack | None = None
         self._rdma = stream if isinstance(stream, RdmaStream) else None
         self._listener: SmcListener | None = None
         self._listening = _is_listening(plain)
@@ -169,11 +170,23 @@ class SocketFace(FaceData):
     async def bind(self, address: Any) -> None:
         """As `socket.socket.bind`."""
         await self.plain.bind(address)
+        with suppress(OSError):  # `accept` or `connect` says so
+            self._stack = await self._find_stack()
 
     def listen(self, backlog: int = min(stdlib_socket.SOMAXCONN, 128)) -> None:
-        """As `socket.socket.listen`; peers learn of it as soon as the stack comes to it."""
+        """As `socket.socket.listen`.
+
+        Peers learn of it at once when it was bound before, else as soon as a stack is found.
+        """
+        stack = self._stack if self._listener is None else None
+        if stack is not None and not stack.closing:
+            # Only before it listens can it be asked to answer the TCP option.
+            stack.offer_option(stack.config, self.plain)
         self.plain.listen(backlog)
         self._listening = True
+        if stack is not None and not stack.closing:
+            self._listener = SmcListener(stack, self.plain, stack.config)
+            return
         trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
 
     async def _publish(self) -> None:
