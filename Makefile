@@ -6,7 +6,8 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test lint types bench states ladders cli-page compliance campaigns clean ready-cli ready-dev ready-docs
+.PHONY: help demo example test lint types bench states ladders cli-page compliance campaigns docs docs-check clean \
+    ready-cli ready-dev ready-docs ready-browser
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
@@ -18,6 +19,8 @@ help:
 	@echo 'make states     write the state diagrams and tables into docs/states'
 	@echo 'make ladders    draw the ladder diagrams of docs/capture.md'
 	@echo 'make compliance write which tests hold what the RFC demands; ARGS=--check'
+	@echo 'make docs       build the pages into build/docs'
+	@echo 'make docs-check build them and look at each with a browser: links, pictures, no network'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
 	@echo 'make clean      remove .venv and everything built'
 
@@ -29,6 +32,9 @@ ready-dev:
 
 ready-docs:
 	@$(PYTHON) scripts/bootstrap.py dev dot redis-server tshark
+
+ready-browser:
+	@$(PYTHON) scripts/bootstrap.py dev dot chromium
 
 demo: ready-cli
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -63,6 +69,13 @@ compliance: ready-dev
 
 campaigns: ready-dev
 	@$(BIN)/python -m scripts.campaigns --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
+docs: ready-docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
+	@echo 'open build/docs/index.html'
+
+docs-check: ready-browser docs
+	@$(BIN)/python -m scripts.check_docs build/docs $(if $(SHOTS),--screenshots $(SHOTS))
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache \

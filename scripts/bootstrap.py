@@ -19,7 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 OLDEST = (3, 11)
-PACKAGE_OF = {"dot": "graphviz", "redis-server": "redis-server", "tshark": "tshark"}
+PACKAGE_OF = {
+    "chromium": "chromium",
+    "dot": "graphviz",
+    "redis-server": "redis-server",
+    "tshark": "tshark",
+}
 # What each set includes: a venv made for "dev" serves "cli" too.
 INCLUDED_IN = {"cli": ("cli", "dev"), "dev": ("dev",)}
 FAILED = 2

@@ -1,0 +1,177 @@
+"""Pages in Debian's chromium, without a window: opened, asked and photographed.
+
+The browser is driven by its own protocol (Chrome DevTools Protocol), JSON over a WebSocket.  It is
+started with a profile that is thrown away and without a way to the network; what a page asks for
+nevertheless is noted in `Page.requests`.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from trio_websocket import WebSocketConnection, open_websocket_url
+
+__all__ = ["Page", "open_page"]
+
+COMMAND: Final = "chromium"
+PATIENCE: Final = 60.0
+"""Seconds for the browser to start, and for each answer."""
+_LARGEST_ANSWER: Final = 64 * 1024 * 1024  # a screenshot of a long page
+_WIDTH, _HEIGHT = 1400, 900
+_OPTIONS: Final = (
+    "--headless=new",
+    "--remote-debugging-port=0",
+    f"--window-size={_WIDTH},{_HEIGHT}",
+    "--force-color-profile=srgb",
+    "--hide-scrollbars",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--no-default-browser-check",
+    # Nothing but this machine has a name or a way: a page that wants more fails, and is seen.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+
+
+class Page:
+    """One tab: what it asked for, what it complained of, and questions to it."""
+
+    def __init__(self, socket: WebSocketConnection) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._session: str | None = None
+        self.requests: list[str] = []
+        """Addresses that were asked for since the last `open`."""
+        self.complaints: list[str] = []
+        """What the page's scripts and the browser complained of since then."""
+        self._loaded = False
+
+    async def start(self) -> None:
+        """Make the tab."""
+        target = (await self._call("Target.createTarget", url="about:blank"))["targetId"]
+        attached = await self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            await self._call(f"{domain}.enable")
+
+    async def open(self, url: str) -> None:
+        """Go to an address, and wait until everything of it is there."""
+        self.requests, self.complaints, self._loaded = [], [], False
+        answer = await self._call("Page.navigate", url=url)
+        if "errorText" in answer:
+            self.complaints.append(answer["errorText"])
+            return
+        with trio.fail_after(PATIENCE):
+            while not self._loaded:
+                self._note(json.loads(await self._socket.get_message()))
+
+    async def ask(self, expression: str) -> Any:
+        """The value of a JavaScript expression, a promise's when it is one."""
+        answer = await self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in answer:
+            raise ValueError(f"{expression}: {answer['exceptionDetails']['text']}")
+        return answer["result"].get("value")
+
+    async def photograph(self, path: Path) -> None:
+        """Write a PNG of the whole page."""
+        height = await self.ask("document.documentElement.scrollHeight")
+        answer = await self._call(
+            "Page.captureScreenshot",
+            captureBeyondViewport=True,
+            clip={"x": 0, "y": 0, "width": _WIDTH, "height": height, "scale": 1},
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await trio.Path(path).write_bytes(base64.b64decode(answer["data"]))
+
+    async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        with trio.fail_after(PATIENCE):
+            await self._socket.send_message(json.dumps(message))
+            while True:
+                said = json.loads(await self._socket.get_message())
+                if said.get("id") == number:
+                    break
+                self._note(said)
+        if "error" in said:
+            raise ValueError(f"{method}: {said['error']['message']}")
+        result: dict[str, Any] = said["result"]
+        return result
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """An event of the tab."""
+        values = event.get("params", {})
+        match event.get("method"):
+            case "Network.requestWillBeSent":
+                self.requests.append(values["request"]["url"])
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Runtime.exceptionThrown":
+                self.complaints.append(values["exceptionDetails"]["text"])
+            case "Log.entryAdded" if values["entry"]["level"] == "error":
+                entry = values["entry"]
+                self.complaints.append(f"{entry['text']} {entry.get('url', '')}".rstrip())
+
+
+@asynccontextmanager
+async def open_page() -> AsyncIterator[Page]:
+    """A browser with one tab; raises FileNotFoundError where there is no chromium."""
+    program = shutil.which(COMMAND)
+    if program is None:
+        raise FileNotFoundError(f"{COMMAND} is not installed")
+    options = list(_OPTIONS)
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")  # its sandbox refuses to start as root
+    with tempfile.TemporaryDirectory(prefix="smc-browser-", ignore_cleanup_errors=True) as profile:
+        process = await trio.lowlevel.open_process(
+            [program, *options, f"--user-data-dir={profile}", "about:blank"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": profile},
+        )
+        try:
+            address = await _address(process, Path(profile) / "DevToolsActivePort")
+            async with open_websocket_url(address, max_message_size=_LARGEST_ANSWER) as socket:
+                page = Page(socket)
+                await page.start()
+                yield page
+        finally:
+            with trio.CancelScope(shield=True):
+                process.terminate()
+                with trio.move_on_after(10):
+                    await process.wait()
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+
+async def _address(process: trio.Process, told: Path) -> str:
+    """Where the browser listens: it writes that to a file of its profile."""
+    with trio.fail_after(PATIENCE):
+        while True:
+            if process.poll() is not None:
+                raise OSError(f"{COMMAND} ended with {process.returncode}")
+            lines = told.read_text().split("\n") if told.exists() else []
+            if len(lines) > 1:
+                return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
+            await trio.sleep(0.05)

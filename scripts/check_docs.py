@@ -1,0 +1,169 @@
+"""Look at the built pages as a reader does: `python -m scripts.check_docs DIRECTORY`.
+
+First without a browser, on every page: links and their anchors lead somewhere, pictures are there,
+nothing is loaded from the network.  Then in Debian's chromium, page by page: it renders, no script
+fails, every picture shows, nothing is wider than the window, and no request goes anywhere but to
+the directory.  At last the search finds something.
+
+    --screenshots DIR   also write a PNG of each page there
+    --no-browser        the first part only
+
+One line for each thing that is wrong; exit code 1 when there is one, 2 when there are no pages or
+no browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+import trio
+
+from scripts.browser import open_page
+
+# What a browser loads by itself; `a` it follows only when told to.
+_LOADED: Final = {"img": "src", "script": "src", "link": "href", "iframe": "src", "object": "data"}
+_SHORTEST: Final = 150
+"""Characters of the shortest page that says anything."""
+_LOOK: Final = """(() => {
+  const pictures = [...document.images, ...document.querySelectorAll("object")];
+  const room = document.documentElement;
+  return {
+    title: document.querySelector("h1")?.innerText ?? "",
+    text: (document.querySelector("article") ?? document.body).innerText.length,
+    styled: getComputedStyle(document.body).fontFamily.includes("sans-serif"),
+    broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src),
+    tiny: pictures.filter(i => i.getBoundingClientRect().width < 40 && i.offsetParent)
+                  .map(i => i.src ?? i.data),
+    over: room.scrollWidth - room.clientWidth,
+  };
+})()"""
+_FOUND: Final = """new Promise(resolve => {
+  const look = (left) => {
+    const found = document.querySelectorAll("#search-results li").length;
+    found || !left ? resolve(found) : setTimeout(look, 100, left - 1);
+  };
+  look(100);
+})"""
+
+
+@dataclass
+class Html:
+    """What a page has in it."""
+
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Html()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.found.ids.update(values[name] for name in ("id", "name") if name in values)
+        if tag == "a" and "href" in values:
+            self.found.links.append(values["href"])
+        elif tag in _LOADED and _LOADED[tag] in values:
+            self.found.loads.append(values[_LOADED[tag]])
+
+
+def read(path: Path) -> Html:
+    """The page in a file."""
+    reader = _Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader.found
+
+
+def wrong_links(directory: Path) -> list[str]:
+    """What is wrong with links and loads of all pages, a line each."""
+    directory = directory.resolve()
+    pages = {path: read(path) for path in sorted(directory.rglob("*.html"))}
+    wrong = []
+    for path, page in pages.items():
+        name = path.relative_to(directory)
+        for address in page.loads:
+            parts = urlsplit(address)
+            if parts.scheme not in ("", "data") or parts.netloc:
+                wrong.append(f"{name}: loads {address} from the network")
+        for address in dict.fromkeys([*page.links, *page.loads]):
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.is_file() or not target.is_relative_to(directory):
+                wrong.append(f"{name}: {address} leads nowhere")
+            elif parts.fragment and target in pages:
+                if unquote(parts.fragment) not in pages[target].ids:
+                    wrong.append(f"{name}: {address} has no such anchor")
+    return wrong
+
+
+async def wrong_looks(directory: Path, screenshots: Path | None) -> list[str]:
+    """What a browser sees that is wrong with the pages, a line each."""
+    directory = directory.resolve()
+    wrong = []
+    async with open_page() as page:
+        for path in sorted(directory.rglob("*.html")):
+            name = path.relative_to(directory)
+            await page.open(path.as_uri())
+            wrong += [f"{name}: {text}" for text in page.complaints]
+            wrong += [
+                f"{name}: asks for {address}"
+                for address in page.requests
+                if urlsplit(address).scheme not in ("file", "data", "blob")
+            ]
+            seen = await page.ask(_LOOK)
+            wrong += [f"{name}: {address} does not show" for address in seen["broken"]]
+            wrong += [f"{name}: {address} is too small to see" for address in seen["tiny"]]
+            if not seen["title"]:
+                wrong.append(f"{name}: no heading")
+            if seen["text"] < _SHORTEST and name.stem not in ("search", "genindex"):
+                wrong.append(f"{name}: only {seen['text']} characters of text")
+            if not seen["styled"]:
+                wrong.append(f"{name}: no style sheet")
+            if seen["over"] > 0:
+                wrong.append(f"{name}: {seen['over']} pixels wider than the window")
+            if screenshots is not None:
+                await page.photograph(screenshots / name.with_suffix(".png"))
+        search = directory / "search.html"
+        if search.exists():
+            await page.open(f"{search.as_uri()}?q=fallback")
+            if not await page.ask(_FOUND):
+                wrong.append("search.html: the search finds nothing")
+    return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description="look at the built pages as a reader does")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--screenshots", type=Path, metavar="DIR")
+    parser.add_argument("--no-browser", action="store_true")
+    options = parser.parse_args(arguments)
+    count = len(list(options.directory.rglob("*.html")))
+    if not count:
+        print(f"{options.directory} has no pages: make docs", file=sys.stderr)
+        return 2
+    wrong = wrong_links(options.directory)
+    if not options.no_browser:
+        try:
+            wrong += trio.run(wrong_looks, options.directory, options.screenshots)
+        except (OSError, trio.TooSlowError) as error:
+            print(f"the browser cannot be used: {error}", file=sys.stderr)
+            return 2
+    for line in wrong:
+        print(line)
+    print(f"{count} pages, {len(wrong)} things wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
