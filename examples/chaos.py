@@ -139,6 +139,8 @@ class Side:
         self.role = role
         self.process = process
         self.links: dict[str, Any] = {}
+        # The links there were when a fault struck here: some of them will go.
+        self.hit: list[int] = []
         self.port: int | None = None
         self.ready = False
         self.ended = False
@@ -253,8 +255,11 @@ class Chaos:
         self._say(f"{side.role}: {'; '.join(moments)}")
 
     def _on_struck(
-        self, side: Side, kind: str, rnic: str, number: int | None = None, must: bool = False
-    ) -> None:
+        self, side: Side, kind: str, rnic: str, ids: list[int], number: int | None = None,
+        must: bool = False,
+    ) -> None:  # fmt: skip
+        if kind not in HARMLESS:
+            side.hit = ids
         self._struck += 1
         self.result.faults[kind] += 1
         if kind == "not-placed" and number is not None:
@@ -287,8 +292,8 @@ class Chaos:
 
     # -- trouble -------------------------------------------------------------------------
 
-    def _whole(self, but: dict[str, Any] | None = None) -> bool:
-        """Whether both see the same usable links, as good as it gets, and not just these."""
+    def _whole(self) -> bool:
+        """Whether both see the same usable links, as good as it gets, and no fault is unnoticed."""
         a, b = (side.links for side in self._sides)
         if not a or not b:
             return False
@@ -298,11 +303,8 @@ class Chaos:
             and a["kind"] == b["kind"] == kind
             and a["links"] == b["links"] != []
             and not a["coming"] and not b["coming"]
-            and (but is None or all(each.links["ids"] != but[each.role] for each in self._sides))
+            and all(side.links["ids"] != side.hit for side in self._sides)
         )  # fmt: skip
-
-    def _ids(self) -> dict[str, list[int]]:
-        return {side.role: side.links["ids"] for side in self._sides}
 
     def _goes_on(self) -> bool:
         policy = self.policy
@@ -320,7 +322,7 @@ class Chaos:
         number = 0
         while self._goes_on():
             number += 1
-            before, links = self._ids(), len(self._sides[0].links["links"])
+            links = len(self._sides[0].links["links"])
             [kind] = self._rng.choices(kinds, list(self.policy.kinds.values()))
             target = self._target()
             begun = trio.current_time()
@@ -330,7 +332,7 @@ class Chaos:
             if during and self._rng.random() < 1 / during:
                 # With two links the other one must not fail too: only what comes in its place.
                 await self._strike_again(target if links < 3 else self._target())
-            if await self._until(lambda b=before: self._whole(b), WHOLE_WITHIN):  # type: ignore[misc]
+            if await self._until(self._whole, WHOLE_WITHIN):
                 self.result.recoveries.append(trio.current_time() - begun)
             else:
                 self.result.problems.append(
@@ -360,7 +362,7 @@ class Chaos:
 
     async def _stop(self, side: Side, seconds: float) -> None:
         """Stop a process for less than it takes its peer to give the links up."""
-        self._on_struck(side, "process-stop", f"the {side.role}")
+        self._on_struck(side, "process-stop", f"the {side.role}", [])
         side.process.send_signal(signal.SIGSTOP)
         try:
             await trio.sleep(seconds)

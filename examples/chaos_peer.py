@@ -8,10 +8,10 @@ It reads commands and says what happens, one JSON object per line; its controlle
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ import trio_smc
 from examples.chaos_load import Conversation, Wrong
 from examples.chaos_log import log_everything
 from trio_smc import Config, SmcStream, SoftRnic, Stack
-from trio_smc.rnic.faults import Fault, FaultPlan
+from trio_smc.rnic.faults import Fault, FaultPlan, Struck
 
+LOGGER = logging.getLogger("chaos")
 HOST = "127.0.0.1"
 PATIENCE = 60.0
 """Seconds after which a conversation counts as hung."""
@@ -71,7 +72,6 @@ class Peer:
     connections: int
     scale: int
     talking: dict[int, Conversation] = field(default_factory=dict)
-    told: Counter[str] = field(default_factory=Counter)
     met: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
     ended: trio.Event = field(default_factory=trio.Event)
     stopping: bool = False
@@ -136,8 +136,8 @@ class Peer:
         device = self.rnics[rnic]
         assert device.faults is not None
         if kind == "port-flap":
+            say(event="struck", kind=kind, rnic=device.name, ids=self.links()["ids"])
             device.fail()
-            say(event="struck", kind=kind, rnic=device.name)
             await trio.sleep(seconds)
             device.restore()
         else:
@@ -148,16 +148,16 @@ class Peer:
 
     def look(self, last: dict[str, Any]) -> dict[str, Any]:
         """Say what has changed in the link group; returns what was said."""
-        for device in self.rnics:
-            assert device.faults is not None
-            log = device.faults.log
-            for struck in log[self.told[device.name] :]:
-                number, must = self.met.get(struck.message or b"", (None, False))
-                say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must)
-            self.told[device.name] = len(log)
+        now = self.links()
+        if now != last:
+            say(event="links", **now)
+        return now
+
+    def links(self) -> dict[str, Any]:
+        """The link group as it is now."""
         groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
         links = [link for group in groups for link in group.links]
-        now = {
+        return {
             "groups": len(groups),
             "kind": groups[0].kind if groups else "none",
             "links": [link.number for link in links if link.state in USABLE],
@@ -165,9 +165,13 @@ class Peer:
             "ids": [link.user_id for link in links if link.state in USABLE],
             "coming": any(link.state not in USABLE for link in links),
         }
-        if now != last:
-            say(event="links", **now)
-        return now
+
+    def struck(self, device: SoftRnic, struck: Struck) -> None:
+        """A fault happens just now."""
+        number, must = self.met.get(struck.message or b"", (None, False))
+        LOGGER.info("%s on %s, connection %s: %r", struck.kind, device.name, number, struck.message)
+        say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
+            ids=self.links()["ids"])  # fmt: skip
 
     def concerns(self, message: bytes) -> bool:
         """Whether a fault may meet this message: it is a CDC message of a known conversation, and
@@ -249,6 +253,7 @@ async def main(
         for device in devices:
             assert device.faults is not None
             device.faults.concerns = peer.concerns
+            device.faults.on_struck = partial(peer.struck, device)
         port = None
         if role == "server":
             serve = partial(stack.serve, peer.serve, 0, host=HOST)

@@ -100,6 +100,7 @@ class FaultPlan:
 
     Attributes:
       log: what has happened, oldest first.
+      on_struck: told of each as it happens; it must not call the RNIC.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class FaultPlan:
         concerns: Callable[[bytes], bool] | None = None,
     ) -> None:
         self.log: list[Struck] = []
+        self.on_struck: Callable[[Struck], object] | None = None
         self.delay = delay
         self.flap = flap
         self.concerns = concerns
@@ -200,7 +202,10 @@ class FaultPlan:
 
     def note(self, kind: Fault, qp_num: int, message: bytes | None) -> None:
         """Add to `log`."""
-        self.log.append(Struck(self._requests, kind, qp_num, message))
+        struck = Struck(self._requests, kind, qp_num, message)
+        self.log.append(struck)
+        if self.on_struck is not None:
+            self.on_struck(struck)
 
     def meet(self, qp: FaultyQueuePair, message: bytes | None) -> Fault | None:
         """A request (a message, or a write) is about to be done: what happens to it?"""
