@@ -34,8 +34,8 @@ __all__ = [
 _PERIOD = 1 << 16
 _BYTES = bytes(random.Random(7609).randbytes(_PERIOD)) * 2
 _MOST = 16 * 1024
-SIZES = (1 << 14, SIZE, 4 * SIZE)
-"""Bytes of an RMB element: 255, four and one in an RMB."""
+SIZES = (1 << 16, SIZE, 4 * SIZE)
+"""Bytes of an RMB element: 64, four and one in an RMB."""
 
 
 class Trace:

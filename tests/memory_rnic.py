@@ -10,6 +10,7 @@ was not freed.
 from __future__ import annotations
 
 import errno
+import mmap
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
@@ -43,14 +44,24 @@ class PlainMemory(Memory):
     def __init__(self, size: int, fabric: Fabric) -> None:
         self.size = size
         self.fd = -1
-        self._bytes = bytearray(size)
+        # Costs nothing before it is written to.
+        self._bytes = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self._bytes)
         self._slices = []
         self._fabric = fabric
         fabric.held["memory"] += 1
 
     def zero(self, start: int, length: int) -> None:
-        self.view[start : start + length] = bytes(length)
+        end = start + length
+        first, last = (
+            -(-start // mmap.PAGESIZE) * mmap.PAGESIZE,
+            end // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if first < last:
+            self._bytes.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self.view[start:first] = bytes(first - start)
+            start = last
+        self.view[start:end] = bytes(end - start)
 
     def close(self) -> None:
         if self.size:
@@ -59,6 +70,7 @@ class PlainMemory(Memory):
                 piece.release()
             self._slices.clear()
             self.view.release()
+            self._bytes.close()
             self._fabric.held["memory"] -= 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory_rnic import Fabric, Fate, MemoryRnic, PlainQueuePair
+from tests.memory_rnic import Fabric, Fate, MemoryRnic, PlainMemory, PlainQueuePair
 from trio_smc.rnic.verbs import ProtectionDomain, QpState, RnicEvent, WcOpcode, WcStatus
 
 RECV = int(WcOpcode.RECV)
@@ -44,6 +44,16 @@ class Pair:
 
     def statuses(self) -> list[int]:
         return [each.status for each in self.rnics[0].poll()]
+
+
+@pytest.mark.parametrize("start", [0, 1, 4096, 5000])
+@pytest.mark.parametrize("length", [0, 1, 4000, 4096, 9000])
+def test_memory_is_zeroed_where_it_should_be(start: int, length: int) -> None:
+    memory = PlainMemory(16384, Fabric())
+    memory.view[:] = b"x" * 16384
+    memory.zero(start, length)
+    assert bytes(memory.view) == b"x" * start + bytes(length) + b"x" * (16384 - start - length)
+    memory.close()
 
 
 def test_order_is_kept_within_a_queue_pair_only() -> None:
