@@ -31,6 +31,7 @@ PATIENCE = 60.0
 LOOK_EVERY = 0.004
 USABLE = ("ACTIVE", "TESTING")
 _CDC = 0xFE
+_PRODUCER_FLAGS, _VALIDATION = 24, 0x08
 _CONNECTION_FLAGS = 25  # the byte of a CDC message with the flags of endings (RFC 7609, A.4)
 
 
@@ -183,7 +184,9 @@ class Peer:
             # Alert tokens are nobody's business but the protocol's, so nothing public has them.
             core = getattr(conversation.stream, "_core", None)
             if core is not None and core._peer_token == token:
-                self.met = {message: (number, not conversation.said_all)}
+                # A failover validation message carries nothing that could be missed.
+                validation = message[_PRODUCER_FLAGS] & _VALIDATION
+                self.met = {} if validation else {message: (number, not conversation.said_all)}
                 return True
         return False
 
