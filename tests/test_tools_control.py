@@ -166,6 +166,14 @@ async def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> No
         assert os.listdir(tmp_path) == []
 
 
+async def test_a_directory_may_be_deeper_than_a_socket_name_is_long(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    async with trio_smc.open_stack(Config(directory=deep)) as stack:
+        [snapshot] = await trio.to_thread.run_sync(take_snapshots, deep, ("rnics",))
+        assert snapshot.stack == stack.peer_id.hex()
+        assert [each["name"] for each in snapshot.rnics] == [each.name for each in stack.rnics]
+
+
 async def test_a_long_list_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trio_smc._snapshot.PIECE", 2)
     request = control.encode({"want": ["listeners"]})

@@ -70,7 +70,8 @@ class Config:
       pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
         an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
       directory: the user's private directory (mode 0700, owner checked): software RNICs,
-        same-host discovery.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.
+        same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
+        ``/tmp/trio-smc-UID``.
       discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
         TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
         "assume": every peer does; a listener looks at the first 4 bytes.  "tcp-option": only the

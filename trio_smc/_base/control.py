@@ -52,7 +52,7 @@ PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners"
 """What a client may want."""
 CAPTURE: Final = "capture"
 """What it may want alone, and gets until it leaves."""
-PIECE: Final = 100
+PIECE: Final = 25
 """Items of a list that go into one message; between two the stack does its own work."""
 REQUEST_LIMIT: Final = 4096
 """Bytes of a request, without the length."""

@@ -20,6 +20,8 @@ _PIPED_WIDTH: Final = 1000
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP: Final = 1024
 _KINDS: Final = (">", "~")
+_READABLE: Final = 20
+"""Columns that a sentence has at least."""
 
 
 def print_json(value: Any) -> None:
@@ -87,7 +89,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         made.add_column(
             name,
             justify="right" if kind == ">" else "left",
-            min_width=None if kind == "~" else max(cell_len(name), *widths, 0),
+            min_width=_READABLE if kind == "~" else max(cell_len(name), *widths, 0),
             overflow="fold",
         )
     for row in cells:
@@ -109,13 +111,7 @@ def plain(value: object) -> str:
     text = str(value)
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
-    )
-
-
-def _visible(character: str) -> str:
-    return character if character.isprintable() or character == "\n" else repr(character)[1:-1]
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def size(count: float) -> str:
