@@ -224,14 +224,20 @@ class GroupWorld(World):
             for side, name in ((self.client, "client"), (self.server, "server")):
                 side.stack.observer = Trace(name, self, write)
 
+    @property
+    def client_groups(self) -> list[LinkGroup]:
+        """The groups in the client's role, on both sides."""
+        return [group for side in self.sides for group in side.groups if group.client]
+
     def say(self, text: str) -> None:
         """Tell the trace."""
         if self._trace is not None:
             self._trace.say(text)
 
-    def open(self, size: int) -> Stream:
-        """A new connection; its rendezvous has only begun."""
-        stream = Stream(self.call(self.client, self.server, size=size), 77 * len(self.streams))
+    def open(self, size: int, *, reverse: bool = False) -> Stream:
+        """A new connection; its rendezvous has only begun.  ``reverse``: the server opens it."""
+        sides = (self.server, self.client) if reverse else (self.client, self.server)
+        stream = Stream(self.call(*sides, size=size), 77 * len(self.streams))
         self.streams.append(stream)
         return stream
 
@@ -320,13 +326,14 @@ def kind_of(group: LinkGroup) -> str:
 
 
 def is_sound(world: GroupWorld) -> bool:
-    """Whether there is one group, symmetric, whose links all work and which nobody is changing."""
+    """Whether there are groups, symmetric, whose links all work and which nobody is changing."""
     groups = [group for side in world.sides for group in side.groups]
-    if len(groups) != 2 or any(kind_of(group) != "symmetric" for group in groups):
+    if not groups or any(kind_of(group) != "symmetric" for group in groups):
         return False
     if any(group.exchanges.state != "IDLE" or group.deletion._asked for group in groups):
         return False
-    if _ends(groups[0], ours=True) != _ends(groups[1], ours=False):
+    ours = {_ends(group) for group in groups if group.client}
+    if ours != {_ends(group) for group in groups if not group.client}:
         return False
     for qp in world.queue_pairs():
         peer = qp.peer()
@@ -346,26 +353,28 @@ def is_sound(world: GroupWorld) -> bool:
 
 
 def partners(world: GroupWorld) -> list[tuple[LinkGroup, LinkGroup]]:
-    """The two halves of each link group; AssertionError when one has no other."""
-    halves = {_ends(group, ours=False): group for group in world.server.groups}
+    """The two halves of each link group, the client's first; AssertionError when one is alone."""
+    groups = [group for side in world.sides for group in side.groups]
+    halves = {_ends(group): group for group in groups if not group.client}
     pairs = []
-    for group in world.client.groups:
-        other = halves.pop(_ends(group, ours=True), None)
-        if other is None:
-            theirs = [_links(each) for each in world.server.groups]
-            raise AssertionError(f"the client has links {_links(group)}, the server {theirs}")
-        pairs.append((group, other))
+    for group in groups:
+        if group.client:
+            other = halves.pop(_ends(group), None)
+            if other is None:
+                theirs = [_links(each) for each in groups if not each.client]
+                raise AssertionError(f"the client has links {_links(group)}, the server {theirs}")
+            pairs.append((group, other))
     assert not halves, f"only the server has links {[_links(each) for each in halves.values()]}"
     return pairs
 
 
-def _ends(group: LinkGroup, *, ours: bool) -> frozenset[tuple[int, int, int]]:
+def _ends(group: LinkGroup) -> frozenset[tuple[int, int, int]]:
     """Number and queue pairs of each link, the client's first."""
     found = []
     for link in group.links.values():
         assert link.peer is not None, f"{link!r} has no peer"
         pair = (link.qp.qp_num, link.peer.qp_number)
-        found.append((link.number, *(pair if ours else pair[::-1])))
+        found.append((link.number, *(pair if group.client else pair[::-1])))
     return frozenset(found)
 
 

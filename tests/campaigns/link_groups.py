@@ -4,14 +4,14 @@
 
 50,000 cases are the whole, 20,000 schedules in two processes; fewer run proportionately fewer.
 
-A schedule is two stacks with 1-8 RNICs each and 50-400 steps.  A step moves one small thing: one
-request
-of one queue pair is done, one side looks at its completions, a handshake goes on, an application
-sends, receives, opens or closes.  Between them come, as far as the case has drawn them: requests
-that are lost, or whose acknowledgement is, or that are acknowledged and not placed; queue pairs
-that fail with or without the other side noticing; paths that are cut; ports that go down and
-return; RNICs that appear, fail, run out of queue pairs or memory, are drained and put back;
-operators who delete links and terminate groups; time that passes.  Then all is left to settle.
+A schedule is two stacks with 1-8 RNICs each and 50-400 steps.  A step moves one small thing: a few
+requests of one queue pair are done, one side looks at its completions, a handshake goes on, an
+application sends, receives, opens or closes.  Between them come, as far as the schedule has drawn
+them: requests that are lost, or whose acknowledgement is, or that are acknowledged and not placed;
+queue pairs that fail with or without the other side noticing; paths that are cut; ports that go
+down and return; RNICs that appear, fail, run out of queue pairs or memory, are drained and put
+back; operators who delete links and terminate groups; time that passes.  Then all is left to
+settle.
 
 What holds in every schedule:
 
@@ -122,6 +122,7 @@ class Case:
         most = rng.choice((1, 2, 2, 3, 8))
         least = 2 if self.gentle and most > 1 else 1
         self.rnics = (rng.randint(least, most), rng.randint(least, most))
+        self.both_ways = rng.random() < 0.15
         self.healed = False
         self._write = write
 
@@ -177,7 +178,8 @@ class Case:
 
     def _do_open(self) -> None:
         if len(self.world.streams) < 12:
-            self.world.open(self.rng.choice(SIZES))
+            reverse = self.both_ways and self.rng.random() < 0.5
+            self.world.open(self.rng.choice(SIZES), reverse=reverse)
 
     def _do_close(self) -> None:
         stream = self._stream()
@@ -370,7 +372,7 @@ class Case:
 
     def _note_ending(self) -> None:
         world = self.world
-        self.endings = [kind_of(group) for group in world.client.groups] or ["gone"]
+        self.endings = [kind_of(group) for group in world.client_groups] or ["gone"]
         if self.healed or not self.faults:
             rnics = [len(side.stack.usable_rnics("roce")) for side in world.sides]
             best = ("single", "asymmetric", "symmetric")[sum(count > 1 for count in rnics)]
