@@ -62,6 +62,8 @@ SETTINGS: dict[str, Any] = {
 # Seconds until a group counts as not whole again, an armed fault as having met nobody, and a
 # process as hung.
 WHOLE_WITHIN, MEETS_WITHIN, ENDS_WITHIN = 30.0, 1.0, 90.0
+# Seconds after which an operator would do something.
+PATIENCE = 1.0
 Show = Callable[[str], None]
 
 
@@ -94,6 +96,7 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     during_failover: int = 0
     missed: int = 0
+    replaced: int = 0
     conversations: Counter[str] = field(default_factory=Counter)
     resets: set[int] = field(default_factory=set)
     due: dict[int, bool] = field(default_factory=dict)
@@ -121,6 +124,7 @@ class Result:
             *rows,
             ("failures", f"{self.injected}, {self.during_failover} of them during a failover"),
             ("whole again after", f"{middle * 1e3:.0f} ms, {recoveries[-1] * 1e3:.0f} ms at most"),
+            ("RNICs taken out and in", str(self.replaced)),
             ("connections moved", str(self.failovers)),
             ("connections reset", f"{len(self.resets)}, {sum(self.due.values())} had to be"),
             ("connections ended", ", ".join(
@@ -332,13 +336,28 @@ class Chaos:
             if during and self._rng.random() < 1 / during:
                 # With two links the other one must not fail too: only what comes in its place.
                 await self._strike_again(target if links < 3 else self._target())
-            if await self._until(self._whole, WHOLE_WITHIN):
+            if await self._recovers(kind, target):
                 self.result.recoveries.append(trio.current_time() - begun)
             else:
                 self.result.problems.append(
                     f"after fault {self._struck} ({kind}) the group is not whole: {self._state()}"
                 )
                 return
+
+    async def _recovers(self, kind: str, target: tuple[Side, int]) -> bool:
+        """Wait until the group is whole again.
+
+        A link that fails while it is being added is tried again only after a while (RFC 7609,
+        C.8), or when an RNIC appears: that is done here.
+        """
+        silent = 2 * (SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"])
+        if await self._until(self._whole, PATIENCE + silent * (kind == "link-silent")):
+            return True
+        side, rnic = target
+        self.result.replaced += 1
+        self._say(f"{side.role}-{rnic} is taken out and put back")
+        await side.tell("replace", rnic=rnic)
+        return await self._until(self._whole, WHOLE_WITHIN)
 
     def _target(self) -> tuple[Side, int]:
         return self._rng.choice(self._sides), self._rng.randrange(self.policy.rnics)

@@ -147,6 +147,11 @@ class Peer:
             except ValueError as error:
                 say(event="missed", kind=kind, why=str(error))
 
+    async def replace(self, name: str) -> None:
+        """Take an RNIC out and put it back, as an operator would."""
+        await self.stack.drain_rnic(name)
+        self.stack.undrain_rnic(name)
+
     def look(self, last: dict[str, Any]) -> dict[str, Any]:
         """Say what has changed in the link group; returns what was said."""
         now = self.links()
@@ -213,6 +218,8 @@ class Peer:
                                 nursery.start_soon(self.keep_talking, command["port"], lane)
                         case "strike":
                             nursery.start_soon(partial(self.strike, **command))
+                        case "replace":
+                            nursery.start_soon(self.replace, self.rnics[command["rnic"]].name)
                         case "disarm":
                             for rnic in self.rnics:
                                 assert rnic.faults is not None
