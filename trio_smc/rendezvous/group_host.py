@@ -74,6 +74,9 @@ class Mover(Protocol):
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: connections may be spread anew."""
 
+    def link_ends(self, link: Link) -> None:
+        """Take what the link still brought; its queue pair is closed next."""
+
     def catch_up(self, link: Link) -> None:
         """Take what has arrived on all links but this one."""
 
@@ -93,6 +96,9 @@ class NoMover:
         done()
 
     def link_ready(self, link: Link) -> None:
+        pass
+
+    def link_ends(self, link: Link) -> None:
         pass
 
     def catch_up(self, link: Link) -> None:
