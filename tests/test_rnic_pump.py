@@ -222,6 +222,28 @@ class TestDispatch:
             assert pump.drain()
         assert seen == [False, False]
 
+    async def test_draining_a_queue_pair_within_a_drain_of_it(
+        self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        """What the outer call has found and not handed out yet is not overlooked."""
+        a, b = ends
+        async with running(*rnics) as pump:
+            seen: list[bytes | None] = []
+            at_once: list[bytes | None] = []
+
+            class Nested:
+                def on_completion(self, completion: Completion) -> None:
+                    seen.append(completion.data)
+                    if len(seen) == 1:
+                        pump.drain_queue_pair(b.rnic, b.qp)
+                        at_once.extend(seen)
+
+            pump.register(b.rnic, b.qp, Nested())
+            for text in (b"1", b"2", b"3"):
+                a.qp.post_send(1, text, signaled=False)
+            pump.drain_queue_pair(b.rnic, b.qp)
+            assert at_once == seen == [b"1", b"2", b"3"]
+
     def test_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
         with pytest.raises(ValueError, match="does not belong"):
             Sink(Pump(spin=0), ends[0])
