@@ -15,7 +15,7 @@ import trio_smc
 
 project = "trio_smc"
 author = "trio_smc maintainers"
-copyright = author  # noqa: A001  # Sphinx's name
+copyright = author
 version = release = trio_smc.__version__
 language = "en"
 

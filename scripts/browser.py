@@ -150,7 +150,7 @@ async def open_page() -> AsyncIterator[Page]:
             env={**os.environ, "HOME": profile},
         )
         try:
-            address = await _address(process, Path(profile) / "DevToolsActivePort")
+            address = await _address(process, trio.Path(profile) / "DevToolsActivePort")
             async with open_websocket_url(address, max_message_size=_LARGEST_ANSWER) as socket:
                 page = Page(socket)
                 await page.start()
@@ -165,13 +165,13 @@ async def open_page() -> AsyncIterator[Page]:
                     await process.wait()
 
 
-async def _address(process: trio.Process, told: Path) -> str:
+async def _address(process: trio.Process, told: trio.Path) -> str:
     """Where the browser listens: it writes that to a file of its profile."""
     with trio.fail_after(PATIENCE):
         while True:
             if process.poll() is not None:
                 raise OSError(f"{COMMAND} ended with {process.returncode}")
-            lines = told.read_text().split("\n") if told.exists() else []
+            lines = (await told.read_text()).split("\n") if await told.exists() else []
             if len(lines) > 1:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
             await trio.sleep(0.05)

@@ -100,15 +100,17 @@ def wrong_links(directory: Path) -> list[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file() or not target.is_relative_to(directory):
                 wrong.append(f"{name}: {address} leads nowhere")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].ids:
-                    wrong.append(f"{name}: {address} has no such anchor")
+            elif (
+                target in pages
+                and parts.fragment
+                and unquote(parts.fragment) not in pages[target].ids
+            ):
+                wrong.append(f"{name}: {address} has no such anchor")
     return wrong
 
 
 async def wrong_looks(directory: Path, screenshots: Path | None) -> list[str]:
     """What a browser sees that is wrong with the pages, a line each."""
-    directory = directory.resolve()
     wrong = []
     async with open_page() as page:
         for path in sorted(directory.rglob("*.html")):
@@ -155,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = wrong_links(options.directory)
     if not options.no_browser:
         try:
-            wrong += trio.run(wrong_looks, options.directory, options.screenshots)
+            wrong += trio.run(wrong_looks, options.directory.resolve(), options.screenshots)
         except (OSError, trio.TooSlowError) as error:
             print(f"the browser cannot be used: {error}", file=sys.stderr)
             return 2
