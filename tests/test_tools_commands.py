@@ -12,7 +12,7 @@ import trio
 
 import trio_smc
 from tests.api_peers import plain_server
-from tests.tools_processes import LIMIT, command, command_here, one_line, running
+from tests.tools_processes import LIMIT, command, command_here, one_line, quick_command, running
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.tools import output
@@ -22,7 +22,7 @@ from trio_smc.tools import output
 
 async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
     async with running("pair") as peer:
-        [stack] = (await command("ss", "--json")).json
+        [stack] = (await quick_command("ss", "--json")).json
         assert stack["pid"] == peer.pid
         assert stack["listeners"] == [["127.0.0.1", peer.told["port"]]]
         server, client, plain = sorted(
@@ -94,9 +94,9 @@ def test_without_rich_there_is_json_only(
 
 async def test_several_processes_are_told_apart() -> None:
     async with running("server") as one, running("server") as two:
-        both = (await command("ss", "--json")).json
+        both = (await quick_command("ss", "--json")).json
         assert [each["pid"] for each in both] == sorted((one.pid, two.pid))
-        [single] = (await command("ss", "--json", "--pid", two.pid)).json
+        [single] = (await quick_command("ss", "--json", "--pid", two.pid)).json
         assert (single["pid"], single["listeners"][0][1]) == (two.pid, two.told["port"])
 
 
@@ -113,7 +113,7 @@ async def test_a_default_stack_answers_too() -> None:
 
 async def test_lg_shows_both_roles_of_a_process_that_talks_to_itself() -> None:
     async with running("pair") as peer:
-        [stack] = (await command("lg", "--json")).json
+        [stack] = (await quick_command("lg", "--json")).json
         server, client = sorted(stack["link_groups"], key=lambda group: str(group["role"]))[::-1]
         assert (server["role"], client["role"]) == ("server", "client")
         assert server["peer_id"] == client["peer_id"] == stack["stack"]
@@ -122,36 +122,38 @@ async def test_lg_shows_both_roles_of_a_process_that_talks_to_itself() -> None:
         assert link["user_id"] == other["peer_user_id"]
         [rmb] = server["rmbs"]
         assert (rmb["element_size"], rmb["in_use"]) == (16384, 1)
-        rows = (await command("lg", "--pid", peer.pid)).rows()[1:]
+        rows = (await quick_command("lg", "--pid", peer.pid)).rows()[1:]
         assert sorted(row[2] for row in rows) == ["client", "server"]
         assert {" ".join(row[-6:]) for row in rows} == {f"1 of {rmb['elements']} × 16.0 KiB"}
 
 
 async def test_rnic_with_and_without_a_process() -> None:
-    alone = (await command("rnic", "--json")).json
+    alone = (await quick_command("rnic", "--json")).json
     assert alone["stacks"] == []
     assert [each["name"] for each in alone["auto"] if each["kind"] == "software"] == ["soft0"]
-    assert "RNICs of running stacks" not in (await command("rnic")).out
+    assert "RNICs of running stacks" not in (await quick_command("rnic")).out
     async with running("pair") as peer:
-        found = (await command("rnic", "--json", "--pid", peer.pid)).json
+        found = (await quick_command("rnic", "--json", "--pid", peer.pid)).json
         assert found.keys() == {"stacks"}
         [stack] = found["stacks"]
         assert [(each["name"], each["links"]) for each in stack["rnics"]] == [("soft0", 2)]
-        text = (await command("rnic")).out
+        text = (await quick_command("rnic")).out
         assert text.index("RNICs of running stacks") < text.index('What "auto" finds')
 
 
 async def test_stats_since_the_start_and_of_an_interval() -> None:
     async with running("pair"):
-        [stack] = (await command("stats", "--json")).json
+        [stack] = (await quick_command("stats", "--json")).json
         counters = stack["counters"]
         assert counters["connections"] == counters["open_connections"] == 2
         assert counters["bytes_sent"] == counters["bytes_received"] == 1700
         assert counters["fallbacks"] == counters["local:_peer-not-capable"] == 1
-        [added] = (await command("stats", "--json", "--interval", "0.05", "--count", "1")).json
+        [added] = (
+            await quick_command("stats", "--json", "--interval", "0.05", "--count", "1")
+        ).json
         assert added["counters"]["open_connections"] == 2
         assert added["counters"]["bytes_sent"] == added["counters"]["fallbacks"] == 0
-        rows = (await command("stats")).rows()
+        rows = (await quick_command("stats")).rows()
         assert ["bytes", "sent", "1.7", "KiB"] in rows
         assert ["local:", "peer-not-capable", "1"] in rows
 
@@ -189,7 +191,7 @@ async def test_check_of_a_server_that_speaks_smc_r() -> None:
 async def test_check_of_a_server_that_does_not() -> None:
     async with plain_server() as listener:
         port = listener.socket.getsockname()[1]
-        done = await command("check", "127.0.0.1", port)
+        done = await quick_command("check", "127.0.0.1", port)
     assert (done.code, done.err) == (1, "")
     expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
     assert f"SMC-R is not used: {expected.message}." in done.out
@@ -211,7 +213,7 @@ async def test_check_names_what_the_server_declined_for() -> None:
 
         nursery.start_soon(refuse)
         port = listener.socket.getsockname()[1]
-        done = await command("check", "127.0.0.1", port, "--discovery", "assume")
+        done = await quick_command("check", "127.0.0.1", port, "--discovery", "assume")
     assert done.code == 1
     assert "received Decline, diagnosis 0x03070000 prefix-mismatch" in done.out
     assert "prefix-mismatch, decided by the server" in done.out
@@ -222,7 +224,7 @@ async def test_check_names_what_the_server_declined_for() -> None:
 async def test_check_without_a_server() -> None:
     with trio.socket.socket() as sock:
         await sock.bind(("127.0.0.1", 0))
-        done = await command("check", "127.0.0.1", sock.getsockname()[1])
+        done = await quick_command("check", "127.0.0.1", sock.getsockname()[1])
     assert done.code == 1
     assert "Connection refused" in done.out
     assert "No connection came about.\n" in done.out
@@ -232,15 +234,15 @@ async def test_check_without_a_server() -> None:
 
 
 async def test_reasons_explains_all_of_them() -> None:
-    everything = (await command("reasons", "--json")).json
+    everything = (await quick_command("reasons", "--json")).json
     assert [each["reason"] for each in everything["reasons"]] == list(FallbackReason)
     assert [int(each["word"], 0) for each in everything["words"]] == list(Diagnosis)
-    text = (await command("reasons")).out
+    text = (await quick_command("reasons")).out
     for reason in FallbackReason:
         assert Fallback.local(reason).remedy in text
-    one = (await command("reasons", "0x03030000", "--json")).json
+    one = (await quick_command("reasons", "0x03030000", "--json")).json
     assert (one["name"], one["reason"]) == ("no-device", "no-rnic")
-    assert (await command("reasons", "RNIC_DOWN", "--json")).json["reason"] == "rnic-down"
+    assert (await quick_command("reasons", "RNIC_DOWN", "--json")).json["reason"] == "rnic-down"
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -272,13 +274,13 @@ def test_one_line_and_code_2(
 
 
 async def test_a_process_that_has_no_stack() -> None:
-    assert "has no stack in" in one_line(await command("ss", "--pid", os.getpid()))
+    assert "has no stack in" in one_line(await quick_command("ss", "--pid", os.getpid()))
 
 
 async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
     async with running("off") as peer:
         assert not (runtime_directory / "trio-smc" / "control").exists()
-        assert "Config(control=False)" in one_line(await command("ss", "--pid", peer.pid))
+        assert "Config(control=False)" in one_line(await quick_command("ss", "--pid", peer.pid))
 
 
 async def test_a_process_whose_loop_stands_still(

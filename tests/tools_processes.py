@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -84,7 +85,7 @@ class Done:
 
 
 async def command(*arguments: object) -> Done:
-    """Run `trio-smc`."""
+    """Run `trio-smc` as a process."""
     with trio.fail_after(LIMIT):
         done = await trio.run_process(
             [sys.executable, "-W", "error", "-m", "trio_smc.tools", *map(str, arguments)],
@@ -94,6 +95,17 @@ async def command(*arguments: object) -> Done:
             check=False,
         )
     return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+async def quick_command(*arguments: object) -> Done:
+    """Run `trio-smc` in a thread of this process, which takes a tenth of the time."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        trio.fail_after(LIMIT),
+    ):
+        code = await trio.to_thread.run_sync(main, list(map(str, arguments)))
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
