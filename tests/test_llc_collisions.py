@@ -5,6 +5,7 @@ Every test runs in no time at all unless it says otherwise: nothing waits for a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.link_group_world import known, registered
 from tests.rendezvous_pair import SIZE, World, exchange
 from tests.test_llc_timeouts import Stage
-from trio_smc.rendezvous import llc
+from trio_smc.rendezvous import llc, own_rmbs
 
 BIG = 4 * SIZE
 
@@ -256,6 +257,48 @@ def test_an_asymmetric_link_does_not_count(world: World) -> None:
     world.settle()
     assert stage.server.group.kind == "symmetric"
     assert len(stage.links()) == 2
+
+
+@pytest.mark.rfc("2.2.2/2", "2.2.2/3", "2.2.2/4", "2.2.2/6", "2.2.2/7", "A.3.1/5")
+@pytest.mark.parametrize("limit", [2, 3, 8])
+def test_a_clients_limit_does_not_exceed_its_servers(world: World, limit: int) -> None:
+    stage = Stage(world, (4, 4), connect=False)
+    seen: list[llc.ConfirmLink] = []
+
+    def lower(message: llc.ConfirmLink) -> llc.Message:
+        seen.append(message)
+        return dataclasses.replace(message, max_links=limit)
+
+    def note(message: llc.ConfirmLink) -> llc.Message:
+        seen.append(message)
+        return message
+
+    stage.wire.change("S1 CONFIRM_LINK", lower)
+    stage.wire.change("C1 CONFIRM_LINK reply", note)
+    world.finish()
+    request, reply = seen
+    assert 2 <= request.max_links <= 8
+    assert 2 <= reply.max_links <= limit
+    assert stage.client.group.setup.max_links == stage.server.group.setup.max_links == limit
+    world.settle()
+    assert len(stage.links()) == min(limit, 4)
+
+
+@pytest.mark.rfc("3.5.3/2", "3.5.3/3")
+def test_two_groups_share_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without room for RMBs opens a second group with the same client."""
+    monkeypatch.setattr(own_rmbs, "MAX_RMBS", 2)
+    client, server = world.side(rnics=2), world.side(rnics=2)
+    for _ in range(3):
+        world.connect(client, server, size=BIG)
+    for side in (client, server):
+        first, second = side.groups
+        assert not {link.qp.qp_num for link in first.links.values()} & {
+            link.qp.qp_num for link in second.links.values()
+        }
+        assert not set(first.own_rmbs.pool.rmbs) & set(second.own_rmbs.pool.rmbs)
+        memories = [rmb.memory for group in side.groups for rmb in group.own_rmbs.pool.rmbs]
+        assert len(memories) == len(set(map(id, memories)))
 
 
 @pytest.mark.rfc("2.3/2", "2.3/3", "4.6/1", "3.5.5.1.4/1")

@@ -416,7 +416,7 @@ def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() 
 # --- limits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("3.5.3/1", "3.5.3/2", "3.5.3/3", "2.2.3/3")
+@pytest.mark.rfc("3.5.3/1", "2.2.3/3")
 def test_a_server_with_all_its_rmbs_opens_a_parallel_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
