@@ -1,0 +1,315 @@
+"""Makes the lab: a kernel for QEMU guests, from Debian packages only.
+
+    python -m tests.lab.setup
+
+Everything lies in ``$XDG_CACHE_HOME/trio-smc-lab`` (else ``~/.cache/trio-smc-lab``); nothing is
+installed but the packages that `PACKAGES` names.  A second run does nothing.
+
+The kernel is Debian's own binary.  One module is built again: `net/smc`, whose SMC-R version 1
+takes RoCE v1 GIDs alone, of which soft-RoCE has none.  `relax` makes it take soft-RoCE's GIDs too
+while its parameter ``lab_gids`` is set; nothing else of the peer is touched.  docs/interop.md says
+it in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+__all__ = ["KERNEL", "LabError", "cache_directory", "make", "relax"]
+
+SERIES: Final = "6.12"
+COMPILER: Final = "gcc-12"
+"""What Debian's kernel packages of this release are built with, and ask for."""
+PACKAGES: Final = {
+    "qemu-system-x86_64": ("qemu-system-x86", "seabios"),
+    "/bin/busybox": ("busybox-static",),
+    "depmod": ("kmod",),
+    "cpio": ("cpio",),
+    "make": ("make",),
+    COMPILER: (COMPILER, "libc6-dev"),
+    "bc": ("bc",),
+    "rdma": ("iproute2", "rdma-core", "ibverbs-providers"),
+    "/usr/share/doc/libelf-dev": ("libelf-dev",),
+    "/usr/lib/python3/dist-packages/pyverbs": ("python3-pyverbs",),
+    "tshark": ("tshark",),
+}
+"""What must be there, and the packages that have it."""
+FOR_BOOT: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "virtio_rng")
+MODULES: Final = (
+    *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",
+    "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem",
+)  # fmt: skip
+KERNEL: Final = "kernel"
+"""The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version."""
+_HERE = Path(__file__).resolve().parent
+
+
+class LabError(Exception):
+    """The lab cannot be made here; the text says why."""
+
+
+def cache_directory() -> Path:
+    """Where the lab lies."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "trio-smc-lab"
+
+
+def make() -> Path:
+    """Return the kernel's directory, made now unless it is there.  Raises LabError."""
+    cache = cache_directory()
+    stamp = cache / KERNEL / "made-by"
+    inputs = (Path(__file__), _HERE / "early-init.sh")
+    mark = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    install_packages()
+    if stamp.exists() and stamp.read_text() == mark:
+        return stamp.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as name:
+        work = Path(name)
+        made = lay_out_kernel(cache, work)
+        build_smc(cache, work, made)
+        make_initrd(work, made)
+        (made / "made-by").write_text(mark)
+        shutil.rmtree(cache / KERNEL, ignore_errors=True)
+        made.rename(cache / KERNEL)
+    return cache / KERNEL
+
+
+def install_packages() -> None:
+    """Have apt install what is missing."""
+    missing = [
+        package
+        for needed, packages in PACKAGES.items()
+        if not (Path(needed).exists() if needed[0] == "/" else shutil.which(needed))
+        for package in packages
+    ]
+    if not missing:
+        return
+    line = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *missing]
+    if os.geteuid() != 0:
+        line = ["sudo", "-n", *line]
+    say("installing " + " ".join(missing))
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    refresh = [*line[: line.index("install")], "update", "-q"]
+    for attempt in (line, refresh, line):
+        try:
+            done = subprocess.run(attempt, env=environment, capture_output=True, check=False)
+        except FileNotFoundError as missing_command:
+            raise LabError(f"the lab needs Debian's apt: {missing_command}") from missing_command
+        if attempt is line and not done.returncode:
+            return
+    raise LabError(f"this failed: {' '.join(line)}\n{done.stderr.decode(errors='replace')}")
+
+
+# --- the kernel ---------------------------------------------------------------------------------
+
+
+def lay_out_kernel(cache: Path, work: Path) -> Path:
+    """Debian's kernel image and the modules that guests load."""
+    release = kernel_release()
+    image = work / "image"
+    unpack(fetch(cache, f"linux-image-{release}"), image)
+    made = work / "made"
+    modules = made / "lib" / "modules" / release
+    modules.mkdir(parents=True)
+    shutil.copy(image / "boot" / f"vmlinuz-{release}", made / "vmlinuz")
+    (made / "version").write_text(release)
+    run("depmod", "-b", image, release)
+    source = image / "lib" / "modules" / release
+    for path in closure(image, release, MODULES):
+        target = modules / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".xz":
+            target.with_suffix("").write_bytes(lzma.decompress(path.read_bytes()))
+        else:
+            shutil.copy(path, target)
+    for listing in source.glob("modules.builtin*"):
+        shutil.copy(listing, modules)
+    shutil.copy(source / "modules.order", modules)
+    run("depmod", "-b", made, release)
+    return made
+
+
+def kernel_release() -> str:
+    """The newest release of the series that apt offers, as in "6.12.117+deb12-amd64"."""
+    shown = run("apt-cache", "depends", f"linux-image-{SERIES}-amd64", check=False)
+    found = re.search(r"Depends: linux-image-(\S+-amd64)$", shown, re.MULTILINE)
+    if found is None:
+        raise LabError(f"apt has no linux-image-{SERIES}-amd64; is apt-get update needed?")
+    return found[1]
+
+
+def closure(root: Path, release: str, names: Sequence[str]) -> list[Path]:
+    """The files of modules and all they need, in the order of loading."""
+    found: dict[Path, None] = {}
+    for name in names:
+        for line in run("modprobe", "-d", root, "-S", release, "--show-depends", name).splitlines():
+            if line.startswith("insmod "):
+                found[Path(os.path.normpath(line.split()[1]))] = None
+    return list(found)
+
+
+def make_initrd(work: Path, made: Path) -> None:
+    """Busybox, the modules that reach the host's files, and `early-init.sh`."""
+    release = (made / "version").read_text()
+    root = work / "initrd"
+    for name in ("bin", "dev", "proc", "sys", "modules", "host", "over", "root"):
+        (root / name).mkdir(parents=True)
+    shutil.copy("/bin/busybox", root / "bin" / "busybox")
+    order = []
+    for path in closure(made, release, FOR_BOOT):
+        shutil.copy(path, root / "modules")
+        order.append(path.name)
+    (root / "modules" / "order").write_text("\n".join(order) + "\n")
+    shutil.copy(_HERE / "early-init.sh", root / "init")
+    (root / "init").chmod(0o755)
+    pack = "find . | cpio --quiet -o -H newc -R 0:0 | gzip -1"
+    with open(made / "initrd.gz", "wb") as file:
+        subprocess.run(["sh", "-c", pack], cwd=root, stdout=file, check=True)
+
+
+# --- the module ---------------------------------------------------------------------------------
+
+_SWITCH: Final = """
+static bool lab_gids;
+module_param(lab_gids, bool, 0644);
+MODULE_PARM_DESC(lab_gids, "SMC-Rv1 over RoCE v2 GIDs of IPv4 addresses, for soft-RoCE");
+
+static bool lab_takes(const struct ib_gid_attr *entry)
+{
+	return lab_gids && entry->gid_type == IB_GID_TYPE_ROCE_UDP_ENCAP &&
+	       ipv6_addr_v4mapped((const struct in6_addr *)&entry->gid);
+}
+
+"""
+
+
+def relax(source: str) -> str:
+    """Make `smc_ib.c` take soft-RoCE's GIDs for SMC-R version 1 while ``lab_gids`` is set.
+
+    Raises LabError when the source is not as expected.
+    """
+    rule = re.compile(r"!smcrv2 && (attr->gid_type == IB_GID_TYPE_ROCE)(?=\))")
+    function = re.compile(r"^static int smc_ib_determine_gid_rcu\(", re.MULTILINE)
+    if len(rule.findall(source)) != 2 or len(function.findall(source)) != 1:
+        raise LabError("this kernel's smc_ib.c chooses GIDs in another way: see tests.lab.setup")
+    source = rule.sub(r"!smcrv2 && (\1 || lab_takes(attr))", source)
+    return function.sub(lambda found: _SWITCH.lstrip() + found[0], source)
+
+
+def build_smc(cache: Path, work: Path, made: Path) -> None:
+    """Build net/smc out of tree against Debian's headers, and put it in place of Debian's."""
+    release = (made / "version").read_text()
+    plain = release.removesuffix("-amd64")
+    headers = work / "headers"
+    for package in (f"linux-headers-{release}", f"linux-headers-{plain}-common"):
+        unpack(fetch(cache, package), headers)
+    unpack(fetch(cache, f"linux-kbuild-{plain}"), headers)
+    relocate(headers)
+    source = work / "source"
+    unpack(fetch(cache, f"linux-source-{SERIES}"), source)
+    archive = source / "usr" / "src" / f"linux-source-{SERIES}.tar.xz"
+    run("tar", "xf", archive, "-C", source, "--strip-components=1", f"linux-source-{SERIES}/net/smc")
+    smc = source / "net" / "smc"
+    edited = smc / "smc_ib.c"
+    edited.write_text(relax(edited.read_text()))
+    say("building net/smc")
+    run(
+        "make", "-s", "-j2", "-C", headers / "usr" / "src" / f"linux-headers-{release}", f"M={smc}",
+        "CONFIG_SMC=m", "CONFIG_SMC_DIAG=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules",
+    )  # fmt: skip
+    place = made / "lib" / "modules" / release / "kernel" / "net" / "smc"
+    for name in ("smc.ko", "smc_diag.ko"):
+        run("strip", "--strip-debug", "-o", place / name, smc / name)
+    run("depmod", "-b", made, release)
+
+
+def relocate(headers: Path) -> None:
+    """The header packages name each other by absolute path: make that paths under ``headers``."""
+    places = re.compile(rb"(?<![\w.])/usr/(src/linux-headers|lib/linux-kbuild)")
+    prefix = os.fsencode(headers)
+    for path in files_below(headers / "usr" / "src"):
+        if path.is_symlink():
+            target = os.readlink(path)
+            if target.startswith("/usr/"):
+                path.unlink()
+                path.symlink_to(f"{headers}{target}")
+        elif path.name == "Makefile" or path.name.startswith(".kernel"):
+            path.write_bytes(places.sub(rb"%s/usr/\1" % prefix, path.read_bytes()))
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    for parent, directories, names in os.walk(directory):
+        yield from (Path(parent, name) for name in (*names, *directories))
+
+
+# --- packages -----------------------------------------------------------------------------------
+
+
+def fetch(cache: Path, package: str) -> Path:
+    """The package's file, downloaded by apt unless the cache has the version that apt offers."""
+    shown = run("apt-cache", "show", "--no-all-versions", package)
+    found = re.search(r"^Filename: \S*/([^/\s]+)$", shown, re.MULTILINE)
+    if found is None:
+        raise LabError(f"apt has no package {package}")
+    place = cache / "packages"
+    place.mkdir(exist_ok=True)
+    # apt spells the epoch and plus signs in names of its own; the version is enough to tell.
+    version = found[1].removesuffix(".deb").split("_")[1]
+    present = [path for path in place.glob(f"{package}_*.deb") if version in path.name]
+    if present:
+        return present[0]
+    say(f"downloading {package}")
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        run("apt-get", "download", "-q", package, cwd=Path(name))
+        [file] = Path(name).iterdir()
+        return file.rename(place / file.name)
+
+
+def unpack(package: Path, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    run("dpkg-deb", "-x", package, directory)
+
+
+def run(*command: str | Path, check: bool = True, cwd: Path | None = None) -> str:
+    """Its output.  Raises LabError."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+        )  # fmt: skip
+    except FileNotFoundError as missing:
+        raise LabError(f"the lab needs Debian: {missing}") from missing
+    if check and done.returncode:
+        raise LabError(f"this failed: {' '.join(words)}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"lab: {text}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    try:
+        made = make()
+    except LabError as problem:
+        say(str(problem))
+        return 1
+    say(f"ready: Linux {(made / 'version').read_text()} in {made}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
