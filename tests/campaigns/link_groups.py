@@ -46,10 +46,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
 from tests.campaigns._options import parse
-from tests.link_group_world import SIZES, GroupWorld, Stream, agreement, is_sound, kind_of
-from tests.memory_rnic import Fate, MemoryRnic, PlainQueuePair
-from tests.rendezvous_pair import Side
+from tests.link_group_rules import agreement, kind_of
+from tests.link_group_world import SIZES, GroupWorld, Stream
+from tests.memory_rnic import Fate
 from trio_smc._base.config import Config
 from trio_smc.rendezvous.link_group import LinkGroup
 
@@ -63,16 +64,6 @@ _RETRYING = 330.0
 _SETTLING = 70.0
 """Seconds after which a link that is dead at one end only was tested (30 + 30 + 2)."""
 _WORKLOAD = {"nudge": 60, "send": 10, "receive": 6, "pass_time": 1, "open": 2, "close": 1}
-FAULTS = (
-    "lose", "unacknowledged", "unplaced", "fail", "fail_noticed", "cut", "port_down", "port_flap",
-    "fatal", "new_rnic", "drain", "delete_link", "terminate", "no_memory", "no_queue_pairs",
-    "stall", "abort",
-)  # fmt: skip
-_GENTLE = (
-    "lose", "unacknowledged", "fail", "fail_noticed", "cut", "port_down", "port_flap", "fatal",
-    "new_rnic", "drain", "delete_link",
-)  # fmt: skip
-"""Faults that a group with symmetric links survives, one at a time."""
 
 
 @dataclass
@@ -101,7 +92,7 @@ class Result:
         return not self.failures
 
 
-class Case:
+class Case(Faults):
     """One schedule."""
 
     def __init__(self, seed: int, case: int, write: Callable[[str], None] | None = None) -> None:
@@ -113,7 +104,7 @@ class Case:
         # One case in eight sees nothing go wrong, the others a few kinds of things.
         count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
         self.gentle = rng.random() < 0.3
-        self.kinds = rng.sample(_GENTLE if self.gentle else FAULTS, count)
+        self.kinds = rng.sample(GENTLE if self.gentle else FAULTS, count)
         self.fault_rate = rng.choice((0.01, 0.03, 0.1)) if self.kinds else 0.0
         self.config = Config(
             link_group_idle=rng.choice((20.0, 600.0)),
@@ -139,7 +130,7 @@ class Case:
             kinds, weights = tuple(_WORKLOAD), tuple(_WORKLOAD.values())
             for _ in range(self.steps):
                 if self.kinds and rng.random() < self.fault_rate:
-                    self._fault(rng.choice(self.kinds))
+                    self.fault(rng.choice(self.kinds))
                 else:
                     getattr(self, f"_do_{rng.choices(kinds, weights)[0]}")()
             world.say("left to settle")
@@ -155,17 +146,13 @@ class Case:
     def _do_nudge(self) -> None:
         self.world.nudge()
 
-    def _stream(self) -> Stream | None:
-        streams = self.world.streams
-        return self.rng.choice(streams) if streams else None
-
     def _do_send(self) -> None:
-        stream = self._stream()
+        stream = self.stream()
         if stream is not None:
             stream.send(self.rng.randrange(2), self.rng.choice((1, 100, 3000, 16000)))
 
     def _do_receive(self) -> None:
-        stream = self._stream()
+        stream = self.stream()
         if stream is not None:
             stream.receive(self.rng.randrange(2))
 
@@ -182,132 +169,9 @@ class Case:
             self.world.open(self.rng.choice(SIZES), reverse=reverse)
 
     def _do_close(self) -> None:
-        stream = self._stream()
+        stream = self.stream()
         if stream is not None and self.rng.random() < 0.5:
             stream.close(self.rng.randrange(2))
-
-    # --- what happens to links and RNICs -------------------------------------------------------
-
-    def _fault(self, kind: str) -> None:
-        if self.gentle and not is_sound(self.world):
-            return
-        if getattr(self, f"_fault_{kind}")():
-            self.world.say(kind)
-            self.faults[kind] += 1
-
-    def _queue_pair(self) -> PlainQueuePair | None:
-        pairs = self.world.queue_pairs()
-        return self.rng.choice(pairs) if pairs else None
-
-    def _side(self) -> Side:
-        return self.rng.choice(self.world.sides)
-
-    def _rnic(self) -> MemoryRnic:
-        return self.rng.choice(self._side().rnics)
-
-    def _doom(self, fate: Fate) -> bool:
-        ready = self.world.deliverable()
-        self.world.fate = fate
-        if self.gentle and ready:
-            self.world.execute(self.rng.choice(ready))
-        elif self.gentle:
-            self.world.fate = Fate.DONE
-        return bool(ready) or not self.gentle
-
-    def _fault_lose(self) -> bool:
-        return self._doom(Fate.LOST)
-
-    def _fault_unacknowledged(self) -> bool:
-        return self._doom(Fate.UNACKNOWLEDGED)
-
-    def _fault_unplaced(self) -> bool:
-        return self._doom(Fate.UNPLACED)
-
-    def _fault_fail(self) -> bool:
-        qp = self._queue_pair()
-        if qp is not None:
-            qp.fail(notices=False)
-        return qp is not None
-
-    def _fault_fail_noticed(self) -> bool:
-        qp = self._queue_pair()
-        if qp is not None:
-            qp.fail(notices=True)
-        return qp is not None
-
-    def _fault_cut(self) -> bool:
-        path = frozenset(self.rng.choice(side.rnics).gid for side in self.world.sides)
-        self.world.fabric.cut ^= {path}
-        return True
-
-    def _fault_port_down(self) -> bool:
-        self._rnic().port_down()
-        return True
-
-    def _fault_fatal(self) -> bool:
-        self._rnic().port_down(fatal=True)
-        return True
-
-    def _fault_port_flap(self) -> bool:
-        rnic = self._rnic()
-        if rnic.port_active:
-            rnic.port_down()
-        else:
-            rnic.port_up()
-        return True
-
-    def _fault_new_rnic(self) -> bool:
-        side = self._side()
-        if len(side.rnics) < 8:
-            side.add_rnic()
-            return True
-        return False
-
-    def _fault_drain(self) -> bool:
-        side = self._side()
-        rnic = self.rng.choice(side.rnics)
-        if side.stack.rnic_set.is_drained(rnic):
-            side.stack.rnic_set.undrain(rnic)
-        else:
-            side.stack.rnic_set.drain(rnic)
-        return True
-
-    def _group(self) -> LinkGroup | None:
-        groups = self._side().groups
-        return self.rng.choice(groups) if groups else None
-
-    def _fault_delete_link(self) -> bool:
-        group = self._group()
-        if group is None or not group.links:
-            return False
-        group.delete_link(self.rng.choice(list(group.links)), orderly=self.rng.random() < 0.5)
-        return True
-
-    def _fault_terminate(self) -> bool:
-        group = self._group()
-        if group is not None:
-            group.terminate()
-        return group is not None
-
-    def _fault_no_memory(self) -> bool:
-        rnic = self._rnic()
-        rnic.no_memory = not rnic.no_memory
-        return True
-
-    def _fault_no_queue_pairs(self) -> bool:
-        rnic = self._rnic()
-        rnic.most_qps = len(rnic.qps) + self.rng.choice((0, 1)) if rnic.most_qps is None else None
-        return True
-
-    def _fault_stall(self) -> bool:
-        self.world.stall()
-        return True
-
-    def _fault_abort(self) -> bool:
-        stream = self._stream()
-        if stream is not None:
-            stream.abort(self.rng.randrange(2))
-        return stream is not None
 
     # --- the end ---------------------------------------------------------------------------------
 
