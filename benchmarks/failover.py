@@ -58,8 +58,9 @@ class Half:
 
     async def send(self, stream: SmcStream) -> None:
         """The server's end."""
-        while True:
-            await stream.send_all(_PIECE)
+        with contextlib.suppress(trio.BrokenResourceError):  # the client has more to say of it
+            while True:
+                await stream.send_all(_PIECE)
 
     async def receive(self, stream: SmcStream) -> None:
         """The client's end."""

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["LinkLife", "PeerPort", "PeerQueuePair"]
+
+_LOOKS: Final = 4
+"""How often in a test interval a link looks whether anything was heard."""
 
 LOGGER = logging.getLogger("trio_smc.link")
 
@@ -63,12 +66,13 @@ class LinkLife:
       empty_since: when the last of them went.
       reason: why it fails, as the peer is told (A.3.4).
       failing: whether it is failing or has failed, be its state DOWN yet or not.
-      heard: whether anything came since the idle timer was started.
+      heard: whether anything came since the idle timer was started last.
     """
 
     __slots__ = (
-        "_echo", "_test_data", "_timer", "empty_since", "failing", "group", "heard", "machine",
-        "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
+        "_echo", "_quiet_looks", "_test_data", "_timer", "empty_since", "failing", "group", "heard",
+        "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason", "rnic", "user_id",
+        "users",
     )  # fmt: skip
 
     def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
@@ -92,6 +96,7 @@ class LinkLife:
         self.peer_user_id = 0
         self.peer: PeerQueuePair | None = None
         self.heard = False
+        self._quiet_looks = 0
         self.failing = False
         self.reason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[GroupConnection, None] = {}
@@ -146,15 +151,29 @@ class LinkLife:
         """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
         self.qp.to_rts(psn=self.psn)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was heard for a whole test interval."""
+        return not self.heard and self._quiet_looks + 1 >= _LOOKS
+
     def start_idle_timer(self) -> None:
-        """Look again after the test interval whether anything was heard."""
+        """Look a few times in each test interval whether anything was heard.
+
+        Looking once would notice a link that falls silent after up to two intervals.
+        """
+        self._quiet_looks = -1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The link is not idle yet."""
+        self._quiet_looks = 0 if self.heard else self._quiet_looks + 1
         self.heard = False
-        self._restart_timer(self.group.test_interval, "idle_timer")
+        self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
 
     def test_interval_shortened(self) -> None:
         """Do not wait out an interval that is longer than what is wanted now."""
         if self.machine.state == "ACTIVE":
-            self._restart_timer(self.group.test_interval, "idle_timer")
+            self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
 
     def send_test_link(self) -> None:
         """Probe an idle link (RFC 7609, 4.5.3)."""

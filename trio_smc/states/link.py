@@ -27,8 +27,8 @@ class LinkChart(Chart):
     # fmt: off
     edge(INIT, "connect", CONFIRMING, do="connect_queue_pair", rfc="3.5.1.3, 3.5.1.4")
     edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", rfc="3.5.1.5")
-    edge(ACTIVE, "idle_timer", when="heard", do="start_idle_timer", rfc="4.5.3")
-    edge(ACTIVE, "idle_timer", TESTING, when="!heard", do="send_test_link", rfc="4.5.3")
+    edge(ACTIVE, "idle_timer", when="!idle", do="look_again", rfc="4.5.3")
+    edge(ACTIVE, "idle_timer", TESTING, when="idle", do="send_test_link", rfc="4.5.3")
     edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.6")
     edge((ACTIVE, TESTING, LEAVING), "test_request", do="answer_test",
          rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (TEST LINK is answered at once)")
