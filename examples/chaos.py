@@ -56,7 +56,7 @@ NOT_DURING = frozenset({"process-stop", "link-silent"})
 SETTINGS: dict[str, Any] = {
     "receive_buffer": 128 * 1024,
     "test_link_interval": 0.5,
-    "test_link_timeout": 1.0,
+    "test_link_timeout": 2.0,
     "close_timeout": 10.0,
 }
 # Seconds until a group counts as not whole again, an armed fault as having met nobody, and a
