@@ -10,7 +10,8 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rkey_links import known_alike
-from tests.test_rkeys import BIG, SMALL, elements, messages, transcript, with_links
+from tests.test_rkeys import BIG, SMALL, all_messages, elements, with_links
+from tests.transcripts import messages, transcript
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath import rmb as rmb_module
@@ -31,7 +32,7 @@ def close(world: World, calls: list[Call]) -> None:
 
 def deletions(side: Side) -> list[llc.DeleteRkey]:
     """The DELETE RKEYs that this side sent."""
-    kinds = [each for each in messages(side) if isinstance(each, llc.DeleteRkey)]
+    kinds = messages(side, llc.DeleteRkey)
     lines = [line for line in transcript(side) if "DELETE_RKEY" in line]
     return [each for each, said in zip(kinds, lines, strict=True) if said == "out DELETE_RKEY"]
 
@@ -180,7 +181,7 @@ def test_a_negative_reply_is_only_logged(caplog: pytest.LogCaptureFixture) -> No
             server.group.peer_rmbs.forget(known)
         client.record()
         world.pass_time(RMB_IDLE + LOOK)
-        (reply,) = [each for each in messages(client) if _is_answer(each)]
+        (reply,) = [each for each in all_messages(client) if _is_answer(each)]
         count = len(reply.rkeys)
         assert (reply.negative, reply.error_mask) == (True, 0xFF << 8 - count & 0xFF)
         assert "did not know all RKeys" in caplog.text

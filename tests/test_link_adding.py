@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Side, World, exchange
-from tests.test_negotiation_first_contact import line
+from tests.transcripts import messages, transcript
 from trio_smc._base.config import Config
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.outcomes import Established, Failed
-
-M = TypeVar("M")
 
 ADD_LINK = llc.MessageType.ADD_LINK
 CONTINUATION = llc.MessageType.ADD_LINK_CONTINUATION
@@ -30,18 +27,6 @@ ADDED = [
     "out CONFIRM_LINK reply",
 ]
 REJECTED = ["in ADD_LINK", "out ADD_LINK reply"]
-
-
-def transcript(side: Side) -> list[str]:
-    """The LLC messages."""
-    return [line(each) for each in side.recorder.messages() if each[0] == "llc"]
-
-
-def messages(side: Side, kind: type[M]) -> list[M]:
-    """Those of one kind."""
-    events = side.recorder.messages()
-    found = [llc.decode_untrusted(data) for what, _, data in events if what == "llc"]
-    return [each for each in found if isinstance(each, kind)]
 
 
 def paths(side: Side) -> dict[int, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.rendezvous_pair import SIZE, Side, World, exchange
-from tests.test_link_adding import messages, transcript
+from tests.transcripts import messages, transcript
 from trio_smc.rendezvous import llc
 
 BIG = 4 * SIZE

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.rendezvous_pair import SIZE, Side, World, exchange
-from tests.test_link_adding import ADDED, REJECTED, messages, paths, transcript
+from tests.test_link_adding import ADDED, REJECTED, paths
+from tests.transcripts import messages, transcript
 from trio_smc._base.config import Config
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.links import Links

@@ -10,22 +10,10 @@ import pytest
 
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import Recorder, Side, World, exchange
+from tests.transcripts import line
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason, Origin
 from trio_smc.rendezvous import clc, llc
-
-TYPES = {**{kind.value: kind.name for kind in llc.MessageType}, 0xFE: "CDC"}
-
-
-def line(event: tuple[str, str, bytes]) -> str:
-    """One message of a transcript: direction, name, and the flags that matter."""
-    kind, way, data = event
-    if kind == "clc":
-        return f"{way} {clc.MessageType(data[4]).name}"
-    name = TYPES[data[0]]
-    if kind == "cdc" or not data[3] & 0x80:
-        return f"{way} {name}"
-    return f"{way} {name} reply"
 
 
 class QpRecorder(Recorder):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, World, exchange
-from tests.test_negotiation_first_contact import line
+from tests.transcripts import line
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc, llc, own_rmbs
@@ -507,7 +507,10 @@ def test_waiting_ends_with_the_tcp_connection() -> None:
         world.settle()
         assert second.server.state == "FAILED"
         assert first.states == ("ESTABLISHED", "ESTABLISHED")
-        assert not [t for t in server.stack.timers._heap if t[2].callback and t[0] < 1010]
+        handshakes_end = world.clock.now + Config().handshake_timeout  # links are tested later
+        assert not [
+            t for t in server.stack.timers._heap if t[2].callback and t[0] <= handshakes_end
+        ]
 
 
 def test_a_group_that_ends_while_the_server_prepares() -> None:

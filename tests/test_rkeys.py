@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rkey_links import add_link, known_alike, ping_pong
-from tests.test_negotiation_first_contact import line
+from tests.transcripts import messages, transcript
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS, Rmbe
@@ -26,14 +26,8 @@ BIG = 4 * SIZE
 SMALL = 1 << 14
 
 
-def transcript(side: Side) -> list[str]:
-    return [line(each) for each in side.recorder.messages() if each[0] == "llc"]
-
-
-def messages(side: Side) -> list[Any]:
-    return [
-        llc.decode_untrusted(data) for kind, _, data in side.recorder.messages() if kind == "llc"
-    ]
+def all_messages(side: Side) -> list[Any]:
+    return messages(side, object)
 
 
 def with_links(world: World, count: int, **sides: Any) -> tuple[Side, Side, Call]:
@@ -149,7 +143,7 @@ def test_a_new_rmb_is_told_on_all_links(end: int, links: int) -> None:
         back = ["in CONFIRM_RKEY reply", *["in CONFIRM_RKEY_CONTINUATION reply"] * more]
         assert sorted(transcript(side)) == sorted(out + back)
         assert transcript(side)[0] == out[0]
-        assert not any(each.negative for each in messages(side))
+        assert not any(each.negative for each in all_messages(side))
         assert known_alike(side.group, peer.group)
         assert known_alike(peer.group, side.group)
         (rmb,) = side.group.own_rmbs.pool.rmbs[1:]
@@ -194,14 +188,14 @@ def test_links_that_change_meanwhile_are_in_the_second_try(end: int) -> None:
         done = elements(side, 1)
         side.record()
         world.settle()
-        (reply,) = [each for each in messages(side) if each.reply]
+        (reply,) = [each for each in all_messages(side) if each.reply]
         assert (reply.negative, reply.retry) == (True, True)
         assert done == []
         add_link(client.group, server.group, 3)
         peer.group.exchanges.machine.send("refused")
         side.record()
         world.pass_time(1.0)
-        assert [each.other_tokens for each in messages(side)] == [2, 2]
+        assert [each.other_tokens for each in all_messages(side)] == [2, 2]
         assert len(done) == 1
         assert known_alike(side.group, peer.group)
 
@@ -218,7 +212,7 @@ def test_a_negative_reply_without_retry_waits_for_the_next_occasion(end: int) ->
         done = elements(side, 1)
         side.record()
         world.pass_time(20.0)
-        replies = [each for each in messages(side) if isinstance(each, llc.ConfirmRkey)]
+        replies = messages(side, llc.ConfirmRkey)
         assert [(each.reply, each.negative, each.retry) for each in replies] == [
             (True, True, False)
         ]
@@ -240,7 +234,7 @@ def test_a_continuation_that_runs_into_a_change_is_tried_again() -> None:
         world.until(lambda: server.group.rkeys._parts)
         server.group.exchanges.begin("add_link", server.group.links[1])
         world.settle()
-        assert [each.negative for each in messages(client) if each.reply] == [False, True]
+        assert [each.negative for each in all_messages(client) if each.reply] == [False, True]
         assert not server.group.rkeys._parts
         assert len(server.group.peer_rmbs) == 1
         server.group.exchanges.machine.send("refused")
@@ -383,7 +377,7 @@ def test_a_peer_that_waits_for_each_echo_may_stop_after_a_negative_one() -> None
         server.record()
         group.on_llc_untrusted(link, confirm(3, 2, 3).encode())
         group.on_llc_untrusted(link, more(1, 4).encode())
-        assert [each.negative for each in messages(server)] == [False, False]
+        assert [each.negative for each in all_messages(server)] == [False, False]
         rmb = group.peer_rmbs.find(4, 0x99)
         assert rmb is not None
         assert sorted(rmb.tokens) == [1, 2, 3, 4]
@@ -399,7 +393,7 @@ def test_rkeys_that_contradict_others_get_a_negative_reply() -> None:
         server.group.on_llc_untrusted(
             link, llc.ConfirmRkey(other_tokens=1, rkey=1, address=1, others=(wrong,)).encode()
         )
-        (reply,) = messages(server)
+        (reply,) = all_messages(server)
         assert (reply.reply, reply.negative, reply.retry) == (True, True, False)
         assert server.group.peer_rmbs.find(1, 1) is None
         assert link.state == "ACTIVE"
@@ -548,7 +542,7 @@ def test_the_longer_list_decides_how_often_it_goes_to_and_fro(here: int, there: 
         for side in (client, server):
             side.add_rnic()
         world.settle()
-        told = [each for each in messages(server) if isinstance(each, llc.AddLinkContinuation)]
+        told = messages(server, llc.AddLinkContinuation)
         rounds = -(-(1 + max(here, there)) // 2)
         assert [each.reply for each in told] == [False, True] * rounds
         for count, mine in ((1 + there, told[::2]), (1 + here, told[1::2])):
@@ -584,7 +578,7 @@ def test_the_error_mask_tells_which_rmbs_were_not_known(link_number: int) -> Non
         link = server.group.links[link_number]
         for rkeys in ((first, elsewhere, second, first), (third,), ()):
             server.group.on_llc_untrusted(link, llc.DeleteRkey(rkeys=rkeys).encode())
-        replies = messages(server)
+        replies = all_messages(server)
         assert [each.negative for each in replies] == [True, False, False]
         assert [each.error_mask for each in replies] == [0b01010000, 0, 0]
         assert replies[0].rkeys == (first, elsewhere, second, first)
