@@ -7,13 +7,13 @@ SEED ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo example test lint types bench states ladders cli-page compliance campaigns docs docs-check clean \
-    ready-cli ready-dev ready-docs ready-browser
+    ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
-	@echo 'make bench      compare with plain Trio TCP; ARGS=--short for a quick look'
+	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
@@ -23,6 +23,9 @@ help:
 	@echo 'make docs-check build them and look at each with a browser: links, pictures, no network'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
 	@echo 'make clean      remove .venv and everything built'
+
+ready-bench:
+	@$(PYTHON) scripts/bootstrap.py bench
 
 ready-cli:
 	@$(PYTHON) scripts/bootstrap.py cli
@@ -45,7 +48,7 @@ example: ready-dev
 test: ready-docs
 	@$(BIN)/python -m pytest $(ARGS)
 
-bench: ready-cli
+bench: ready-bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 lint: ready-dev

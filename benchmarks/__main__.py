@@ -1,10 +1,13 @@
-"""Compare SMC-R with plain Trio TCP: `python -m benchmarks`.
+"""Compare SMC-R with plain Trio TCP and others: `python -m benchmarks`.
 
 For every transport there are a server process and a client process, on a core each when there are
 two. Rounds are interleaved: in each round every workload runs over one transport right after the
 other, in alternating order, and a ratio is formed inside the round, so that what disturbs the
 machine disturbs both. A ratio above 1 means better than the base (shorter round trips, more bytes
-or requests per second); printed are its median over the rounds and its range.
+or requests per second); printed are its median and its range: over the rounds, or with --runs over
+the medians of so many separate runs, each with processes of its own.
+
+The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 
 Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
 not in the mode that its transport stands for.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -27,7 +31,7 @@ from typing import Any, Self
 
 import trio
 
-from benchmarks import report
+from benchmarks import limits, plot, report
 from benchmarks.transports import BASE, TRANSPORTS
 from benchmarks.workloads import WORKLOADS
 
@@ -40,10 +44,10 @@ class Failed(Exception):
 
 
 class Worker:
-    """One process of benchmarks.worker, ended by closing its input."""
+    """A process that reads commands and answers, ended by closing its input."""
 
-    def __init__(self, role: str, transport: str, core: int | None) -> None:
-        command = [sys.executable, "-m", "benchmarks.worker", role, transport]
+    def __init__(self, module: str, *arguments: str, core: int | None) -> None:
+        command = [sys.executable, "-m", module, *arguments]
         if core is not None:
             command += ["--core", str(core)]
         self.process = subprocess.Popen(
@@ -81,22 +85,29 @@ class Worker:
 
 
 @contextlib.contextmanager
-def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, int]]]:
-    """Start server and client of each transport; yield the clients with their servers' ports."""
+def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]]:
+    """Start server and client of each transport; yield clients and their servers' addresses."""
+    here, there = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
     with contextlib.ExitStack() as stack:
-        found = {}
+        found: dict[str, tuple[Worker, Any]] = {}
         for name in names:
-            server = stack.enter_context(Worker("serve", name, SERVER_CORE if pin else None))
-            client = stack.enter_context(Worker("client", name, CLIENT_CORE if pin else None))
-            found[name] = client, server.answer()["port"]
+            if name == limits.NAME:
+                client = stack.enter_context(Worker("benchmarks.limits", core=here))
+                found[name] = client, None
+                continue
+            server = stack.enter_context(Worker("benchmarks.worker", "serve", name, core=there))
+            client = stack.enter_context(Worker("benchmarks.worker", "client", name, core=here))
+            found[name] = client, server.answer()["at"]
         yield found
 
 
-def check_modes(clients: dict[str, tuple[Worker, int]]) -> bool:
-    """Print each transport's mode; return whether each is what its name says."""
+def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
+    """Print a transport whose mode is not what its name says; return whether there is none."""
     right = True
-    for name, (client, port) in clients.items():
-        said = client.ask(workload="mode", port=port)
+    for name, (client, at) in clients.items():
+        if name == limits.NAME:
+            continue
+        said = client.ask(workload="mode", at=at)
         mode = said["mode"]
         if mode is not None and not name.startswith(mode):
             right = False
@@ -105,41 +116,49 @@ def check_modes(clients: dict[str, tuple[Worker, int]]) -> bool:
 
 
 def measure(
-    names: list[str], workloads: list[str], arguments: argparse.Namespace
-) -> tuple[dict[str, dict[str, list[float]]], bool]:
-    """Run all rounds; return the numbers and whether every mode was right."""
+    names: list[str], workloads: list[str], arguments: argparse.Namespace, pin: bool
+) -> tuple[report.Numbers, bool]:
+    """Run all rounds once; return the numbers and whether every mode was right."""
     numbers: dict[str, dict[str, list[float]]] = {
-        metric.name: {name: [] for name in names}
-        for workload in workloads
-        for metric in WORKLOADS[workload].metrics
+        metric.name: {} for workload in workloads for metric in WORKLOADS[workload].metrics
     }
-    with pairs(names, arguments.pin) as clients:
+    other_core = SERVER_CORE if pin else None
+    with pairs(names, pin) as clients:
         right = check_modes(clients)
         for number in range(arguments.rounds):
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
-                    client, port = clients[name]
-                    said = client.ask(workload=workload, port=port, seconds=arguments.seconds)
-                    for metric, value in zip(
-                        WORKLOADS[workload].metrics, said["values"], strict=True
-                    ):
-                        numbers[metric.name][name].append(value)
+                    client, at = clients[name]
+                    said = client.ask(
+                        workload=workload, at=at, seconds=arguments.seconds, other_core=other_core
+                    )
+                    values = said["values"]
+                    if values is None:
+                        continue
+                    for metric, value in zip(WORKLOADS[workload].metrics, values, strict=True):
+                        numbers[metric.name].setdefault(name, []).append(value)
             if sys.stderr.isatty():
                 print(f"round {number + 1} of {arguments.rounds}", end="\r", file=sys.stderr)
-    return numbers, right
+    # The order of the first round is the order of the table.
+    return {
+        metric: {name: values[name] for name in names if name in values}
+        for metric, values in numbers.items()
+    }, right
 
 
 def parse() -> argparse.Namespace:
     """Return the command line's settings, with those of --short filled in."""
     two_cores = len(os.sched_getaffinity(0)) > 1
+    known = [*TRANSPORTS, limits.NAME]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="compare SMC-R with plain Trio TCP"
+        prog="python -m benchmarks", description="compare SMC-R with plain Trio TCP and others"
     )
     option = parser.add_argument
-    option("--short", action="store_true", help="3 rounds of 0.2 s, for CI")
-    option("--rounds", type=int, help="default 9")
+    option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
+    option("--runs", type=int, default=1, help="separate runs, each with new processes; default 1")
+    option("--rounds", type=int, help="of each run; default 9")
     option("--seconds", type=float, help="of each measurement; default 0.7")
-    option("--transports", default=f"{BASE},smc-r", help="of " + ", ".join(TRANSPORTS))
+    option("--transports", help="default: all of " + ", ".join(known))
     option("--workloads", default=",".join(WORKLOADS), help="default: all")
     option(
         "--pin",
@@ -147,50 +166,85 @@ def parse() -> argparse.Namespace:
         default=two_cores,
         help="client on core 0, server on core 1; default when there are two cores",
     )
+    option("--both", action="store_true", help="all of it pinned, then all of it not pinned")
     option("--json", type=Path, help="write ratios and all numbers to this file")
+    option("--plot", type=Path, help="draw the ratios into this file (.svg or .png)")
     option("--baseline", type=Path, default=BASELINE, help="ratios to print beside these")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (3 if arguments.short else 9)
     arguments.seconds = arguments.seconds or (0.2 if arguments.short else 0.7)
+    if arguments.transports is None:
+        arguments.transports = f"{BASE},smc-r" if arguments.short else ",".join(installed(known))
     arguments.transports = arguments.transports.split(",")
     arguments.workloads = arguments.workloads.split(",")
-    for given, known in ((arguments.transports, TRANSPORTS), (arguments.workloads, WORKLOADS)):
-        if unknown := set(given) - set(known):
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for given, all_of in ((arguments.transports, known), (arguments.workloads, list(WORKLOADS))):
+        if unknown := set(given) - set(all_of):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(all_of)}")
     if BASE not in arguments.transports:
         parser.error(f"--transports needs {BASE}, which ratios are relative to")
     return arguments
 
 
-def main() -> int:
-    """Return the exit code."""
-    arguments = parse()
+def installed(names: list[str]) -> list[str]:
+    """Those that can run here."""
+    if importlib.util.find_spec("uvloop") is None:
+        print("uvloop is not installed (pip install trio-smc[bench]): left out", file=sys.stderr)
+        return [name for name in names if name != "uvloop"]
+    return names
+
+
+def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison, bool]:
+    """Run it all, pinned or not; print the table.  Raises Failed."""
     start = time.monotonic()
     # What else the machine was doing: above 0.5 the absolute numbers say little.
     load = round(os.getloadavg()[0], 2)
+    runs: list[report.Numbers] = []
+    right = True
+    for _ in range(arguments.runs):
+        numbers, good = measure(arguments.transports, arguments.workloads, arguments, pin)
+        runs.append(numbers)
+        right = right and good
+    comparison = report.Comparison(
+        metrics=[metric for name in arguments.workloads for metric in WORKLOADS[name].metrics],
+        runs=runs,
+        base=BASE,
+        about={
+            "runs": arguments.runs,
+            "rounds": arguments.rounds,
+            "seconds": arguments.seconds,
+            "pinned": pin,
+            "load_before": load,
+            "python": platform.python_version(),
+            "trio": trio.__version__,
+        },
+    )
+    earlier = report.load_ratios(arguments.baseline)
+    print(report.text_of(report.rows(comparison, earlier)))
+    print(
+        f"ratio above 1: better than {BASE}. {arguments.runs} x {arguments.rounds} interleaved "
+        f"rounds of {arguments.seconds} s, {'pinned' if pin else 'not pinned'}, "
+        f"load before {load}, {time.monotonic() - start:.0f} s in all"
+    )
+    return comparison, right
+
+
+def main() -> int:
+    """Return the exit code."""
+    arguments = parse()
+    right = True
+    comparisons = []
     try:
-        numbers, right = measure(arguments.transports, arguments.workloads, arguments)
+        for pin in (True, False) if arguments.both else (arguments.pin,):
+            comparison, good = compare(arguments, pin)
+            comparisons.append(comparison)
+            right = right and good
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
-    metrics = [metric for name in arguments.workloads for metric in WORKLOADS[name].metrics]
-    about = {
-        "rounds": arguments.rounds,
-        "seconds": arguments.seconds,
-        "pinned": arguments.pin,
-        "load_before": load,
-        "python": platform.python_version(),
-        "trio": trio.__version__,
-    }
-    earlier = report.load_ratios(arguments.baseline)
-    print(report.text_of(report.rows(metrics, numbers, BASE, earlier)))
-    print(
-        f"ratio above 1: better than {BASE}. {arguments.rounds} interleaved rounds of "
-        f"{arguments.seconds} s, {'pinned' if arguments.pin else 'not pinned'}, "
-        f"load before {load}, {time.monotonic() - start:.0f} s in all"
-    )
     if arguments.json:
-        report.save(arguments.json, metrics, numbers, BASE, about)
+        report.save(arguments.json, comparisons)
+    if arguments.plot:
+        plot.ratios(arguments.plot, comparisons)
     return 0 if right else 1
 
 

@@ -93,12 +93,15 @@ MEASURES: dict[str, Measure] = {
 }
 
 
+async def _serve(transport: Transport, task_status: trio.TaskStatus[int | str]) -> None:
+    await transport.serve(answer, task_status.started)
+
+
 async def measure(name: str, repetitions: int) -> list[float]:
     """The least of each of `MEASURES` over one transport."""
     transport = TRANSPORTS[name]
     async with transport.scope(), trio.open_nursery() as nursery:
-        listeners = await nursery.start(transport.serve, answer)
-        port = listeners[0].socket.getsockname()[1]
+        port = await nursery.start(_serve, transport)
         async with await transport.connect(port) as stream:  # keeps the link group warm
             mode = getattr(stream, "mode", None)
             if mode is not None and not name.startswith(mode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,33 +15,58 @@ from benchmarks.workloads import Metric
 Numbers = Mapping[str, Mapping[str, Sequence[float]]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was measured in one or several runs.
+
+    base: the transport that ratios are relative to.
+    about: how and where it was measured.
+    """
+
+    metrics: Sequence[Metric]
+    runs: Sequence[Numbers]
+    base: str
+    about: Mapping[str, Any]
+
+    def transports(self, metric: Metric) -> list[str]:
+        """Those with numbers, but the base."""
+        return [name for name in self.runs[0][metric.name] if name != self.base]
+
+    def values(self, metric: Metric, transport: str) -> list[float]:
+        """All numbers of all runs."""
+        return [value for numbers in self.runs for value in numbers[metric.name][transport]]
+
+    def ratios(self, metric: Metric, transport: str) -> list[float]:
+        """How many times better than the base: a median for each run, of one run each round."""
+        each = [
+            ratios(metric, numbers[metric.name][self.base], numbers[metric.name][transport])
+            for numbers in self.runs
+        ]
+        return each[0] if len(each) == 1 else [median(run) for run in each]
+
+
 def ratios(metric: Metric, base: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return for each round how many times better `other` was than `base` in the same round."""
     pairs = zip(base, other, strict=True)
     return [b / o if metric.smaller_is_better else o / b for b, o in pairs]
 
 
-def rows(
-    metrics: Sequence[Metric], numbers: Numbers, base: str, earlier: Mapping[str, float]
-) -> list[list[str]]:
-    """Return the table: one row per metric and transport other than `base`.
+def rows(comparison: Comparison, earlier: Mapping[str, float]) -> list[list[str]]:
+    """Return the table: one row per metric and transport other than the base.
 
     earlier: ratios of another run by "metric | transport", for the last column.
     """
-    table = [["", "transport", base, "it", "ratio", "min - max", "before"]]
-    for metric in metrics:
-        by_transport = numbers[metric.name]
-        for name in by_transport:
-            if name == base:
-                continue
-            each = ratios(metric, by_transport[base], by_transport[name])
+    table = [["", "transport", comparison.base, "it", "ratio", "min - max", "before"]]
+    for metric in comparison.metrics:
+        for name in comparison.transports(metric):
+            each = comparison.ratios(metric, name)
             before = earlier.get(f"{metric.name} | {name}")
             table.append(
                 [
                     f"{metric.name} ({metric.unit})",
                     name,
-                    _short(median(by_transport[base])),
-                    _short(median(by_transport[name])),
+                    short(median(comparison.values(metric, comparison.base))),
+                    short(median(comparison.values(metric, name))),
                     f"{median(each):.2f}",
                     f"{min(each):.2f} - {max(each):.2f}",
                     f"{before:.2f}" if before is not None else "",
@@ -49,10 +75,9 @@ def rows(
     return table
 
 
-def text_of(table: Sequence[Sequence[str]]) -> str:
-    """Return the table as aligned lines."""
+def text_of(table: Sequence[Sequence[str]], left: int = 2) -> str:
+    """Return the table as aligned lines; the first ``left`` columns to the left."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    left = 2
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column < left else cell.rjust(width)
@@ -62,18 +87,28 @@ def text_of(table: Sequence[Sequence[str]]) -> str:
     )
 
 
-def save(path: Path, metrics: Sequence[Metric], numbers: Numbers, base: str, about: Any) -> None:
-    """Write ratios and every round's numbers as JSON."""
+def save(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Write ratios and every round's numbers as JSON; the first comparison is the main one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    medians = {
-        f"{metric.name} | {name}": round(median(ratios(metric, values[base], values[name])), 3)
-        for metric in metrics
-        for values in (numbers[metric.name],)
-        for name in values
-        if name != base
-    }
-    content = {"about": about, "ratios": medians, "rounds": numbers}
+    main, *others = [_content(comparison) for comparison in comparisons]
+    content = {**main, **({"not pinned": others[0]} if others else {})}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _content(comparison: Comparison) -> dict[str, Any]:
+    each = {
+        f"{metric.name} | {name}": comparison.ratios(metric, name)
+        for metric in comparison.metrics
+        for name in comparison.transports(metric)
+    }
+    return {
+        "about": comparison.about,
+        "ratios": {name: round(median(values), 3) for name, values in each.items()},
+        "spread": {
+            name: [round(min(values), 3), round(max(values), 3)] for name, values in each.items()
+        },
+        "runs": comparison.runs,
+    }
 
 
 def load_ratios(path: Path) -> dict[str, float]:
@@ -84,6 +119,9 @@ def load_ratios(path: Path) -> dict[str, float]:
     return found
 
 
-def _short(value: float) -> str:
-    thousand = 1000
-    return f"{value:.1f}" if value < thousand else f"{value:,.0f}"
+def short(value: float) -> str:
+    """A number as it is easy to read."""
+    thousand, ten = 1000, 10
+    if value >= thousand:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= ten else f"{value:.3f}"

@@ -1,65 +1,152 @@
-"""What can be compared: for each transport a pair of `connect` and `serve` and a scope.
+"""What can be compared: for each transport its loop, a pair of `connect` and `serve`, a scope.
 
-A workload sees nothing but this pair, so another transport is one more entry of TRANSPORTS.
+A workload sees nothing but this, so another transport is one more entry of TRANSPORTS.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, Self
 
 import trio
 
 import trio_smc
+from benchmarks.loops import AsyncioLoop, Loop, TrioLoop
 
 HOST = "127.0.0.1"
 Handler = Callable[[Any], Awaitable[object]]
+Started = Callable[[int | str], None]
+
+
+class Stream(Protocol):
+    """What workloads use of a stream, with the meaning that Trio gives it."""
+
+    async def send_all(self, data: bytes) -> None: ...
+    async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
+    async def send_eof(self) -> None: ...
+    async def aclose(self) -> None: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+
+_TRIO = TrioLoop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """One way to move bytes between two processes.
 
-    connect: opens a stream to a port of this host.
-    serve: serves a handler on a free port; its start value is the list of listeners.
+    connect: opens a stream to the address that `serve` said.
+    serve: serves a handler on a free address, which it passes to its second argument; until it
+      is cancelled.
     scope: what has to be open around all connections of a process.
     """
 
-    connect: Callable[[int], Awaitable[trio.abc.HalfCloseableStream]]
-    serve: Callable[..., Awaitable[object]]
+    connect: Callable[[Any], Awaitable[Any]]
+    serve: Callable[[Handler, Started], Awaitable[object]]
     scope: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
+    loop: Loop = _TRIO
+
+
+# --- Trio ------------------------------------------------------------------------------------
+
+
+async def _serve(serve: Callable[..., Awaitable[Any]], handler: Handler, started: Started) -> None:
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(serve, handler, 0, host=HOST))
+        started(listeners[0].socket.getsockname()[1])
 
 
 async def _connect_tcp(port: int) -> trio.abc.HalfCloseableStream:
     return await trio.open_tcp_stream(HOST, port)
 
 
-async def _serve_tcp(handler: Handler, task_status: trio.TaskStatus[Any]) -> None:
-    await trio.serve_tcp(handler, 0, host=HOST, task_status=task_status)
-
-
 async def _connect_smc(port: int) -> trio.abc.HalfCloseableStream:
     return await trio_smc.open_stream(HOST, port)
 
 
-async def _serve_smc(handler: Handler, task_status: trio.TaskStatus[Any]) -> None:
-    await trio_smc.serve(handler, 0, host=HOST, task_status=task_status)
+async def _serve_unix(handler: Handler, started: Started) -> None:
+    # A name in the abstract namespace leaves no file behind.
+    name = f"\0trio-smc-benchmark-{os.getpid()}"
+    sock = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+    await sock.bind(name)
+    sock.listen(1024)
+    started(name)
+    await trio.serve_listeners(handler, [trio.SocketListener(sock)])
+
+
+async def _connect_unix(name: str) -> trio.abc.HalfCloseableStream:
+    return await trio.open_unix_socket(name)
 
 
 def _smc(**settings: Any) -> Transport:
     def scope() -> AbstractAsyncContextManager[object]:
         return trio_smc.open_stack(trio_smc.Config(**settings))
 
-    return Transport(connect=_connect_smc, serve=_serve_smc, scope=scope)
+    return Transport(connect=_connect_smc, serve=partial(_serve, trio_smc.serve), scope=scope)
+
+
+# --- asyncio ---------------------------------------------------------------------------------
+
+
+class _AsyncioStream:
+    """asyncio's pair of streams as one."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.receive_some = reader.read
+
+    async def send_all(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def send_eof(self) -> None:
+        self._writer.write_eof()
+
+    async def aclose(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
+async def _connect_asyncio(port: int) -> _AsyncioStream:
+    return _AsyncioStream(*await asyncio.open_connection(HOST, port))
+
+
+async def _serve_asyncio(handler: Handler, started: Started) -> None:
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with _AsyncioStream(reader, writer) as stream:
+            await handler(stream)
+
+    server = await asyncio.start_server(accepted, HOST, 0, backlog=1024)
+    started(server.sockets[0].getsockname()[1])
+    await server.serve_forever()
+
+
+def _asyncio(kind: str) -> Transport:
+    return Transport(connect=_connect_asyncio, serve=_serve_asyncio, loop=AsyncioLoop(kind))
 
 
 BASE = "tcp"
 TRANSPORTS = {
-    BASE: Transport(connect=_connect_tcp, serve=_serve_tcp),
+    BASE: Transport(connect=_connect_tcp, serve=partial(_serve, trio.serve_tcp)),
+    "unix": Transport(connect=_connect_unix, serve=_serve_unix),
+    "asyncio": _asyncio("asyncio"),
+    "uvloop": _asyncio("uvloop"),
     "smc-r": _smc(),
     "smc-r-nospin": _smc(spin=0.0),
     "smc-r-amortised": _smc(checkpoints="amortised"),
+    "smc-r-amortised-nospin": _smc(checkpoints="amortised", spin=0.0),
 }

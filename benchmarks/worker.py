@@ -1,7 +1,7 @@
 """A process of the benchmark: `python -m benchmarks.worker ROLE TRANSPORT [--core N]`.
 
 Both roles say one JSON object per line and end when their standard input does. A server says its
-port. A client reads {"workload", "port", "seconds"} and answers {"values"} or {"error"}; workload
+address. A client reads {"workload", "at", "seconds"} and answers {"values"} or {"error"}; workload
 "mode" is answered by the mode of a new connection.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from typing import Any
 
 import trio
@@ -28,40 +29,43 @@ def say(**event: Any) -> None:
 
 async def serve(transport: Transport) -> None:
     """Serve the workloads until standard input ends."""
-    async with transport.scope(), trio.open_nursery() as nursery:
-        listeners = await nursery.start(transport.serve, answer)
-        say(port=listeners[0].socket.getsockname()[1])
-        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
-            while await stdin.receive_some():
-                pass
-        nursery.cancel_scope.cancel()
+    started = partial(transport.serve, answer, lambda at: say(at=at))
+    async with transport.scope():
+        await transport.loop.together([partial(_until_end, transport)], aside=started)
+
+
+async def _until_end(transport: Transport) -> None:
+    async for _ in transport.loop.lines():
+        pass
 
 
 async def client(transport: Transport) -> None:
     """Do what standard input asks for, one thing at a time."""
-    async with transport.scope(), trio.lowlevel.FdStream(os.dup(0)) as stdin:
-        buffered = b""
-        async for data in stdin:
-            *lines, buffered = (buffered + data).split(b"\n")
-            for line in lines:
-                await obey(transport, **json.loads(line))
+    async with transport.scope():
+        async for line in transport.loop.lines():
+            await obey(transport, **json.loads(line))
 
 
-async def obey(transport: Transport, workload: str, port: int, seconds: float = 0.0) -> None:
+async def obey(
+    transport: Transport, workload: str, at: int | str, seconds: float = 0.0, **_: object
+) -> None:
     """Run one workload once and say its numbers, or why there are none."""
+
+    async def run() -> None:
+        if workload == "mode":
+            await say_mode(transport, at)
+        else:
+            say(values=await WORKLOADS[workload].run(transport, at, seconds))
+
     try:
-        with trio.fail_after(seconds + PATIENCE):
-            if workload == "mode":
-                await say_mode(transport, port)
-            else:
-                say(values=await WORKLOADS[workload].run(transport, port, seconds))
+        await transport.loop.within(seconds + PATIENCE, run)
     except (OSError, EOFError, RuntimeError, trio.BrokenResourceError, trio.TooSlowError) as error:
         say(error=f"{workload}: {type(error).__name__}: {error}")
 
 
-async def say_mode(transport: Transport, port: int) -> None:
+async def say_mode(transport: Transport, at: int | str) -> None:
     """Say how a connection's bytes travel; null for a transport that knows one way only."""
-    async with await transport.connect(port) as stream:
+    async with await transport.connect(at) as stream:
         fallback = getattr(stream, "fallback", None)
         say(mode=getattr(stream, "mode", None), fallback=fallback and fallback.message)
 
@@ -76,7 +80,8 @@ def main() -> None:
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
     role = serve if arguments.role == "serve" else client
-    trio.run(role, TRANSPORTS[arguments.transport])
+    transport = TRANSPORTS[arguments.transport]
+    transport.loop.run(role, transport)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,33 @@
 A connection begins with nine bytes from the client, a letter and a size:
 E  echo: the server sends every `size` bytes back
 S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
-   bytes it got (8 bytes); the client's clock stops at that answer
+   bytes it got (8 bytes) and the processor time of its process since then (8 bytes, ns); the
+   client's clock stops at that answer
 
-Each client function returns plain numbers for one round; connecting and warming up are not timed.
+Each client function returns plain numbers for one round; connecting and warming up are not timed,
+unless connecting is what is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import trio
-
-from benchmarks.transports import Transport
+from benchmarks.transports import Stream, Transport
 
 REQUEST = struct.Struct("!cQ")
-COUNT = struct.Struct("!Q")
+COUNT = struct.Struct("!QQ")
 MESSAGE = 64
+READ = 64 * 1024
 WARM_UP = 200
+_TICK = 0.001
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +46,11 @@ class Workload:
     """What is run, and the metrics in the order of the numbers that `run` returns."""
 
     metrics: tuple[Metric, ...]
-    run: Callable[[Transport, int, float], Awaitable[tuple[float, ...]]]
+    run: Callable[[Transport, Any, float], Awaitable[tuple[float, ...]]]
 
 
-async def _exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
+async def exactly(stream: Stream, size: int) -> bytes:
+    """So many bytes.  Raises EOFError."""
     data = await stream.receive_some(size)
     if len(data) == size:
         return bytes(data)
@@ -57,110 +63,202 @@ async def _exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes:
     return bytes(whole)
 
 
-async def answer(stream: trio.abc.Stream) -> None:
+async def answer(stream: Stream) -> None:
     """Serve one connection until the client closes it."""
     with contextlib.suppress(EOFError):
-        letter, size = REQUEST.unpack(await _exactly(stream, REQUEST.size))
+        letter, size = REQUEST.unpack(await exactly(stream, REQUEST.size))
         if letter == b"S":
             await _count(stream, size)
         else:
             while True:
-                await stream.send_all(await _exactly(stream, size))
+                await stream.send_all(await exactly(stream, size))
 
 
-async def _count(stream: trio.abc.Stream, size: int) -> None:
+async def _count(stream: Stream, size: int) -> None:
     total = 0
+    used = time.process_time_ns()
     while data := await stream.receive_some(size):
         total += len(data)
-    await stream.send_all(COUNT.pack(total))
+    await stream.send_all(COUNT.pack(total, time.process_time_ns() - used))
 
 
-async def _open_echo(transport: Transport, port: int) -> trio.abc.HalfCloseableStream:
-    stream = await transport.connect(port)
+async def _open_echo(transport: Transport, at: Any) -> Stream:
+    stream: Stream = await transport.connect(at)
     await stream.send_all(REQUEST.pack(b"E", MESSAGE))
     return stream
 
 
-async def round_trips(transport: Transport, port: int, seconds: float) -> tuple[float, ...]:
-    """Return the 50th and 99th percentile of 64-byte round trips, in microseconds."""
+def _percentile(times: list[int], percent: int) -> float:
+    """In microseconds, of nanoseconds."""
+    times.sort()
+    return times[len(times) * percent // 100] / 1e3
+
+
+async def _ask_until(stream: Stream, end: int) -> list[int]:
+    """Ask until `perf_counter_ns` shows ``end``; the times of the round trips."""
     message = bytes(MESSAGE)
     clock = time.perf_counter_ns
     times: list[int] = []
-    async with await _open_echo(transport, port) as stream:
+    before = clock()
+    while not times or before < end:
+        await stream.send_all(message)
+        await exactly(stream, MESSAGE)
+        after = clock()
+        times.append(after - before)
+        before = after
+    return times
+
+
+async def round_trips(transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
+    """Return the 50th and 99th percentile of 64-byte round trips, in microseconds."""
+    message = bytes(MESSAGE)
+    async with await _open_echo(transport, at) as stream:
         for _ in range(WARM_UP):
             await stream.send_all(message)
-            await _exactly(stream, MESSAGE)
-        end = clock() + int(seconds * 1e9)
-        before = clock()
-        while before < end:
-            await stream.send_all(message)
-            await _exactly(stream, MESSAGE)
-            after = clock()
-            times.append(after - before)
-            before = after
-    times.sort()
-    return times[len(times) // 2] / 1e3, times[len(times) * 99 // 100] / 1e3
+            await exactly(stream, MESSAGE)
+        times = await _ask_until(stream, time.perf_counter_ns() + int(seconds * 1e9))
+    return _percentile(times, 50), _percentile(times, 99)
 
 
-async def streaming(
-    size: int, transport: Transport, port: int, seconds: float
-) -> tuple[float, ...]:
-    """Return MiB/s of sending `size`-byte writes for `seconds`, until the server has them all."""
+async def streaming(size: int, transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
+    """Send `size`-byte writes for `seconds`, until the server has them all.
+
+    Returns MiB/s, and the seconds of processor time that both ends take for a GiB.
+    """
     data = bytes(size)
-    await _stream_for(transport, port, data, min(0.1, seconds))
-    return (await _stream_for(transport, port, data, seconds),)
+    await _stream_for(transport, at, data, min(0.1, seconds))
+    return await _stream_for(transport, at, data, seconds)
 
 
-async def _stream_for(transport: Transport, port: int, data: bytes, seconds: float) -> float:
-    async with await transport.connect(port) as stream:
-        await stream.send_all(REQUEST.pack(b"S", len(data)))
+async def _stream_for(
+    transport: Transport, at: Any, data: bytes, seconds: float
+) -> tuple[float, float]:
+    async with await transport.connect(at) as stream:
+        await stream.send_all(REQUEST.pack(b"S", READ))
         sent = 0
         start = time.perf_counter()
+        used = time.process_time_ns()
         while time.perf_counter() - start < seconds:
             await stream.send_all(data)
             sent += len(data)
         await stream.send_eof()
-        got = COUNT.unpack(await _exactly(stream, COUNT.size))[0]
+        got, used_there = COUNT.unpack(await exactly(stream, COUNT.size))
         elapsed = time.perf_counter() - start
+        used = time.process_time_ns() - used + used_there
     if got != sent:
         raise RuntimeError(f"{sent} bytes sent, {got} arrived")
-    return sent / elapsed / (1024 * 1024)
+    return sent / elapsed / (1024 * 1024), used / 1e9 / sent * _GIB
+
+
+async def _opened(
+    stack: contextlib.AsyncExitStack, transport: Transport, at: Any, connections: int
+) -> list[Stream]:
+    streams = []
+    for _ in range(connections):
+        stream = await _open_echo(transport, at)
+        streams.append(await stack.enter_async_context(stream))
+    return streams
 
 
 async def requests(
-    connections: int, transport: Transport, port: int, seconds: float
+    connections: int, transport: Transport, at: Any, seconds: float
 ) -> tuple[float, ...]:
     """Return 64-byte requests answered per second, over so many connections at once."""
     async with contextlib.AsyncExitStack() as stack:
-        streams = []
-        for _ in range(connections):
-            stream = await _open_echo(transport, port)
-            streams.append(await stack.enter_async_context(stream))
-        await _ask_for(streams, min(0.1, seconds))
-        return (await _ask_for(streams, seconds),)
+        streams = await _opened(stack, transport, at, connections)
+        await _ask_for(transport, streams, min(0.1, seconds))
+        return (await _ask_for(transport, streams, seconds),)
 
 
-async def _ask_for(streams: list[trio.abc.HalfCloseableStream], seconds: float) -> float:
+async def _ask_for(transport: Transport, streams: list[Stream], seconds: float) -> float:
     message = bytes(MESSAGE)
     done = 0
     start = time.perf_counter()
 
-    async def ask(stream: trio.abc.HalfCloseableStream) -> None:
+    async def ask(stream: Stream) -> None:
         nonlocal done
         while time.perf_counter() < start + seconds:
             await stream.send_all(message)
-            await _exactly(stream, MESSAGE)
+            await exactly(stream, MESSAGE)
             done += 1
 
-    async with trio.open_nursery() as nursery:
-        for stream in streams:
-            nursery.start_soon(ask, stream)
+    await transport.loop.together([partial(ask, stream) for stream in streams])
     return done / (time.perf_counter() - start)
+
+
+async def fairness(
+    connections: int, transport: Transport, at: Any, seconds: float
+) -> tuple[float, ...]:
+    """Busy connections beside each other, and a task that wants to run each millisecond.
+
+    Returns how many times the median of the connections' p99 the worst of them is, and the p99
+    of the other task's lateness in microseconds.
+    """
+    worst: list[float] = []
+    late: list[int] = []
+    clock = time.perf_counter_ns
+
+    async def tick() -> None:
+        while True:
+            due = clock() + int(_TICK * 1e9)
+            await transport.loop.sleep(_TICK)
+            late.append(clock() - due)
+
+    async with contextlib.AsyncExitStack() as stack:
+        streams = await _opened(stack, transport, at, connections)
+        end = clock() + int(seconds * 1e9)
+
+        async def ask(stream: Stream) -> None:
+            worst.append(_percentile(await _ask_until(stream, end), 99))
+
+        await transport.loop.together([partial(ask, stream) for stream in streams], aside=tick)
+    return max(worst) / statistics.median(worst), _percentile(late or [0], 99)
+
+
+async def opening(transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
+    """Return the median time to open a connection, in microseconds; closing it is not timed.
+
+    Another connection is open all the time, and with it over SMC-R the link group.
+    """
+    times: list[int] = []
+    clock = time.perf_counter_ns
+    async with await _open_echo(transport, at):
+        end = clock() + int(seconds * 1e9)
+        while clock() < end:
+            before = clock()
+            stream: Stream = await transport.connect(at)
+            times.append(clock() - before)
+            await stream.aclose()
+    return (_percentile(times, 50),)
+
+
+async def short_lived(
+    workers: int, transport: Transport, at: Any, seconds: float
+) -> tuple[float, ...]:
+    """Return connections per second that carry one 64-byte request, so many at a time."""
+    done = 0
+    request = REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE)
+
+    async def ask() -> None:
+        nonlocal done
+        while time.perf_counter() < start + seconds:
+            async with await transport.connect(at) as stream:
+                await stream.send_all(request)
+                await exactly(stream, MESSAGE)
+            done += 1
+
+    async with await _open_echo(transport, at):
+        start = time.perf_counter()
+        await transport.loop.together([ask] * workers)
+        return (done / (time.perf_counter() - start),)
 
 
 def _streaming(name: str, size: int) -> Workload:
     return Workload(
-        metrics=(Metric(name=f"streaming, {name} writes", unit="MiB/s"),),
+        metrics=(
+            Metric(name=f"streaming, {name} writes", unit="MiB/s"),
+            Metric(name=f"processor time, {name} writes", unit="s per GiB", smaller_is_better=True),
+        ),
         run=partial(streaming, size),
     )
 
@@ -171,6 +269,11 @@ def _requests(connections: int) -> Workload:
         metrics=(Metric(name=f"64 B requests, {connections} {plural}", unit="1/s"),),
         run=partial(requests, connections),
     )
+
+
+def _short_lived(workers: int) -> Workload:
+    name = f"connections with one request, {workers} at a time"
+    return Workload(metrics=(Metric(name=name, unit="1/s"),), run=partial(short_lived, workers))
 
 
 WORKLOADS = {
@@ -187,4 +290,17 @@ WORKLOADS = {
     "requests-1": _requests(1),
     "requests-10": _requests(10),
     "requests-100": _requests(100),
+    "opening": Workload(
+        metrics=(Metric(name="opening a connection", unit="µs", smaller_is_better=True),),
+        run=opening,
+    ),
+    "short-1": _short_lived(1),
+    "short-10": _short_lived(10),
+    "fairness": Workload(
+        metrics=(
+            Metric(name="100 busy, worst p99 by median", unit="×", smaller_is_better=True),
+            Metric(name="100 busy, 1 ms ticker's lateness", unit="µs", smaller_is_better=True),
+        ),
+        run=partial(fairness, 100),
+    ),
 }

@@ -26,7 +26,7 @@ PACKAGE_OF = {
     "tshark": "tshark",
 }
 # What each set includes: a venv made for "dev" serves "cli" too.
-INCLUDED_IN = {"cli": ("cli", "dev"), "dev": ("dev",)}
+INCLUDED_IN = {"bench": ("bench", "dev"), "cli": ("cli", "dev"), "dev": ("dev",)}
 FAILED = 2
 
 

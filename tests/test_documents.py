@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from benchmarks import cpu
+from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 50
@@ -98,11 +99,35 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
 
 def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
-    said = run("-m", "benchmarks", "--rounds=1", "--seconds=0.02", "--json", str(numbers))
+    picture = tmp_path / "ratios.svg"
+    names = "tcp,unix,uvloop,smc-r,limit"
+    options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
+    said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
     content = json.loads(numbers.read_text())
-    assert len(content["ratios"]) == 8
-    assert all(ratio > 0 for ratio in content["ratios"].values())
+    metrics = {metric.name for workload in WORKLOADS.values() for metric in workload.metrics}
+    measured: dict[str, set[str]] = {}
+    for key, ratio in content["ratios"].items():
+        metric, name = key.split(" | ")
+        measured.setdefault(name, set()).add(metric)
+        assert ratio > 0
+    limited = ("64 B round trip", "streaming", "processor time")
+    of_limits = {metric for metric in metrics if metric.startswith(limited)}
+    others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
+    assert measured == {**others, "limit": of_limits}
     assert "NOT smc-r" not in said
+    assert "opening a connection" in picture.read_text()
+
+
+def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")
+    said = run("-m", "benchmarks", *options, "--transports=tcp,smc-r", "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    assert said.count("2 x 1 interleaved rounds") == 2
+    for part in (content, content["not pinned"]):
+        assert len(part["runs"]) == 2
+        low, high = part["spread"]["64 B round trip, p50 | smc-r"]
+        assert 0 < low <= part["ratios"]["64 B round trip, p50 | smc-r"] <= high
 
 
 def test_the_processor_time_of_every_measure() -> None:

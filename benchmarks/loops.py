@@ -1,0 +1,105 @@
+"""What a workload needs of the loop it runs in: Trio's, asyncio's or uvloop's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import trio
+
+Job = Callable[[], Awaitable[object]]
+
+
+class Loop(Protocol):
+    """Runs one program, and does for it what each loop does in its own way."""
+
+    def run(self, main: Callable[..., Any], *args: object) -> None:
+        """Run ``main(*args)`` to its end."""
+
+    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+        """Run the jobs at once until all have ended; ``aside`` is then cancelled."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep."""
+
+    async def within(self, seconds: float, job: Job) -> None:
+        """Run the job.  Raises TimeoutError or trio.TooSlowError when it takes longer."""
+
+    def lines(self) -> AsyncIterator[bytes]:
+        """The lines of standard input, while the loop goes on with other things."""
+
+
+class TrioLoop:
+    """Trio."""
+
+    def run(self, main: Callable[..., Any], *args: object) -> None:
+        trio.run(main, *args)
+
+    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+        async with trio.open_nursery() as outer:
+            if aside is not None:
+                outer.start_soon(aside)
+            async with trio.open_nursery() as nursery:
+                for job in jobs:
+                    nursery.start_soon(job)
+            outer.cancel_scope.cancel()
+
+    async def sleep(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    async def within(self, seconds: float, job: Job) -> None:
+        with trio.fail_after(seconds):
+            await job()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        buffered = b""
+        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+            while data := await stdin.receive_some():
+                *lines, buffered = (buffered + data).split(b"\n")
+                for line in lines:
+                    yield line
+
+
+class AsyncioLoop:
+    """asyncio, or uvloop in its place."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def run(self, main: Callable[..., Any], *args: object) -> None:
+        factory = None
+        if self._kind == "uvloop":
+            import uvloop
+
+            factory = uvloop.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(main(*args))
+
+    async def together(self, jobs: list[Job], *, aside: Job | None = None) -> None:
+        extra = None if aside is None else asyncio.ensure_future(aside())
+        try:
+            await asyncio.gather(*(job() for job in jobs))
+        finally:
+            if extra is not None:
+                extra.cancel()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def within(self, seconds: float, job: Job) -> None:
+        async with asyncio.timeout(seconds):
+            await job()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        reader = asyncio.StreamReader()
+        with os.fdopen(os.dup(0), "rb", buffering=0) as stdin:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), stdin
+            )
+            try:
+                while line := await reader.readline():
+                    yield line
+            finally:
+                transport.close()

@@ -1,0 +1,89 @@
+"""Plots for the pages, with matplotlib (`pip install trio-smc[bench]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Comparison
+
+__all__ = ["curves", "ratios"]
+
+# The same file for the same numbers.
+_SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
+
+
+def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams.update(_SETTINGS)
+    from matplotlib import pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=metadata, dpi=150)
+
+
+def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Draw how many times better than the base each transport is, with the range of the runs."""
+    metrics = comparisons[0].metrics
+    figure, axes = _figure(9 * len(comparisons), 1 + 0.95 * len(metrics), 1, len(comparisons))
+    for comparison, axis in zip(comparisons, axes[0], strict=True):
+        names = list(dict.fromkeys(n for m in metrics for n in comparison.transports(m)))
+        thickness = 0.85 / len(names)
+        for row, name in enumerate(names):
+            with_it = [m for m in metrics if name in comparison.transports(m)]
+            each = [comparison.ratios(metric, name) for metric in with_it]
+            middle = [median(values) for values in each]
+            axis.barh(
+                [metrics.index(metric) + row * thickness for metric in with_it],
+                middle,
+                thickness,
+                label=name,
+                xerr=[
+                    [m - min(v) for m, v in zip(middle, each, strict=True)],
+                    [max(v) - m for m, v in zip(middle, each, strict=True)],
+                ],
+                error_kw={"linewidth": 0.7},
+            )
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
+        axis.set_xticklabels(["0.1", "0.2", "0.5", "1", "2", "5", "10"])
+        axis.set_yticks([place + 0.42 for place in range(len(metrics))])
+        axis.set_yticklabels([metric.name for metric in metrics])
+        axis.set_ylim(len(metrics), -0.3)
+        pinned = "a core each" if comparison.about["pinned"] else "where the scheduler puts them"
+        axis.set_title(f"times better than {comparison.base}; both processes on {pinned}")
+        axis.legend(loc="lower right", fontsize=7)
+    _save(figure, path)
+
+
+def curves(
+    path: Path,
+    title: str,
+    across: str,
+    places: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+) -> None:
+    """Draw one small picture for each line, both scales logarithmic."""
+    figure, axes = _figure(3.2 * len(lines), 3, 1, len(lines))
+    for axis, (name, values) in zip(axes[0], lines.items(), strict=True):
+        axis.plot(places, values, marker="o")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(list(places))
+        axis.set_xticklabels([f"{place:g}" for place in places])
+        axis.set_xlabel(across)
+        axis.set_title(name, fontsize=8)
+        axis.grid(visible=True, which="both", linewidth=0.3)
+    figure.suptitle(title)
+    _save(figure, path)
