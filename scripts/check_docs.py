@@ -84,7 +84,6 @@ def read(path: Path) -> Html:
 
 def wrong_links(directory: Path) -> list[str]:
     """What is wrong with links and loads of all pages, a line each."""
-    directory = directory.resolve()
     pages = {path: read(path) for path in sorted(directory.rglob("*.html"))}
     wrong = []
     for path, page in pages.items():
@@ -109,11 +108,13 @@ def wrong_links(directory: Path) -> list[str]:
     return wrong
 
 
-async def wrong_looks(directory: Path, screenshots: Path | None) -> list[str]:
-    """What a browser sees that is wrong with the pages, a line each."""
+async def wrong_looks(
+    directory: Path, pages: list[Path], screenshots: Path | None = None
+) -> list[str]:
+    """What a browser sees that is wrong with the pages of a directory, a line each."""
     wrong = []
     async with open_page() as page:
-        for path in sorted(directory.rglob("*.html")):
+        for path in pages:
             name = path.relative_to(directory)
             await page.open(path.as_uri())
             wrong += [f"{name}: {text}" for text in page.complaints]
@@ -136,7 +137,7 @@ async def wrong_looks(directory: Path, screenshots: Path | None) -> list[str]:
             if screenshots is not None:
                 await page.photograph(screenshots / name.with_suffix(".png"))
         search = directory / "search.html"
-        if search.exists():
+        if search in pages:
             await page.open(f"{search.as_uri()}?q=fallback")
             if not await page.ask(_FOUND):
                 wrong.append("search.html: the search finds nothing")
@@ -150,20 +151,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--screenshots", type=Path, metavar="DIR")
     parser.add_argument("--no-browser", action="store_true")
     options = parser.parse_args(arguments)
-    count = len(list(options.directory.rglob("*.html")))
-    if not count:
+    directory = options.directory.resolve()
+    pages = sorted(directory.rglob("*.html"))
+    if not pages:
         print(f"{options.directory} has no pages: make docs", file=sys.stderr)
         return 2
-    wrong = wrong_links(options.directory)
+    wrong = wrong_links(directory)
     if not options.no_browser:
         try:
-            wrong += trio.run(wrong_looks, options.directory.resolve(), options.screenshots)
+            wrong += trio.run(wrong_looks, directory, pages, options.screenshots)
         except (OSError, trio.TooSlowError) as error:
             print(f"the browser cannot be used: {error}", file=sys.stderr)
             return 2
     for line in wrong:
         print(line)
-    print(f"{count} pages, {len(wrong)} things wrong")
+    print(f"{len(pages)} pages, {len(wrong)} things wrong")
     return 1 if wrong else 0
 
 

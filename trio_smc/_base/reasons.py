@@ -98,6 +98,8 @@ class _Explanation:
     message: str
     remedy: str
     code: Diagnosis
+    at_decider: bool = False
+    """The remedy is for the side that decided, whichever that was."""
 
 
 _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
@@ -107,14 +109,16 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.NO_RNIC: _Explanation(
-        "no RNIC of this stack serves the route of the connection",
+        "no RNIC serves the route of the connection",
         "install pyverbs, or name a port for the route's interface in Config(rnics=..., pnet=...)",
         Diagnosis.NO_DEVICE,
+        at_decider=True,
     ),
     FallbackReason.RNIC_DOWN: _Explanation(
         "the RNIC that serves the route has its port down",
         "bring the RNIC's port up again",
         Diagnosis.NO_DEVICE,
+        at_decider=True,
     ),
     FallbackReason.PREFIX_MISMATCH: _Explanation(
         "client and server are not on one IP subnet",
@@ -125,6 +129,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "memory, queue pairs or RMB elements are exhausted",
         "lower receive_buffer, close idle connections or raise the memory limit",
         Diagnosis.OUT_OF_MEMORY,
+        at_decider=True,
     ),
     FallbackReason.OUT_OF_SYNC: _Explanation(
         "the server named a link group that the client does not know",
@@ -160,21 +165,25 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "the listener has too many handshakes under way",
         "raise Config(handshake_limit=...) or Config(max_handshakes=...), or connect more slowly",
         Diagnosis.OUT_OF_MEMORY,
+        at_decider=True,
     ),
     FallbackReason.TCP_OPTION_UNAVAILABLE: _Explanation(
         "the TCP option that announces SMC-R cannot be sent from here",
         "run 'trio-smc setup' as root on Linux 5.15 or newer, or use discovery='assume'",
         Diagnosis.CONFIGURATION,
+        at_decider=True,
     ),
     FallbackReason.TCP_OPTION_NOT_PERMITTED: _Explanation(
-        "this process may not use the TCP option that announces SMC-R",
+        "the process may not use the TCP option that announces SMC-R",
         "run 'trio-smc setup --group GROUP' as root, with a group this user is in",
         Diagnosis.CONFIGURATION,
+        at_decider=True,
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
         "the private directory cannot be used",
         "make Config(directory=...) writable for this user alone, mode 0700; the log has details",
         Diagnosis.CONFIGURATION,
+        at_decider=True,
     ),
     FallbackReason.OTHER_USER: _Explanation(
         "the process at the other end, or the private directory, belongs to another user",
@@ -195,6 +204,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "the lists of who may use SMC-R exclude this connection",
         "change Config(allow=...) or Config(deny=...), if that is not what was meant",
         Diagnosis.CONFIGURATION,
+        at_decider=True,
     ),
     FallbackReason.SHORT_CONNECTIONS: _Explanation(
         "connections with this peer have carried too little to be worth their set-up",
@@ -261,9 +271,11 @@ class Fallback:
         text = _EXPLANATIONS[self.reason].message
         if self.peer_code is not None:
             return f"{text} (said by the peer, diagnosis 0x{self.peer_code:08x})"
-        return text
+        return f"{text} (said by the peer)" if self.origin is Origin.PEER else text
 
     @property
     def remedy(self) -> str:
         """What an operator can do about it, without a full stop."""
-        return _EXPLANATIONS[self.reason].remedy
+        explanation = _EXPLANATIONS[self.reason]
+        elsewhere = explanation.at_decider and self.origin is Origin.PEER
+        return f"at the peer: {explanation.remedy}" if elsewhere else explanation.remedy
