@@ -1,4 +1,4 @@
-"""The wire between two sides as a test sees it: LLC messages by name, lost, failed or changed.
+"""Two sides and the wire between them: LLC messages by name, lost, failed or changed.
 
 A message is called by its sender, the link it travels on, and what it says:
 "S1 ADD_LINK 2", "C1 ADD_LINK 2 reply", "C1 DELETE_LINK all".
@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.memory_rnic import PlainQueuePair
-from tests.rendezvous_pair import Side, World
+from tests.rendezvous_pair import Call, Side, World, exchange
+from trio_smc._base.config import Config
 from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.rendezvous import llc
 
-__all__ = ["Wire"]
+__all__ = ["Stage", "Wire"]
 
 _Action = Callable[[bytes], list[bytes] | None]
 
@@ -91,3 +94,56 @@ class Wire:
         if getattr(message, "rejected", False) or getattr(message, "negative", False):
             text += " negative"
         return text
+
+
+class Stage:
+    """Two sides, the wire between them, and their first connection.
+
+    Args:
+      rnics: of client and server.
+      down: how many of the server's have no active port yet.
+    """
+
+    def __init__(
+        self, world: World, rnics: tuple[int, int], *, down: int = 0, connect: bool = True,
+        configs: tuple[Config | None, Config | None] = (None, None),
+    ) -> None:  # fmt: skip
+        self.world = world
+        self.client = world.side(configs[0], rnics=rnics[0])
+        self.server = world.side(configs[1], rnics=rnics[1])
+        for rnic in self.server.rnics[rnics[1] - down :]:
+            rnic.port_down()
+        self.wire = Wire(world, self.client, self.server)
+        self.call: Call = world.call(self.client, self.server)
+        if connect:
+            world.settle()
+            self.wire.log.clear()
+
+    @property
+    def log(self) -> list[str]:
+        return self.wire.log
+
+    def end(self, place: int) -> Side:
+        """The client (0) or the server (1)."""
+        return (self.client, self.server)[place]
+
+    def links(self) -> list[int]:
+        """The numbers of the links, which both sides agree on."""
+        mine, theirs = sorted(self.client.group.links), sorted(self.server.group.links)
+        assert mine == theirs
+        return mine
+
+    def works(self) -> bool:
+        """Whether the connection carries bytes in both directions."""
+        return exchange(self.world, self.call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+    def is_over(self) -> bool:
+        """Whether nothing is left of the group on either side, and TCP was reset."""
+        assert [tcp.cut for tcp in self.call.tcp] == ["rst", "rst"] or self.call.tcp[0].ended
+        for end in self.call.ends:
+            connection = end.connection
+            with pytest.raises(OSError, match=r"abort|reset|no link"):
+                connection.receive(1)
+        return not (
+            self.client.groups or self.server.groups or any(self.world.fabric.held.values())
+        )

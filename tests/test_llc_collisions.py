@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.link_group_rules import known, registered
+from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, World, exchange
-from tests.test_llc_timeouts import Stage
 from trio_smc.rendezvous import llc, own_rmbs
 
 BIG = 4 * SIZE

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, World
-from tests.test_llc_timeouts import Stage
 from trio_smc.rendezvous import llc
 
 
