@@ -1,16 +1,19 @@
 """What the lab's guests run: one function for each pair of programs.
 
-By hand: ``python -m tests.lab.runner verbs|streams [SEED]``.
+By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams`` or ``kernel SUITE [STEP...]``.
 """
 
 from __future__ import annotations
 
 import random
+import shlex
 import sys
+from pathlib import Path
 
-from tests.lab.machine import Finished, run_pair
+from examples import demo
+from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 
-__all__ = ["streams", "verbs"]
+__all__ = ["streams", "verbs", "with_kernel"]
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -39,10 +42,46 @@ def streams() -> Finished:
     return run_pair("streams", commands, seconds=400)
 
 
+def with_kernel(suite: str, *steps: str) -> Finished:
+    """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick")."""
+    file = demo_file()
+    agent = f"{PYTHON} -m tests.lab.kernel_agent 7655"
+    ours = f"{PYTHON} -m tests.lab.guest_interop"
+    rest = f"{shlex.quote(str(file))} {suite} {' '.join(steps)}"
+    allow = "echo 1 > /sys/module/smc/parameters/lab_gids\n"
+    if suite == "quick":
+        commands = (
+            "modules dummy; ip link add dummy0 type dummy\n"
+            "ip link set dummy0 address 52:54:00:00:00:01 up; ip addr add 10.9.0.1/24 dev dummy0\n"
+            f"rxe 0 dummy0\n{allow}"
+            f"{agent} & {ours} 127.0.0.1 127.0.0.1 127.0.0.1 {rest}\n"
+        )
+        return run_guest("quick", commands, seconds=120)
+    commands = (
+        f"modules sch_netem macvlan\nrxe 0 eth0\n{allow}"
+        f"if [ $ROLE = client ]; then exec {agent}; fi\n"
+        f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
+    )
+    return run_pair(suite, commands, seconds=500)
+
+
+def demo_file() -> Path:
+    """The file of ``make demo``."""
+    path = ARTEFACTS / "file"
+    if not path.exists():
+        ARTEFACTS.mkdir(parents=True, exist_ok=True)
+        demo.make_file(path.with_suffix(".new"), 256)
+        path.with_suffix(".new").rename(path)
+    return path
+
+
 def _main() -> int:
     what, *rest = sys.argv[1:]
-    seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
-    done = verbs(seed) if what == "verbs" else streams()
+    if what == "kernel":
+        done = with_kernel(*rest)
+    else:
+        seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
+        done = verbs(seed) if what == "verbs" else streams()
     sys.stdout.write(done.output)
     return done.returncode
 

@@ -1,0 +1,104 @@
+"""Steps with the kernel as peer: close, half close, abort, urgent data."""
+
+from __future__ import annotations
+
+import trio
+
+from tests.lab.interop_world import PATIENCE, World
+from tests.lab.kernel import KernelError
+
+__all__ = ["abort", "close_with_data", "half_close", "urgent"]
+
+
+async def half_close(world: World) -> None:
+    """After the end of one direction the other still carries data; either side first."""
+    for _, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            await both.confirm()
+            await both.stream.send_eof()
+            assert (await both.there("receive"))[0] == 0
+            await both.there("send", text="still open")
+            assert await both.stream.receive_some() == b"still open"
+            await both.there("close")
+            assert await both.stream.receive_some() == b""
+            await both.stream.aclose()
+
+            both = await connect(stack)
+            await both.there("shutdown")
+            with trio.fail_after(PATIENCE):
+                assert await both.stream.receive_some() == b""
+            await both.stream.send_all(b"still open")
+            assert await both.there("text", count=10) == "still open"
+            await both.stream.aclose()
+            assert (await both.there("receive"))[0] == 0
+            await both.there("close")
+
+
+async def close_with_data(world: World) -> None:
+    """What was sent before the close is still received."""
+    for _, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            await both.there("send", text="last words")
+            await both.there("close")
+            with trio.fail_after(PATIENCE):
+                assert await both.stream.receive_some() == b"last words"
+                assert await both.stream.receive_some() == b""
+                await both.stream.aclose()
+
+            both = await connect(stack)
+            await both.stream.send_all(b"last words")
+            await both.stream.aclose()
+            assert await both.there("text", count=10) == "last words"
+            assert (await both.there("receive"))[0] == 0
+            await both.there("close")
+
+
+async def abort(world: World) -> None:
+    """A reset of either side reaches the other as one."""
+    for role, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            both.stream.abort()
+            try:
+                got = await both.there("receive")
+            except KernelError as error:
+                assert error.name in ("ECONNRESET", "ECONNABORTED"), error
+                world.say(f"{role}: our abort is {error.name} at the kernel")
+            else:
+                raise AssertionError(f"an orderly end at the kernel: {got}")
+
+            both = await connect(stack)
+            # Data that the kernel's program has not read makes its close an abort (CDC 0x20).
+            await both.stream.send_all(b"unread")
+            await both.there("close")
+            with trio.fail_after(PATIENCE):
+                try:
+                    while await both.stream.receive_some():
+                        pass
+                except trio.BrokenResourceError as error:
+                    world.say(f"{role}: the kernel's abort is {error!r} here")
+                else:
+                    raise AssertionError("an orderly end here")
+            await both.stream.aclose()
+
+
+async def urgent(world: World) -> None:
+    """The urgent byte, both ways."""
+    for _, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            with trio.fail_after(PATIENCE):
+                await both.stream.send_all(b"abc")
+                await both.stream.send_urgent(b"U")
+                assert await both.there("urgent") == "U"
+                assert await both.there("text", count=3) == "abc"
+                await both.there("send", text="def")
+                await both.there("send_urgent", text="V")
+                assert await both.stream.receive_urgent() == b"V"
+                got = b""
+                while len(got) < 3:
+                    got += await both.stream.receive_some()
+                assert got == b"def"
+            await both.end()

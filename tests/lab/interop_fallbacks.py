@@ -1,0 +1,61 @@
+"""Steps with the kernel as peer: connections that stay on TCP, and why, at both ends."""
+
+from __future__ import annotations
+
+import trio
+
+from tests.lab.interop_world import World
+from trio_smc import FallbackReason, Origin
+
+__all__ = ["kernel_declines", "plain_peer", "we_decline"]
+
+NO_DEVICE = 0x03030000
+PREFIX = 0x03070000
+PEER_DECLINED = 0x05000000
+
+
+async def kernel_declines(world: World) -> None:
+    """The kernel has no GID that SMC-R version 1 may use: stock behaviour over soft-RoCE."""
+    switch = "echo {} > /sys/module/smc/parameters/lab_gids"
+    await world.kernel.call("shell", command=switch.format(0))
+    try:
+        async with world.stack() as (stack, seen):
+            both = await world.to_kernel(stack)
+            fallback, info = await world.fell_back(both, FallbackReason.NO_RNIC)
+        assert fallback.origin is Origin.PEER
+        assert fallback.peer_code == NO_DEVICE
+        assert info["reason"] == NO_DEVICE, info
+        [decline] = [m for out, m in seen.clc_messages if m[4] == 4]
+        # To a Proposal of version 1 the kernel answers with a Decline of version 1.
+        assert len(decline) == 28, decline.hex()
+        world.say(f"the kernel declined: {fallback.message}; remedy: {fallback.remedy}")
+    finally:
+        await world.kernel.call("shell", command=switch.format(1))
+
+
+async def we_decline(world: World) -> None:
+    """Our reasons arrive at the kernel as codes that its tools explain."""
+    async with world.stack(pnet=(("eth0", "rxe9"),)) as (stack, seen):
+        both = await world.from_kernel(stack)
+        fallback, info = await world.fell_back(both)
+        assert fallback.origin is Origin.LOCAL
+        declines = [m for _, m in seen.clc_messages if m[4] == 4]
+        assert declines, seen.clc_messages
+        assert info["reason"] == PEER_DECLINED, info
+        assert info["peer_reason"] == fallback.code == NO_DEVICE, (info, fallback)
+        world.say(f"we declined: {fallback.message}; the kernel has {info['peer_reason']:#x}")
+
+
+async def plain_peer(world: World) -> None:
+    """Programs that speak TCP alone are never sent a CLC message."""
+    async with world.stack() as (stack, seen):
+        for connect in (world.to_kernel, world.from_kernel):
+            both = await connect(stack, "tcp")
+            fallback = both.stream.fallback
+            assert fallback is not None
+            assert fallback.reason is FallbackReason.PEER_NOT_CAPABLE, fallback
+            with trio.fail_after(20):
+                await both.stream.send_all(b"plain")
+            assert await both.there("text", count=5) == "plain"
+            await both.end()
+        assert not seen.clc_messages

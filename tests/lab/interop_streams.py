@@ -1,0 +1,221 @@
+"""Steps with the kernel as peer: bytes, many connections, loss."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from tests.lab.interop_world import PATIENCE, World
+from trio_smc import Mode, SmcListener, Stack
+
+__all__ = [
+    "bytes_both_ways", "first_contact", "loss", "many_connections", "second_connection",
+    "window_full",
+]  # fmt: skip
+
+MIB = 1 << 20
+CONNECTIONS = 200
+
+
+async def first_contact(world: World) -> None:
+    """Programs with sockets of AF_SMC and of IPPROTO_SMC, in both roles."""
+    for role, connect in world.both_ways():
+        for kind in ("smc", "ipproto"):
+            async with world.stack() as (stack, seen):
+                both = await connect(stack, kind)
+                await both.confirm()
+                await both.stream.send_all(b"to the kernel")
+                assert await both.there("text", count=13) == "to the kernel"
+                await both.there("send", text="and back")
+                assert await both.stream.receive_some() == b"and back"
+                await both.end()
+            proposal = next(m for _, m in seen.clc_messages if m[4] == 1)
+            assert len(proposal) == {"client": 52, "server": 92}[role], proposal.hex()
+            # CONFIRM LINK as Linux wants it: no eye catchers.
+            assert all(m[3] & 0x03 for _, m in seen.llc_messages if m[0] == 1)
+            assert {1, 2} <= seen.types(True) & seen.types(False), "ADD LINK was offered, answered"
+            world.say(f"{role} {kind}: SMCR by smc_diag, Proposal of {len(proposal)} bytes")
+
+
+async def second_connection(world: World) -> None:
+    """The same link group again: CONFIRM RKEY each way for new RMBs, DELETE RKEY at the end."""
+    for role, connect in world.both_ways():
+        async with world.stack() as (stack, seen):
+            first = await connect(stack)
+            second = await connect(stack)
+            await second.confirm()
+            assert second.stream.link_group == first.stream.link_group
+            assert 6 in seen.types(False, replies=False), "the kernel's CONFIRM RKEY"
+            for both in (first, second):
+                await both.stream.send_all(b"x")
+                assert await both.there("text", count=1) == "x"
+                await both.end()
+            world.say(
+                f"{role}: LLC requests sent {sorted(seen.types(True, replies=False))}, "
+                f"received {sorted(seen.types(False, replies=False))}"
+            )
+
+
+async def bytes_both_ways(world: World, size: int = 32 * MIB) -> None:
+    """A stream of 32 MiB in each direction at once, in both roles, SHA-256 compared."""
+    wanted = file_digest(world, size)
+    for role, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            await both.confirm()
+            took = await transfer(both, world, size, wanted)
+            await both.end()
+            world.say(f"{role}: {size >> 20} MiB each way at once in {took:.1f} s, SHA-256 right")
+
+
+async def transfer(both: Any, world: World, size: int, wanted: str) -> float:
+    """The file both ways at once; the seconds it took."""
+    start = trio.current_time()
+
+    async def theirs() -> None:
+        await both.there("send_file", path=str(world.file), count=size, patience=400)
+
+    async def at_theirs() -> None:
+        got = await both.there("receive", count=size, patience=400)
+        assert got[:2] == [size, wanted], got
+
+    async def ours() -> None:
+        await both.send_file(world.file, size, patience=400)
+
+    async with trio.open_nursery() as nursery:
+        for each in (theirs, at_theirs, ours):
+            nursery.start_soon(each)
+        assert await both.receive(size, patience=400) == (size, wanted)
+    return trio.current_time() - start
+
+
+def file_digest(world: World, size: int) -> str:
+    digest = hashlib.sha256()
+    with open(world.file, "rb") as file:
+        while size:
+            piece = file.read(min(MIB, size))
+            digest.update(piece)
+            size -= len(piece)
+    return digest.hexdigest()
+
+
+async def window_full(world: World) -> None:
+    """A receiver that does not read stops its sender; when it reads everything comes."""
+    for role, connect in world.both_ways():
+        async with world.stack() as (stack, _):
+            both = await connect(stack)
+            await both.confirm()
+            sent = await both.there("fill", patience=1)
+            assert sent > 512 * 1024, "their send buffer and our RMB element"
+            got, digest = await both.receive(sent)
+            assert (got, digest) == (sent, hashlib.sha256(bytes(sent)).hexdigest())
+            ours = 0
+            with trio.move_on_after(3):
+                while True:
+                    await both.stream.send_all(bytes(16384))
+                    ours += 16384
+            # What was cut off in the middle of a send is known by what arrives.
+            await both.stream.aclose()
+            got, digest, _ = await both.there("receive")
+            assert ours <= got < ours + 16384 + 1, (ours, got)
+            assert digest == hashlib.sha256(bytes(got)).hexdigest()
+            await both.there("close")
+            world.say(f"{role}: {sent} bytes went to us unread, {got} from us")
+
+
+async def many_connections(world: World) -> None:
+    """200 connections at once, an echo on each, in both roles."""
+    text = "x" * 3000
+    for role, run in (("server", _many_from_kernel), ("client", _many_to_kernel)):
+        async with world.stack() as (stack, _):
+            start = trio.current_time()
+            modes = await run(world, stack, text)
+            assert modes == {"SMCR": CONNECTIONS}, modes
+            statistics = stack.statistics()
+            world.say(
+                f"{role}: {CONNECTIONS} connections at once in "
+                f"{trio.current_time() - start:.1f} s, {statistics.link_groups} link groups"
+            )
+
+
+async def _many_from_kernel(world: World, stack: Stack, text: str) -> Any:
+    port = next(world.ports)
+
+    async def echo(stream: trio.abc.Stream) -> None:
+        async for data in stream:
+            await stream.send_all(data)
+
+    [listener] = await stack.open_listeners(port, host=world.here, backlog=256)
+    assert isinstance(listener, SmcListener)
+    async with listener, trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, echo, [listener])
+        modes = await world.kernel.call(
+            "many_connect", kind="smc", host=world.here, port=port, count=CONNECTIONS, text=text,
+            patience=200,
+        )  # fmt: skip
+        nursery.cancel_scope.cancel()
+    return modes
+
+
+async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
+    port = next(world.ports)
+    number = await world.kernel.call("listen", kind="smc", port=port)
+    opened = 0
+    all_open = trio.Event()
+    modes: list[Any] = []
+
+    async def serve() -> None:
+        modes.append(
+            await world.kernel.call(
+                "many_accept", number=number, count=CONNECTIONS, patience=200
+            )
+        )
+
+    async def one() -> None:
+        nonlocal opened
+        stream = await stack.open_stream(world.there, port)
+        assert stream.mode is Mode.SMC_R, stream.fallback
+        opened += 1
+        if opened == CONNECTIONS:
+            all_open.set()
+        await all_open.wait()
+        await stream.send_all(text.encode())
+        got = b""
+        while len(got) < len(text):
+            got += await stream.receive_some()
+        assert got == text.encode()
+        await stream.send_eof()
+        assert await stream.receive_some() == b""
+        await stream.aclose()
+
+    with trio.fail_after(200):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            for _ in range(CONNECTIONS):
+                nursery.start_soon(one)
+    await world.kernel.call("close", number=number)
+    return modes[0]
+
+
+async def loss(world: World, size: int = 4 * MIB) -> None:
+    """3 % of the packets of both directions are lost."""
+    command = "tc qdisc {} dev eth0 root netem loss 3% delay 1ms"
+    await trio.run_process(command.format("add").split())
+    await world.kernel.call("shell", command=command.format("add"))
+    try:
+        wanted = file_digest(world, size)
+        connect: Callable[..., Any]
+        for role, connect in world.both_ways():
+            async with world.stack() as (stack, _):
+                both = await connect(stack)
+                await both.confirm()
+                took = await transfer(both, world, size, wanted)
+                await both.end()
+                world.say(f"{role}: {size >> 20} MiB each way with 3 % loss in {took:.1f} s")
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
+            await trio.run_process(command.format("del").split()[:6])
+            await world.kernel.call("shell", command="tc qdisc del dev eth0 root")

@@ -1,0 +1,194 @@
+"""What steps of `tests.lab.guest_interop` share: connections between trio_smc and the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import trio_smc
+from tests.lab.kernel import Kernel
+from trio_smc import Config, FallbackReason, Mode, SmcStream, Stack
+
+__all__ = ["CONFIG", "PATIENCE", "Both", "Seen", "World", "until"]
+
+PATIENCE = 60
+"""Seconds for a step of a guest without KVM."""
+CONFIG = Config(
+    discovery="tcp-option", handshake_timeout=20, first_contact_timeout=20, llc_timeout=10,
+    test_link_timeout=5, shutdown_timeout=10,
+)  # fmt: skip
+PIECE = 256 * 1024
+
+
+class Seen(trio_smc.Observer):
+    """An observer that keeps what matters of messages."""
+
+    def __init__(self) -> None:
+        self.clc_messages: list[tuple[bool, bytes]] = []
+        self.llc_messages: list[tuple[bool, bytes]] = []
+
+    def types(self, outgoing: bool, *, replies: bool | None = None) -> set[int]:
+        """LLC types that went or came; replies: only those, or only requests."""
+        return {
+            message[0]
+            for out, message in self.llc_messages
+            if out is outgoing and replies in (None, bool(message[3] & 0x80))
+        }
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        self.clc_messages.append((outgoing, bytes(message)))
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        self.llc_messages.append((outgoing, bytes(message)))
+
+
+@dataclass
+class Both:
+    """The two ends of one connection: ours, and the kernel's by number."""
+
+    stream: SmcStream
+    number: int
+    kernel: Kernel
+
+    async def there(self, function: str, *, patience: float = PATIENCE, **arguments: Any) -> Any:
+        """Do something with the kernel's end."""
+        return await self.kernel.call(
+            function, patience=patience, number=self.number, **arguments
+        )
+
+    async def receive(self, count: int | None, patience: float = PATIENCE) -> tuple[int, str]:
+        """Take so many bytes, or all up to the end: their number and SHA-256."""
+        digest, got = hashlib.sha256(), 0
+        with trio.fail_after(patience):
+            while count is None or got < count:
+                data = await self.stream.receive_some(
+                    PIECE if count is None else min(PIECE, count - got)
+                )
+                if not data:
+                    break
+                digest.update(data)
+                got += len(data)
+        return got, digest.hexdigest()
+
+    async def send_file(self, path: Path, count: int, patience: float = PATIENCE) -> None:
+        with trio.fail_after(patience), open(path, "rb") as file:
+            while count:
+                piece = file.read(min(PIECE, count))
+                await self.stream.send_all(piece)
+                count -= len(piece)
+
+    async def confirm(self) -> None:
+        """Both say it is SMC-R; the kernel's word is smc_diag's."""
+        assert self.stream.mode is Mode.SMC_R, self.stream.fallback
+        info = await self.there("info")
+        assert info is not None
+        assert info["mode"] == "SMCR", info
+
+    async def end(self) -> None:
+        """An orderly end, ours first."""
+        with trio.fail_after(PATIENCE):
+            await self.stream.send_eof()
+            assert (await self.there("receive"))[0] == 0
+            await self.there("close")
+            assert await self.stream.receive_some() == b""
+            await self.stream.aclose()
+
+
+@dataclass
+class World:
+    """Who talks to whom.
+
+    Attributes:
+      here, there: addresses that our listener and the kernel's have.
+      config: for stacks of ours.
+      file: bytes to send, those of ``make demo``.
+    """
+
+    kernel: Kernel
+    here: str
+    there: str
+    config: Config
+    file: Path
+    ports: itertools.count[int] = field(default_factory=lambda: itertools.count(5000))
+
+    def say(self, text: str) -> None:
+        sys.stdout.write(f"interop: {text}\n")
+        sys.stdout.flush()
+
+    @contextlib.asynccontextmanager
+    async def stack(self, **changes: Any) -> AsyncIterator[tuple[Stack, Seen]]:
+        seen = Seen()
+        async with trio_smc.open_stack(replace(self.config, **changes)) as stack:
+            stack.add_observer(seen)
+            yield stack, seen
+
+    async def to_kernel(self, stack: Stack, kind: str = "smc", **options: Any) -> Both:
+        """A connection that we open."""
+        port = next(self.ports)
+        listener = await self.kernel.call("listen", kind=kind, port=port, **options)
+        number: list[int] = []
+
+        async def accept() -> None:
+            number.append(await self.kernel.call("accept", number=listener))
+
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                stream = await stack.open_stream(self.there, port)
+        await self.kernel.call("close", number=listener)
+        return Both(stream, number[0], self.kernel)
+
+    async def from_kernel(self, stack: Stack, kind: str = "smc", **options: Any) -> Both:
+        """A connection that the kernel opens."""
+        port = next(self.ports)
+        number: list[int] = []
+
+        async def connect() -> None:
+            number.append(
+                await self.kernel.call("connect", kind=kind, host=self.here, port=port, **options)
+            )
+
+        [listener] = await stack.open_listeners(port, host=self.here)
+        with trio.fail_after(PATIENCE):
+            async with listener, trio.open_nursery() as nursery:
+                nursery.start_soon(connect)
+                stream = await listener.accept()
+        return Both(stream, number[0], self.kernel)
+
+    def both_ways(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        """Each role of ours with what opens a connection in it."""
+        return (("client", self.to_kernel), ("server", self.from_kernel))
+
+    async def fell_back(
+        self, both: Both, reason: FallbackReason | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Both are TCP and carry bytes; what each says of it."""
+        assert both.stream.mode is Mode.TCP
+        info = await both.there("info")
+        assert info["mode"] == "TCP", info
+        fallback = both.stream.fallback
+        assert fallback is not None
+        assert reason is None or fallback.reason is reason, fallback
+        await both.stream.send_all(b"plain")
+        assert await both.there("text", count=5) == "plain"
+        await both.there("send", text="words")
+        assert await both.stream.receive_some() == b"words"
+        await both.end()
+        return fallback, info
+
+
+async def until(condition: Callable[[], Any], text: str, patience: float = PATIENCE) -> None:
+    """Look until it holds; what is looked at changes by messages of the peer."""
+    with trio.move_on_after(patience):
+        while not condition():
+            await trio.sleep(0.02)
+        return
+    raise AssertionError(f"not within {patience} s: {text}")

@@ -1,0 +1,238 @@
+"""The Linux kernel's side of a test: blocking SMC sockets, told what to do by `tests.lab.kernel`.
+
+``python3 -m tests.lab.kernel_agent PORT``.  Each line of JSON is one call, [number, function,
+arguments]; each is answered by [number, result, null] or [number, null, [error name, text]],
+in the order in which they end: every call has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import hashlib
+import itertools
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from tests.lab import smc_netlink
+
+PIECE = 256 * 1024
+AF_SMC = 43
+IPPROTO_SMC = 256
+
+
+class Agent:
+    """Sockets by number, and what can be done with them: every method is a call."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}
+        self._numbers = itertools.count(1)
+
+    def _keep(self, sock: socket.socket) -> int:
+        number = next(self._numbers)
+        self._sockets[number] = sock
+        return number
+
+    def listen(self, kind: str, port: int, host: str = "0.0.0.0", options: Any = ()) -> int:
+        sock = make(kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for name, value in options:
+            sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+        sock.bind((host, port))
+        sock.listen(256)
+        return self._keep(sock)
+
+    def accept(self, number: int) -> int:
+        return self._keep(self._sockets[number].accept()[0])
+
+    def connect(
+        self, kind: str, host: str, port: int, options: Any = (), local: str | None = None
+    ) -> int:
+        sock = make(kind)
+        for name, value in options:
+            sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+        if local:
+            sock.bind((local, 0))
+        try:
+            sock.connect((host, port))
+        except BaseException:
+            sock.close()
+            raise
+        return self._keep(sock)
+
+    def info(self, number: int) -> Any:
+        return smc_netlink.socket_info(self._sockets[number].fileno())
+
+    def links(self) -> Any:
+        return smc_netlink.links()
+
+    def fallbacks(self) -> Any:
+        return smc_netlink.fallback_counts()
+
+    def send_file(self, number: int, path: str, count: int) -> float:
+        """Send the file's first bytes; the seconds it took."""
+        sock = self._sockets[number]
+        start = time.monotonic()
+        with open(path, "rb") as file:
+            while count:
+                piece = file.read(min(PIECE, count))
+                sock.sendall(piece)
+                count -= len(piece)
+        return time.monotonic() - start
+
+    def receive(self, number: int, count: int | None = None) -> Any:
+        """Receive so many bytes, or until the end; their number, SHA-256 and seconds."""
+        sock, digest, got = self._sockets[number], hashlib.sha256(), 0
+        start = time.monotonic()
+        while count is None or got < count:
+            data = sock.recv(PIECE if count is None else min(PIECE, count - got))
+            if not data:
+                break
+            digest.update(data)
+            got += len(data)
+        return [got, digest.hexdigest(), time.monotonic() - start]
+
+    def send(self, number: int, text: str) -> None:
+        self._sockets[number].sendall(text.encode())
+
+    def fill(self, number: int, patience: float) -> int:
+        """Send zeros until nothing has gone for ``patience`` seconds; how many went."""
+        sock, sent = self._sockets[number], 0
+        sock.settimeout(patience)
+        try:
+            while True:
+                sent += sock.send(bytes(16384))
+        except TimeoutError:
+            return sent
+        finally:
+            sock.settimeout(None)
+
+    def text(self, number: int, count: int) -> str:
+        return self._sockets[number].recv(count, socket.MSG_WAITALL).decode()
+
+    def send_urgent(self, number: int, text: str) -> int:
+        return self._sockets[number].send(text.encode(), socket.MSG_OOB)
+
+    def urgent(self, number: int) -> str:
+        """Wait for the urgent byte."""
+        sock = self._sockets[number]
+        while True:
+            try:
+                return sock.recv(1, socket.MSG_OOB).decode()
+            except OSError as none_yet:
+                if none_yet.errno not in (errno.EINVAL, errno.EAGAIN):
+                    raise
+                time.sleep(0.01)
+
+    def echo(self, number: int) -> int:
+        """Send back what comes until the end; how much it was."""
+        sock, total = self._sockets[number], 0
+        while data := sock.recv(PIECE):
+            sock.sendall(data)
+            total += len(data)
+        return total
+
+    def shutdown(self, number: int) -> None:
+        self._sockets[number].shutdown(socket.SHUT_WR)
+
+    def close(self, number: int) -> None:
+        self._sockets.pop(number).close()
+
+    def abort(self, number: int) -> None:
+        sock = self._sockets.pop(number)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+
+    def many_connect(self, kind: str, host: str, port: int, count: int, text: str) -> Any:
+        """So many connections open at once, an echo on each: their modes."""
+        barrier = threading.Barrier(count)
+
+        def one(_: int) -> str:
+            number = self.connect(kind, host, port)
+            barrier.wait(200)
+            return self._one_of_many(number, text)
+
+        return self._together(one, count)
+
+    def many_accept(self, number: int, count: int) -> Any:
+        """The other side: accept so many, echo on each until its end: their modes."""
+        accepted = [self.accept(number) for _ in range(count)]
+
+        def one(place: int) -> str:
+            each = accepted[place]
+            mode = str(self.info(each)["mode"])
+            self.echo(each)
+            self.close(each)
+            return mode
+
+        return self._together(one, count)
+
+    def _one_of_many(self, number: int, text: str) -> str:
+        self.send(number, text)
+        assert self.text(number, len(text)) == text
+        mode = str(self.info(number)["mode"])
+        self.close(number)
+        return mode
+
+    def _together(self, one: Any, count: int) -> dict[str, int]:
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            modes = list(pool.map(one, range(count)))
+        return {mode: modes.count(mode) for mode in modes}
+
+    def shell(self, command: str) -> str:
+        """Output and all of a shell command, with this guest's functions (`init.sh`)."""
+        done = subprocess.run(
+            ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise OSError(done.returncode, done.stdout)
+        return done.stdout
+
+    def pnet(self, name: str, interface: str | None = None, device: str | None = None) -> None:
+        smc_netlink.pnet_add(name, interface=interface, device=device)
+
+
+def make(kind: str) -> socket.socket:
+    """A TCP socket ("tcp"), or one of SMC by its address family or its protocol number."""
+    if kind != "smc":
+        protocol = IPPROTO_SMC if kind == "ipproto" else 0
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol)
+    # CPython packs no addresses for a family it does not know: the kernel takes those of IPv4.
+    family = socket.socket(AF_SMC, socket.SOCK_STREAM)
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=family.detach())
+
+
+def main() -> None:
+    agent = Agent()
+    [port] = map(int, sys.argv[1:])
+    with socket.create_server(("0.0.0.0", port)) as listener:
+        control = listener.accept()[0]
+    lock = threading.Lock()
+
+    def perform(number: int, function: str, arguments: dict[str, Any]) -> None:
+        result, problem = None, None
+        try:
+            result = getattr(agent, function)(**arguments)
+        except Exception as error:
+            name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+            problem = [name, str(error)]
+        with lock:
+            control.sendall(json.dumps([number, result, problem]).encode() + b"\n")
+
+    for line in control.makefile():
+        number, function, arguments = json.loads(line)
+        threading.Thread(target=perform, args=(number, function, arguments), daemon=True).start()
+    sys.stdout.flush()
+    os._exit(0)  # threads may still be blocked in sockets
+
+
+if __name__ == "__main__":
+    main()
