@@ -147,7 +147,7 @@ async def open_page() -> AsyncIterator[Page]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "HOME": profile},
+            env={**os.environ, "HOME": profile, "XDG_RUNTIME_DIR": profile},
         )
         try:
             address = await _address(process, trio.Path(profile) / "DevToolsActivePort")

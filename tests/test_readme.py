@@ -11,7 +11,7 @@ import trio
 
 from tests.document_steps import ROOT, Walk, steps_of
 
-PAGES = [ROOT / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 FIVE_MINUTES = 300.0
 
 
@@ -26,6 +26,7 @@ def ports() -> dict[str, str]:
     return found
 
 
+@pytest.mark.timeout(180)  # a dozen processes, each of which starts Python
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 async def test_the_steps_of_a_page(page: Path, tmp_path: Path, ports: dict[str, str]) -> None:
     walk = Walk(tmp_path, fresh=False, ports=ports)
