@@ -6,13 +6,14 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test lint types bench states ladders cli-page compliance campaigns docs docs-check clean \
+.PHONY: help demo example test interop lint types bench states ladders cli-page compliance campaigns docs docs-check clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
+	@echo 'make interop    the Linux kernel as peer, in QEMU guests: at most ten minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
@@ -47,6 +48,10 @@ example: ready-dev
 
 test: ready-docs
 	@$(BIN)/python -m pytest $(ARGS)
+
+interop: ready-dev
+	@$(BIN)/python -m tests.lab.setup
+	@$(BIN)/python -m pytest --full -m lab tests/lab $(ARGS)
 
 bench: ready-bench
 	@$(BIN)/python -m benchmarks $(ARGS)

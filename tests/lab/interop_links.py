@@ -2,13 +2,218 @@
 
 from __future__ import annotations
 
-from tests.lab.interop_world import World
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import trio
+
+from tests.lab.interop_streams import MIB, file_digest, transfer
+from tests.lab.interop_world import PATIENCE, Both, World, until
+from trio_smc import LinkGroupKind, SmcStream, VerbsRnic
 
 __all__ = ["asymmetric", "big_file", "link_down", "symmetric", "test_link"]
 
+BIG = 256 * MIB
+ADD_LINK, DELETE_LINK, TEST_LINK = 2, 4, 7
+# A second interface on the wire of eth0, so that one RNIC reaches two of the other side.
+SECOND = (
+    "sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2;"
+    "ip link add link eth0 name mac0 type macvlan mode bridge;"
+    "ip addr add 10.9.0.{}/24 dev mac0; ip link set mac0 up; rxe 1 mac0"
+)
+UNDO = "rdma link delete rxe1; ip link delete mac0"
+THIRD = "rxe 1 eth1"
 
-async def symmetric(world: World) -> None: ...
-async def test_link(world: World) -> None: ...
-async def asymmetric(world: World) -> None: ...
-async def link_down(world: World) -> None: ...
-async def big_file(world: World) -> None: ...
+
+def two() -> dict[str, Any]:
+    """Settings for both RNICs of ours, as one network."""
+    return {
+        "rnics": (VerbsRnic("rxe0"), VerbsRnic("rxe1")),
+        "pnet": (("eth0", "rxe0"), ("eth0", "rxe1")),
+    }
+
+
+async def here(command: str) -> None:
+    await trio.run_process(["bash", "-c", command])
+
+
+async def asymmetric(world: World) -> None:
+    """One side has two RNICs, the other one: first the kernel, then we."""
+    await world.kernel.call("shell", command=SECOND.format(12))
+    try:
+        for role, connect in world.both_ways():
+            async with world.stack() as (stack, _):
+                both = await connect(stack)
+                await expect_kind(world, both, LinkGroupKind.ASYMMETRIC)
+                await both.end()
+                world.say(f"{role}: asymmetric, two RNICs at the kernel")
+    finally:
+        await world.kernel.call("shell", command=UNDO)
+    await here(SECOND.format(11))
+    try:
+        for role, connect in world.both_ways():
+            async with world.stack(**two()) as (stack, _):
+                both = await connect(stack)
+                await expect_kind(world, both, LinkGroupKind.ASYMMETRIC)
+                await both.end()
+                world.say(f"{role}: asymmetric, two RNICs of ours")
+    finally:
+        await here(UNDO)
+
+
+async def expect_kind(world: World, both: Both, kind: LinkGroupKind) -> None:
+    await both.confirm()
+    group = both.stream.link_group
+    assert group is not None
+    await until(lambda: group.kind is kind and all_active(both.stream), f"{kind}, not {group!r}")
+    links = await world.kernel.call("links")
+    mine = {link["group"] for link in links}
+    assert len(links) >= 2, links
+    wanted = {LinkGroupKind.SYMMETRIC: {2}, LinkGroupKind.ASYMMETRIC: {3, 4}}[kind]
+    assert {link["type"] for link in links} <= wanted, (mine, links)
+
+
+def all_active(stream: SmcStream) -> bool:
+    assert stream.link_group is not None
+    return all(link.state == "ACTIVE" for link in stream.link_group.links)
+
+
+async def symmetric(world: World) -> None:
+    """Two RNICs at both ends: ADD LINK, CONTINUATION and CONFIRM LINK in both roles."""
+    await world.kernel.call("shell", command=THIRD)
+    await here(THIRD)
+    for role, connect in world.both_ways():
+        async with world.stack(**two()) as (stack, seen):
+            both = await connect(stack)
+            await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+            # The server offers, the client answers, with the flag of a reply and no rejection.
+            offers = [m for out, m in seen.llc_messages if m[0] == ADD_LINK and not m[3] & 0x80]
+            answers = [m for out, m in seen.llc_messages if m[0] == ADD_LINK and m[3] & 0x80]
+            assert offers, seen.llc_messages
+            assert any(not m[3] & 0x40 for m in answers), answers
+            assert 3 in seen.types(True) & seen.types(False), "CONTINUATION both ways"
+            again = await connect(stack)
+            await again.confirm()
+            wanted = file_digest(world, MIB)
+            for each in (both, again):
+                await transfer(each, world, MIB, wanted)
+                await each.end()
+            world.say(f"{role}: symmetric; LLC types {sorted(seen.types(True))} sent")
+
+
+async def test_link(world: World) -> None:
+    """Each side tests idle links, and the other answers."""
+    sysctl = "sysctl -w net.smc.smcr_testlink_time={}"
+    await world.kernel.call("shell", command=sysctl.format(1))
+    try:
+        for _, connect in world.both_ways():
+            async with world.stack(test_link_interval=1, **two()) as (stack, seen):
+                both = await connect(stack)
+                await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+                for outgoing in (True, False):
+                    for replies in (True, False):
+                        await until(
+                            lambda o=outgoing, r=replies: TEST_LINK in seen.types(o, replies=r),
+                            f"TEST LINK, outgoing {outgoing}, reply {replies}",
+                        )
+                assert all_active(both.stream)
+                await both.end()
+    finally:
+        await world.kernel.call("shell", command=sysctl.format(30))
+
+
+@contextlib.asynccontextmanager
+async def interface_down(world: World, both: Both, *, ours: bool) -> AsyncIterator[str]:
+    """Take down what carries the connection, on one side; up again at the end."""
+    if ours:
+        assert both.stream.link_group is not None
+        [link] = [each for each in both.stream.link_group.links if each.connections]
+        device = link.rnic.name
+    else:
+        links = await world.kernel.call("links")
+        [device] = [each["device"] for each in links if each["connections"]]
+    interface = f"eth{device[3]}"
+    set_to = f"ip link set {interface} {{}}"
+
+    async def do(command: str) -> None:
+        if ours:
+            await here(command)
+        else:
+            await world.kernel.call("shell", command=command)
+
+    await do(set_to.format("down"))
+    try:
+        yield interface
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
+            await do(set_to.format("up"))
+            # An interface that was down has lost its routes, but for its own network.
+            await trio.sleep(0.2)
+
+
+async def link_down(world: World, size: int = 32 * MIB) -> None:
+    """The interface that carries a stream goes down in the middle of it, on either side."""
+    wanted = file_digest(world, size)
+    for ours in (True, False):
+        for role, connect in world.both_ways():
+            await survive(world, connect, size, wanted, role, ours=ours, both_directions=True)
+
+
+async def survive(
+    world: World, connect: Any, size: int, wanted: str, role: str, *, ours: bool,
+    both_directions: bool,
+) -> None:  # fmt: skip
+    async with world.stack(**two()) as (stack, seen):
+        both = await connect(stack)
+        await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+        group = both.stream.link_group
+        start = trio.current_time()
+        async with contextlib.AsyncExitStack() as ending, trio.open_nursery() as nursery:
+            nursery.start_soon(_transfer, both, world, size, wanted, both_directions)
+            received = both.stream.statistics
+            await until(lambda: received().bytes_received > size // 2, "the middle", 300)
+            interface = await ending.enter_async_context(interface_down(world, both, ours=ours))
+        took = trio.current_time() - start
+        assert DELETE_LINK in seen.types(True) | seen.types(False)
+        await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"whole again: {group!r}")
+        await both.confirm()
+        await both.end()
+        side = "our" if ours else "the kernel's"
+        world.say(
+            f"{role}: {size >> 20} MiB with {side} {interface} down in the middle in {took:.1f} s, "
+            "SHA-256 right, and symmetric again"
+        )
+
+
+async def _transfer(
+    both: Both, world: World, size: int, wanted: str, both_directions: bool
+) -> None:
+    if both_directions:
+        await transfer(both, world, size, wanted)
+        return
+    async with trio.open_nursery() as nursery:
+
+        async def theirs() -> None:
+            await both.there("send_file", path=str(world.file), count=size, patience=400)
+
+        nursery.start_soon(theirs)
+        assert await both.receive(size, patience=400) == (size, wanted)
+
+
+async def big_file(world: World) -> None:
+    """The file of ``make demo`` to the kernel; then back, and a link fails in the middle."""
+    wanted = file_digest(world, BIG)
+    async with world.stack(**two()) as (stack, _):
+        both = await world.to_kernel(stack)
+        await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both.send_file, world.file, BIG, 400)
+            got = await both.there("receive", count=BIG, patience=400)
+        assert got[:2] == [BIG, wanted], got
+        world.say(f"{BIG >> 20} MiB to the kernel in {trio.current_time() - start:.1f} s")
+        await both.end()
+    await survive(
+        world, world.to_kernel, BIG, wanted, "client", ours=False, both_directions=False
+    )

@@ -108,7 +108,7 @@ async def window_full(world: World) -> None:
         async with world.stack() as (stack, _):
             both = await connect(stack)
             await both.confirm()
-            sent = await both.there("fill", patience=1)
+            sent = await both.there("fill", idle=1)
             assert sent > 512 * 1024, "their send buffer and our RMB element"
             got, digest = await both.receive(sent)
             assert (got, digest) == (sent, hashlib.sha256(bytes(sent)).hexdigest())

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -102,10 +101,10 @@ class Agent:
     def send(self, number: int, text: str) -> None:
         self._sockets[number].sendall(text.encode())
 
-    def fill(self, number: int, patience: float) -> int:
-        """Send zeros until nothing has gone for ``patience`` seconds; how many went."""
+    def fill(self, number: int, idle: float) -> int:
+        """Send zeros until nothing has gone for ``idle`` seconds; how many went."""
         sock, sent = self._sockets[number], 0
-        sock.settimeout(patience)
+        sock.settimeout(idle)
         try:
             while True:
                 sent += sock.send(bytes(16384))
@@ -139,16 +138,19 @@ class Agent:
             total += len(data)
         return total
 
+    def error(self, number: int) -> str | None:
+        """Wait for the peer's end; the name of the error that came with it, if one did."""
+        sock = self._sockets[number]
+        while sock.recv(PIECE):
+            pass
+        code: int = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return errno.errorcode[code] if code else None
+
     def shutdown(self, number: int) -> None:
         self._sockets[number].shutdown(socket.SHUT_WR)
 
     def close(self, number: int) -> None:
         self._sockets.pop(number).close()
-
-    def abort(self, number: int) -> None:
-        sock = self._sockets.pop(number)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.close()
 
     def many_connect(self, kind: str, host: str, port: int, count: int, text: str) -> Any:
         """So many connections open at once, an echo on each: their modes."""
