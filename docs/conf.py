@@ -55,7 +55,14 @@ def link_images(_app: Sphinx, doctree: nodes.document) -> None:
         image.setdefault("scale", 100)
 
 
+def add_machines(_app: Sphinx, page: str, source: list[str]) -> None:
+    """The generated index of the state machines links to their pages by a table alone."""
+    if page == "states/index":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
+    app.connect("source-read", add_machines)
     app.connect("doctree-read", link_images)
     return {"parallel_read_safe": True}

@@ -30,6 +30,8 @@ from scripts.browser import open_page
 _LOADED: Final = {"img": "src", "script": "src", "link": "href", "iframe": "src", "object": "data"}
 _SHORTEST: Final = 150
 """Characters of the shortest page that says anything."""
+_MADE: Final = ("search", "genindex", "py-modindex")
+"""Pages that Sphinx makes of nothing of ours."""
 _LOOK: Final = """(() => {
   const pictures = [...document.images, ...document.querySelectorAll("object")];
   const room = document.documentElement;
@@ -126,9 +128,9 @@ async def wrong_looks(
             seen = await page.ask(_LOOK)
             wrong += [f"{name}: {address} does not show" for address in seen["broken"]]
             wrong += [f"{name}: {address} is too small to see" for address in seen["tiny"]]
-            if not seen["title"]:
+            if not seen["title"] and name.stem not in _MADE:
                 wrong.append(f"{name}: no heading")
-            if seen["text"] < _SHORTEST and name.stem not in ("search", "genindex"):
+            if seen["text"] < _SHORTEST and name.stem not in _MADE:
                 wrong.append(f"{name}: only {seen['text']} characters of text")
             if not seen["styled"]:
                 wrong.append(f"{name}: no style sheet")

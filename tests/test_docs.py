@@ -1,0 +1,82 @@
+"""The pages: generated ones are as they would be generated, and the checker of links notices."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import trio_smc
+from scripts import check_docs, reasons_page
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+GOOD = '<h1 id="top">A page</h1><a href="#top">up</a><a href="other.html#there">on</a>'
+OTHER = '<h1 id="there">Another</h1><img src="picture.svg"><a href="https://example.org/">out</a>'
+
+
+def test_the_page_of_reasons_is_as_generated() -> None:
+    assert reasons_page.main(["--check"]) == 0, "python -m scripts.reasons_page"
+
+
+def test_every_reason_is_explained_in_the_code() -> None:
+    assert set(reasons_page.explanations()) == set(trio_smc.FallbackReason)
+
+
+def site(directory: Path, **changes: str) -> Path:
+    """Two pages and a picture."""
+    pages = {"index.html": GOOD, "other.html": OTHER, "picture.svg": "<svg/>"}
+    for name, text in (pages | changes).items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def test_good_links(tmp_path: Path) -> None:
+    assert check_docs.wrong_links(site(tmp_path)) == []
+    assert check_docs.main([str(tmp_path), "--no-browser"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('<a href="nowhere.html">x</a>', "nowhere.html leads nowhere"),
+        ('<a href="#nowhere">x</a>', "#nowhere has no such anchor"),
+        ('<a href="other.html#here">x</a>', "other.html#here has no such anchor"),
+        ('<img src="missing.svg">', "missing.svg leads nowhere"),
+        ('<a href="../elsewhere.html">x</a>', "../elsewhere.html leads nowhere"),
+        ('<script src="https://example.org/x.js"></script>', "from the network"),
+        ('<link rel="stylesheet" href="//example.org/x.css">', "from the network"),
+    ],
+)
+def test_bad_links(
+    tmp_path: Path, text: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = site(tmp_path / "", **{"index.html": GOOD + text})
+    [line] = check_docs.wrong_links(directory)
+    assert line.startswith("index.html: ")
+    assert line.endswith(wrong)
+    assert check_docs.main([str(directory), "--no-browser"]) == 1
+    assert line in capsys.readouterr().out
+
+
+def test_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_docs.main([str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "has no pages" in line
+
+
+def test_the_reference_names_everything_public() -> None:
+    text = (DOCS / "api.md").read_text()
+    named = set(re.findall(r"^\.\. auto\w+:: (?:trio_smc\.)?(\w+)$", text, re.MULTILINE))
+    assert named >= set(trio_smc.__all__)
+
+
+def test_python_on_the_pages_can_be_parsed() -> None:
+    found = 0
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+            compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            found += 1
+    assert found > 5
