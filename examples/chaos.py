@@ -53,15 +53,17 @@ KINDS = {
 HARMLESS = frozenset({"delay", "wakeup", "process-stop"})
 # Would last longer than the failover it shall disturb.
 NOT_DURING = frozenset({"process-stop", "link-silent"})
+# Time-outs are those of a busy machine: who gets no processor for a moment has not failed.
 SETTINGS: dict[str, Any] = {
     "receive_buffer": 128 * 1024,
     "test_link_interval": 0.5,
-    "test_link_timeout": 2.0,
-    "close_timeout": 10.0,
+    "test_link_timeout": 3.0,
+    "llc_timeout": 5.0,
+    "close_timeout": 30.0,
 }
-# Seconds until a group counts as not whole again, an armed fault as having met nobody, and a
-# process as hung.
-WHOLE_WITHIN, MEETS_WITHIN, ENDS_WITHIN = 30.0, 1.0, 90.0
+# Seconds until a group counts as not whole again, an armed fault as having met nobody, a process
+# as hung, and a command as not obeyed.
+WHOLE_WITHIN, MEETS_WITHIN, ENDS_WITHIN, OBEYS_WITHIN = 40.0, 1.0, 90.0, 60.0
 # Seconds after which an operator would do something.
 PATIENCE = 1.0
 Show = Callable[[str], None]
@@ -72,7 +74,7 @@ class Policy:
     """What is to be done.
 
     seconds, faults: whichever comes first; None = no limit.
-    during: one fault in so many comes in the middle of a failover; 0 = none.
+    during: one failure in so many comes in the middle of a failover; 0 = none.
     scale: how much a conversation says, in percent.
     log: a directory for the logs of both processes.
     """
@@ -148,6 +150,8 @@ class Side:
         self.port: int | None = None
         self.ready = False
         self.ended = False
+        # Commands that it has obeyed.
+        self.done: Counter[str] = Counter()
 
     async def tell(self, do: str, **arguments: Any) -> None:
         """Send a command."""
@@ -175,6 +179,7 @@ class Chaos:
         self._rng = random.Random(policy.seed)
         self._changed = trio.Event()
         self._struck = 0
+        self._disturbing = False
         self._sides: list[Side] = []
         self._start = 0.0
 
@@ -185,9 +190,11 @@ class Chaos:
             for role in ("server", "client"):
                 await self._open(role, nursery)
             server, client = self._sides
-            await self._until(lambda: server.ready and client.ready, 20)
-            await client.tell("connect", port=server.port)
-            await self._make_trouble()
+            if await self._until(lambda: server.ready and client.ready, OBEYS_WITHIN):
+                await client.tell("connect", port=server.port)
+                await self._make_trouble()
+            else:
+                self.result.problems.append("a process did not start")
             await self._finish()
             for side in self._sides:
                 if side.process.poll() is None:
@@ -255,15 +262,20 @@ class Chaos:
     def _on_missed(self, side: Side, kind: str, why: str) -> None:
         self.result.missed += 1
 
+    def _on_done(self, side: Side, what: str) -> None:
+        side.done[what] += 1
+
     def _on_moments(self, side: Side, moments: list[str]) -> None:
         self._say(f"{side.role}: {'; '.join(moments)}")
 
     def _on_struck(
-        self, side: Side, kind: str, rnic: str, ids: list[int], number: int | None = None,
+        self, side: Side, kind: str, rnic: str, links: dict[str, Any], number: int | None = None,
         must: bool = False,
     ) -> None:  # fmt: skip
+        side.links = links
         if kind not in HARMLESS:
-            side.hit = ids
+            self.result.during_failover += self._disturbing and not self._whole()
+            side.hit = links["ids"]
         self._struck += 1
         self.result.faults[kind] += 1
         if kind == "not-placed" and number is not None:
@@ -319,23 +331,21 @@ class Chaos:
         return policy.seconds is None or trio.current_time() - self._start < policy.seconds
 
     async def _make_trouble(self) -> None:
-        if not await self._until(self._whole, WHOLE_WITHIN):
-            self.result.problems.append(f"no link group came to be whole: {self._state()}")
-            return
         kinds = list(self.policy.kinds)
-        number = 0
         while self._goes_on():
-            number += 1
+            # Also after a fault that did no harm: one that came late may have done some.
+            if not await self._until(self._whole, WHOLE_WITHIN):
+                self.result.problems.append(f"the link group is not whole: {self._state()}")
+                return
             links = len(self._sides[0].links["links"])
             [kind] = self._rng.choices(kinds, list(self.policy.kinds.values()))
             target = self._target()
             begun = trio.current_time()
             if not await self._strike(kind, target) or kind in HARMLESS:
                 continue
-            during = self.policy.during
-            if during and self._rng.random() < 1 / during:
+            if self._is_to_be_disturbed():
                 # With two links the other one must not fail too: only what comes in its place.
-                await self._strike_again(target if links < 3 else self._target())
+                await self._disturb(target if links < 3 else None)
             if await self._recovers(kind, target):
                 self.result.recoveries.append(trio.current_time() - begun)
             else:
@@ -350,14 +360,21 @@ class Chaos:
         A link that fails while it is being added is tried again only after a while (RFC 7609,
         C.8), or when an RNIC appears: that is done here.
         """
-        silent = 2 * (SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"])
+        silent = 2 * SETTINGS["test_link_interval"] + SETTINGS["llc_timeout"]
         if await self._until(self._whole, PATIENCE + silent * (kind == "link-silent")):
             return True
         side, rnic = target
         self.result.replaced += 1
         self._say(f"{side.role}-{rnic} is taken out and put back")
-        await side.tell("replace", rnic=rnic)
-        return await self._until(self._whole, WHOLE_WITHIN)
+        return await self._obeyed(side, "replace", rnic=rnic) and await self._until(
+            self._whole, WHOLE_WITHIN
+        )
+
+    async def _obeyed(self, side: Side, do: str, **arguments: Any) -> bool:
+        """Tell a side to do something, and wait until it is done."""
+        before = side.done[do]
+        await side.tell(do, **arguments)
+        return await self._until(lambda: side.done[do] > before or side.ended, OBEYS_WITHIN)
 
     def _target(self) -> tuple[Side, int]:
         return self._rng.choice(self._sides), self._rng.randrange(self.policy.rnics)
@@ -371,34 +388,38 @@ class Chaos:
             await self._stop(side, 4 * seconds)
             return True
         await side.tell("strike", kind=kind, rnic=rnic, seconds=seconds)
-        await self._until(
+        if not await self._until(
             lambda: self._struck > struck or self.result.missed > missed, MEETS_WITHIN
-        )
-        if self._struck == struck and self.result.missed == missed:
-            self.result.missed += 1
-            await side.tell("disarm")
+        ):
+            # It may still strike until this is done.
+            await self._obeyed(side, "disarm")
+            self.result.missed += self._struck == struck
         return self._struck > struck
 
     async def _stop(self, side: Side, seconds: float) -> None:
         """Stop a process for less than it takes its peer to give the links up."""
-        self._on_struck(side, "process-stop", f"the {side.role}", [])
+        self._on_struck(side, "process-stop", f"the {side.role}", side.links)
         side.process.send_signal(signal.SIGSTOP)
         try:
             await trio.sleep(seconds)
         finally:
             side.process.send_signal(signal.SIGCONT)
 
-    async def _strike_again(self, target: tuple[Side, int]) -> None:
+    def _is_to_be_disturbed(self) -> bool:
+        """Whether fewer failures than one in `Policy.during` came during a failover so far."""
+        during, result = self.policy.during, self.result
+        return bool(during) and (result.during_failover + 1) * during <= result.injected + 1
+
+    async def _disturb(self, target: tuple[Side, int] | None) -> None:
         """In the middle of the failover, which lasts some tens of milliseconds."""
-        kinds = [kind for kind in self.policy.kinds if kind not in NOT_DURING]
-        kind = self._rng.choice(kinds)
-        for _ in range(self._rng.randint(1, 10)):
+        kinds = [kind for kind in self.policy.kinds if kind not in HARMLESS | NOT_DURING]
+        before = self.result.during_failover
+        self._disturbing = True
+        while self.result.during_failover == before and not self._whole() and self._goes_on():
             await trio.sleep(0.01 * self._rng.random())
-            # Not yet: no link is there, or nothing came over it.
-            if await self._strike(kind, target):
-                if kind not in HARMLESS:
-                    self.result.during_failover += 1
-                return
+            # It meets nothing while no link is there, or nothing comes over it.
+            await self._strike(self._rng.choice(kinds), target or self._target())
+        self._disturbing = False
 
     def _state(self) -> str:
         return "; ".join(f"{side.role} {side.links}" for side in self._sides)

@@ -137,7 +137,7 @@ class Peer:
         device = self.rnics[rnic]
         assert device.faults is not None
         if kind == "port-flap":
-            say(event="struck", kind=kind, rnic=device.name, ids=self.links()["ids"])
+            say(event="struck", kind=kind, rnic=device.name, links=self.links())
             device.fail()
             await trio.sleep(seconds)
             device.restore()
@@ -151,6 +151,7 @@ class Peer:
         """Take an RNIC out and put it back, as an operator would."""
         await self.stack.drain_rnic(name)
         self.stack.undrain_rnic(name)
+        say(event="done", what="replace")
 
     def look(self, last: dict[str, Any]) -> dict[str, Any]:
         """Say what has changed in the link group; returns what was said."""
@@ -177,7 +178,7 @@ class Peer:
         number, must = self.met.get(struck.message or b"", (None, False))
         LOGGER.info("%s on %s, connection %s: %r", struck.kind, device.name, number, struck.message)
         say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
-            ids=self.links()["ids"])  # fmt: skip
+            links=self.links())  # fmt: skip
 
     def concerns(self, message: bytes) -> bool:
         """Whether a fault may meet this message: it is a CDC message of a known conversation, and
@@ -191,7 +192,9 @@ class Peer:
             if core is not None and core._peer_token == token:
                 # A failover validation message carries nothing that could be missed.
                 validation = message[_PRODUCER_FLAGS] & _VALIDATION
-                self.met = {} if validation else {message: (number, not conversation.said_all)}
+                # What an application that gives up has not taken, it will not miss either.
+                must = not (conversation.said_all or conversation.kind == "abort")
+                self.met = {} if validation else {message: (number, must)}
                 return True
         return False
 
@@ -224,6 +227,7 @@ class Peer:
                             for rnic in self.rnics:
                                 assert rnic.faults is not None
                                 rnic.faults.disarm()
+                            say(event="done", what="disarm")
                         case "moments":
                             say(event="moments", moments=[
                                 f"{each.number} {each.kind}: {each.moment}"
