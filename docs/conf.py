@@ -22,7 +22,6 @@ language = "en"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.graphviz",
     "sphinx.ext.napoleon",
     "sphinxcontrib_trio",
 ]
@@ -38,7 +37,6 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
-graphviz_output_format = "svg"
 
 html_theme = "furo"
 html_title = f"trio_smc {release}"
@@ -55,14 +53,22 @@ def link_images(_app: Sphinx, doctree: nodes.document) -> None:
         image.setdefault("scale", 100)
 
 
-def add_machines(_app: Sphinx, page: str, source: list[str]) -> None:
-    """The generated index of the state machines links to their pages by a table alone."""
+def widen_machines(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Generated pages of state machines: room for tables, names that may break, and their places
+    below the index, which links to them by a table alone."""
+    if not page.startswith("states/"):
+        return
+    lines = [
+        line.replace("_", "_\u200b") if line.startswith("| ") and not {"`", "]"} & {*line} else line
+        for line in source[0].split("\n")
+    ]
     if page == "states/index":
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+        lines += ["```{toctree}", ":hidden:", ":glob:", "", "*", "```", ""]
+    source[0] = "---\nhide-toc: true\n---\n\n" + "\n".join(lines)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
-    app.connect("source-read", add_machines)
+    app.connect("source-read", widen_machines)
     app.connect("doctree-read", link_images)
     return {"parallel_read_safe": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_the_reference_names_everything_public() -> None:
     text = (DOCS / "api.md").read_text()
     named = set(re.findall(r"^\.\. auto\w+:: (?:trio_smc\.)?(\w+)$", text, re.MULTILINE))
     assert named >= set(trio_smc.__all__)
+
+
+@pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
+def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
+    """What dot draws, apart from where it puts it."""
+    drawn = source.with_suffix(".svg").read_text()
+    again = subprocess.run(["dot", "-Tsvg", source], capture_output=True, check=True, text=True)
+    assert words_of(drawn) == words_of(again.stdout), "make figures"
+
+
+def words_of(svg: str) -> list[str]:
+    """The titles and texts of a drawing, in order."""
+    return re.findall(r"<(?:text|title)[^>]*>([^<]*)<", svg)
 
 
 def test_python_on_the_pages_can_be_parsed() -> None:
