@@ -90,7 +90,9 @@ def words_of(svg: str) -> list[str]:
 def test_python_on_the_pages_can_be_parsed() -> None:
     found = 0
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        for block in re.findall(
+            r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
             compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             found += 1
     assert found > 5
