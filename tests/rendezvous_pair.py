@@ -228,7 +228,7 @@ class Side:
 
     def serving(self) -> MemoryRnic:
         """The RNIC that a new connection's rendezvous names."""
-        usable = self.stack.usable_rnics(self.rnic.kind)
+        usable = self.stack.rnic_set.usable(self.rnic.kind)
         return next((rnic for rnic in self.rnics if rnic in usable), self.rnic)
 
     def add_rnic(self) -> MemoryRnic:

@@ -316,10 +316,6 @@ class StackCore:
         self.pump.unregister(rnic, qp)
         self.link_gone.unpark_all()
 
-    def usable_rnics(self, kind: str) -> list[Rnic]:
-        """RNICs of this kind that may carry links now, the preferred one first."""
-        return self.rnic_set.usable(kind)
-
     def companions(self, rnic: Rnic) -> list[Rnic]:
         """RNICs that may carry links now beside one on ``rnic``."""
         return self.rnic_set.companions(rnic)

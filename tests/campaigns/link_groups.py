@@ -238,7 +238,7 @@ class Case(Faults):
         world = self.world
         self.endings = [kind_of(group) for group in world.client_groups] or ["gone"]
         if self.healed or not self.faults:
-            rnics = [len(side.stack.usable_rnics("roce")) for side in world.sides]
+            rnics = [len(side.stack.rnic_set.usable("roce")) for side in world.sides]
             best = ("single", "asymmetric", "symmetric")[sum(count > 1 for count in rnics)]
             assert set(self.endings) <= {best, "gone"}, f"{self.endings} with {rnics} RNICs"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rnic.verbs import QueuePair, Rnic
 
-__all__ = ["GroupConnection", "GroupHost", "Mover", "NoMover"]
+__all__ = ["GroupConnection", "GroupHost", "Mover"]
 
 
 class GroupConnection(LinkConnection, ElementUser, Protocol):
@@ -82,27 +82,3 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """The group is gone."""
-
-
-class NoMover:
-    """Moves nothing: connections end with their link."""
-
-    def link_lost(self, link: Link) -> None:
-        for connection in list(link.users):
-            connection.links_lost()
-
-    def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        self.link_lost(link)
-        done()
-
-    def link_ready(self, link: Link) -> None:
-        pass
-
-    def link_ends(self, link: Link) -> None:
-        pass
-
-    def catch_up(self, link: Link) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -56,10 +56,6 @@ class Links(dict[int, "Link"]):
                 return self._last_number
         raise RuntimeError("a link group with 255 links")
 
-    def number_taken(self, number: int) -> None:
-        """The first link got its number."""
-        self._last_number = number
-
     def usable(self) -> list[Link]:
         """Links that may carry more connections."""
         return [link for link in self.values() if link.usable]
