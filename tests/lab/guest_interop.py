@@ -39,9 +39,10 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_streams.loss,
     ),
     "links": (
+        # First: it makes and removes a second device of its own.
+        interop_links.asymmetric,
         interop_links.symmetric,
         interop_links.test_link,
-        interop_links.asymmetric,
         interop_links.link_down,
         interop_links.big_file,
     ),

@@ -3,6 +3,7 @@
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
 . /lab/settings
 hostname "$NAME"
+ln -sf /proc/self/fd /dev/fd
 ip link set lo up
 if [ -n "$NUMBER" ]; then
     for wire in 0 1 2; do

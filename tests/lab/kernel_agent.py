@@ -157,8 +157,12 @@ class Agent:
         barrier = threading.Barrier(count)
 
         def one(_: int) -> str:
-            number = self.connect(kind, host, port)
-            barrier.wait(200)
+            try:
+                number = self.connect(kind, host, port)
+            except OSError:
+                barrier.abort()
+                raise
+            barrier.wait(100)
             return self._one_of_many(number, text)
 
         return self._together(one, count)
@@ -232,8 +236,11 @@ def main() -> None:
     for line in control.makefile():
         number, function, arguments = json.loads(line)
         threading.Thread(target=perform, args=(number, function, arguments), daemon=True).start()
+    sys.stdout.write("ended\n")
     sys.stdout.flush()
-    os._exit(0)  # threads may still be blocked in sockets
+    # Threads may be blocked in sockets, and the kernel takes its time to close those whose peer
+    # has gone: whoever started this goes by the line, not by the end of the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the lab's guests run: one function for each pair of programs.
 
-By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams`` or ``kernel SUITE [STEP...]``.
+By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams``, ``ours`` or
+``kernel SUITE [STEP...]``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 
-__all__ = ["streams", "verbs", "with_kernel"]
+__all__ = ["ours", "streams", "verbs", "with_kernel"]
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -42,6 +43,17 @@ def streams() -> Finished:
     return run_pair("streams", commands, seconds=400)
 
 
+def ours() -> Finished:
+    """All steps of `tests.lab.guest_ours`."""
+    commands = (
+        "rxe 0 eth0; rxe 1 eth1\n"
+        "[ $ROLE = server ] && control=10.9.2.2 || control=10.9.2.1\n"
+        f"exec {PYTHON} -m tests.lab.guest_ours $ROLE $PEER4 $control "
+        f"{shlex.quote(str(demo_file()))}\n"
+    )
+    return run_pair("ours", commands, seconds=300)
+
+
 def with_kernel(suite: str, *steps: str) -> Finished:
     """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick")."""
     file = demo_file()
@@ -59,7 +71,7 @@ def with_kernel(suite: str, *steps: str) -> Finished:
         return run_guest("quick", commands, seconds=120)
     commands = (
         f"modules sch_netem macvlan\nrxe 0 eth0\n{allow}"
-        f"if [ $ROLE = client ]; then exec {agent}; fi\n"
+        f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
     return run_pair(suite, commands, seconds=500)
@@ -79,6 +91,8 @@ def _main() -> int:
     what, *rest = sys.argv[1:]
     if what == "kernel":
         done = with_kernel(*rest)
+    elif what == "ours":
+        done = ours()
     else:
         seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
         done = verbs(seed) if what == "verbs" else streams()

@@ -1,0 +1,17 @@
+"""Two guests of the lab, trio_smc in both: streams over two RNICs, and links that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import guest_ours, runner
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(400)
+def test_streams_survive_links() -> None:
+    done = runner.ours()
+    assert done.returncode == 0, done.output
+    for role in ("server", "client"):
+        for failing in guest_ours.STEPS:
+            assert f"{role}: ok {failing}_fails" in done.output, done.output
