@@ -11,8 +11,9 @@ import contextlib
 import errno
 import logging
 import socket as stdlib_socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -230,13 +231,29 @@ async def _connect_tcp(
         [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
     )
     named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
+    connect = partial(_connect_one, stack, named=named, local=local, config=config)
+    if len(targets) > 1:
+        return await _first_of(targets, named, delay, connect)
+    try:
+        return await connect(targets[0])
+    except OSError as error:
+        raise _nothing_connected(named, [error]) from error
+
+
+async def _first_of(
+    targets: Sequence[_Target],
+    named: tuple[str, int],
+    delay: float,
+    connect: Callable[[_Target], Awaitable[_Attempt]],
+) -> _Attempt:
+    """The first of several (RFC 8305, 5)."""
     winners: list[_Attempt] = []
     errors: list[OSError] = []
     defects: list[Exception] = []
 
     async def attempt(target: _Target, failed: trio.Event, race: trio.CancelScope) -> None:
         try:
-            winners.append(await _connect_one(stack, target, named, local, config))
+            winners.append(await connect(target))
         except OSError as error:
             errors.append(error)
             failed.set()
@@ -282,7 +299,7 @@ def _alternate_families(targets: Sequence[_Target]) -> list[_Target]:
 
 
 async def _connect_one(
-    stack: Stack, target: _Target, named: tuple[str, int], local: str | None, config: Config
+    stack: Stack, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
 ) -> _Attempt:
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.

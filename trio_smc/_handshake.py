@@ -1,13 +1,20 @@
 """Running a rendezvous over a TCP connection: the Trio shell around the negotiation cores.
 
 Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
-follow at once.  `rendezvous.clc_reader` tells how many may be taken, and the reading task is
-stopped before our last message is sent; see `rendezvous.negotiation`.
+follow at once.  `rendezvous.clc_reader` tells how many may be taken, and nothing is read any more
+when only our last message is left to send; see `rendezvous.negotiation`.
+
+Theory of operation: one task waits for whichever comes first: bytes of the peer, news of the link
+group (`Negotiation.changed`, which cancels that wait and nothing else), or the CLC timer.  Reading
+and writing are tried before anything is waited for, since each wait is a pass of the scheduler,
+and passes are what a short-lived connection costs most.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -42,10 +49,7 @@ async def run_negotiation(
     """
     reader = ClcReader()
     try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_messages, negotiation, sock, reader)
-            await _run(negotiation, sock, patience, reader)
-            nursery.cancel_scope.cancel()
+        await _run(negotiation, sock, patience, reader)
         if negotiation.outcome is None:
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
@@ -76,16 +80,25 @@ async def _run(
     """Until there is an outcome, or only our last message is left to send."""
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_last_word:
-        changed = trio.Event()
-        negotiation.changed = changed.set
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
             continue
+        if _read(negotiation, sock, reader):
+            continue
         if negotiation.state != state:
             state, deadline = negotiation.state, trio.current_time() + patience
-        with trio.move_on_at(deadline if negotiation.awaits_clc else math.inf) as scope:
-            await changed.wait()
-        if scope.cancelled_caught and not changed.is_set():
+        limit = deadline if negotiation.awaits_clc else math.inf
+        changed = False
+
+        def note_change(scope: trio.CancelScope) -> None:
+            nonlocal changed
+            changed = True
+            scope.cancel()
+
+        with trio.CancelScope(deadline=limit) as scope:
+            negotiation.changed = partial(note_change, scope)
+            await trio.lowlevel.wait_readable(sock)
+        if scope.cancelled_caught and not changed:
             negotiation.timed_out()
 
 
@@ -102,29 +115,43 @@ async def _answer(
     data = b"".join(negotiation.outgoing)
     negotiation.outgoing.clear()
     try:
-        with trio.fail_after(patience):
-            while data:
-                data = data[await sock.send(data) :]
+        data = _write(sock, data)
+        if data:
+            with trio.fail_after(patience):
+                while data:
+                    await trio.lowlevel.wait_writable(sock)
+                    data = _write(sock, data)
     except (OSError, trio.TooSlowError) as error:
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
     else:
         negotiation.sent()
 
 
-async def _read_messages(
+def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
+    """Send what TCP takes at once; returns the rest."""
+    try:
+        return data[os.write(sock.fileno(), data) :]
+    except BlockingIOError:
+        return data
+
+
+def _read(
     negotiation: ClientNegotiation | ServerNegotiation,
     sock: trio.socket.SocketType,
     reader: ClcReader,
-) -> None:
+) -> bool:
+    """Take bytes that have come, at most to the end of a message; False: there are none."""
     try:
-        while negotiation.outcome is None and not negotiation.has_last_word:
-            piece = await sock.recv(reader.wanted)
-            if not piece:
-                raise ConnectionResetError("the peer closed the connection during the handshake")
-            message = reader.feed_untrusted(piece)
-            if message is not None:
-                negotiation.receive_untrusted(message)
+        piece = os.read(sock.fileno(), reader.wanted)
+        if not piece:
+            raise ConnectionResetError("the peer closed the connection during the handshake")
+        message = reader.feed_untrusted(piece)
+        if message is not None:
+            negotiation.receive_untrusted(message)
+    except BlockingIOError:
+        return False
     except ProtocolError as error:
         negotiation.protocol_error(error)
     except OSError as error:
         negotiation.tcp_lost(error)
+    return True

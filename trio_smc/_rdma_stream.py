@@ -270,13 +270,14 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             self.abort()
         else:
             self._close_now()
-        core = self._core
+        parked = False
         try:
             with trio.move_on_after(math.inf if patience is None else patience):
-                while core.ending:
-                    await self._park(_WRITER)
+                while self._core.ending:
+                    parked = await self._park(_WRITER) or parked
         finally:
-            await trio.lowlevel.checkpoint()
+            if not parked:
+                await trio.lowlevel.checkpoint()
 
     def _close_now(self) -> None:
         self._closed = True

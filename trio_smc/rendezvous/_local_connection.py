@@ -7,12 +7,10 @@ import os
 import socket
 import struct
 
-import trio
-
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous._local_protocol import MAX_SIZE, Message, decode_untrusted
 
-__all__ = ["is_same_user", "receive", "send", "take"]
+__all__ = ["is_same_user", "send", "take"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,12 +46,3 @@ def take(connection: socket.socket) -> Message | None:
     except (OSError, ProtocolError) as error:
         _log.debug("same-host discovery: a peer is ignored: %s", error)
         return None
-
-
-async def receive(connection: socket.socket) -> Message | None:
-    """The next packet, None as with `take`; no checkpoint when it has arrived already."""
-    while True:
-        try:
-            return take(connection)
-        except BlockingIOError:
-            await trio.lowlevel.wait_readable(connection)

@@ -28,7 +28,7 @@ import secrets
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 from trio_smc._base.reasons import FallbackReason
@@ -36,6 +36,7 @@ from trio_smc._base.reasons import FallbackReason
 __all__ = [
     "DirectoryUnusable",
     "Listeners",
+    "Listings",
     "NewSocket",
     "listener_name",
     "namespace_path",
@@ -48,6 +49,8 @@ if sys.platform == "linux":  # elsewhere nobody comes here
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
+_TICKS_NS = 100_000_000
+_MOST_KNOWN = 256
 _RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -192,6 +195,28 @@ class NewSocket:
                         _connect(self._directory, name).close()
 
 
+class Listings:
+    """The names in directories as they were listed last, for those that have not changed since."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[int, list[str]]] = {}
+
+    def sockets(self, directory: int) -> list[str]:
+        """The names of the sockets in an open directory, a list of the caller's own."""
+        found = os.fstat(directory)
+        place, changed = (found.st_dev, found.st_ino), found.st_ctime_ns
+        known = self._known.get(place)
+        if known is not None and known[0] == changed:
+            return known[1].copy()
+        names = _sockets(directory)
+        # The clock of a directory ticks slowly: what changes right after may not show.
+        if time.time_ns() - changed > _TICKS_NS:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[place] = changed, names.copy()
+        return names
+
+
 class Listeners:
     """The sockets in the directory `name`, to be connected to one by one.
 
@@ -199,13 +224,18 @@ class Listeners:
       waiting: names still to be tried; none when the directory does not exist.
     """
 
-    def __init__(self, root: int, namespace: str, name: str) -> None:
+    def __init__(self, root: int, namespace: str, name: str, listings: Listings) -> None:
         """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
-        self._root = root
-        self._path = f"{namespace}/{name}"
+        self._directory = -1
         self.waiting: list[str] = []
-        with contextlib.suppress(FileNotFoundError), self._opened() as descriptor:
-            self.waiting = _sockets(descriptor)
+        try:
+            self._directory = os.open(f"{namespace}/{name}", _FLAGS, dir_fd=root)
+            self.waiting = listings.sockets(self._directory)
+        except FileNotFoundError:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def connect(self, limit: int) -> list[socket.socket]:
         """Non-blocking connections to those that take one; the sockets of the dead are removed.
@@ -216,23 +246,20 @@ class Listeners:
         """
         connected: list[socket.socket] = []
         names, self.waiting = self.waiting[:limit], []
-        with contextlib.suppress(FileNotFoundError), self._opened() as descriptor:
-            for name in names:
-                try:
-                    connected.append(_connect(descriptor, name))
-                except BlockingIOError:
-                    self.waiting.append(name)
-                except OSError:
-                    continue
+        for name in names:
+            try:
+                connected.append(_connect(self._directory, name))
+            except BlockingIOError:
+                self.waiting.append(name)
+            except OSError:
+                continue
         return connected
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        descriptor = os.open(self._path, _FLAGS, dir_fd=self._root)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def close(self) -> None:
+        """Idempotent."""
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            os.close(directory)
 
 
 def _connect(directory: int, name: str) -> socket.socket:

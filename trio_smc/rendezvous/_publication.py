@@ -1,17 +1,25 @@
-"""The server's half of same-host discovery; `trio_smc.rendezvous.discovery` explains it."""
+"""The server's half of same-host discovery; `trio_smc.rendezvous.discovery` explains it.
+
+Theory of operation: one task of a publication sleeps on an epoll of its own, for the Unix listener
+and all Unix connections of clients, and answers at once: an announcement costs no task and no pass
+of the scheduler beyond the one that brought it.  When an accepted TCP connection is claimed, its
+Unix connection leaves that epoll and belongs to the claim, whose task waits for GO itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import math
+import select
 import socket
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_protocol as protocol
-from trio_smc.rendezvous._local_connection import is_same_user, receive, send, take
+from trio_smc.rendezvous._local_connection import is_same_user, send, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
 
@@ -21,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_PENDING = 4096  # Unix connections per publication, each of them a descriptor
 _ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
+_EVENTS_AT_ONCE = 64
 _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its announcement, seconds
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
@@ -28,27 +37,42 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Pending:
-    """An announced TCP connection and the Unix connection to its client."""
+    """A client's Unix connection, and the TCP connection that it announced, if it has yet."""
 
-    __slots__ = ("accepted", "connection", "go", "settled")
+    __slots__ = ("_publication", "accepted", "connection", "deadline", "go", "key", "settled")
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, publication: Publication, connection: socket.socket) -> None:
+        self._publication = publication
         self.connection = connection
+        self.key = b""
+        self.deadline = trio.current_time() + _ANNOUNCE_TIMEOUT
         self.accepted = False  # ACCEPTED was sent, so that a GO counts
         self.go = False
-        self.settled = trio.Event()
+        self.settled = False
 
     def settle(self) -> None:
-        """Decide, once and for both sides, whether the client has said GO."""
-        if self.settled.is_set():
+        """Decide, once and for both sides, whether the client has said GO; close."""
+        if self.settled:
             return
-        # After this the client's GO fails; what it sent before is still there to be read.
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RD)
-        with contextlib.suppress(BlockingIOError):
-            message = take(self.connection)
-            self.go = self.accepted and message is not None and message.kind is Kind.GO
-        self.settled.set()
+        self.settled = True
+        if self.key:
+            # After this the client's GO fails; what it sent before is still there to be read.
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RD)
+            with contextlib.suppress(BlockingIOError):
+                message = take(self.connection)
+                self.go = self.accepted and message is not None and message.kind is Kind.GO
+        self.connection.close()
+        self._publication.forget(self)
+
+    def spoke_early(self) -> bool:
+        """Whether anything came, or the client went, before it was told ACCEPTED: no GO then."""
+        try:
+            take(self.connection)
+        except BlockingIOError:
+            return False
+        self.settle()
+        return True
 
 
 class Claim:
@@ -69,17 +93,20 @@ class Claim:
         client was told: close the TCP connection.
         """
         pending = self._pending
+        if pending.settled or pending.spoke_early():
+            return False
         pending.accepted = send(pending.connection, protocol.ACCEPTED)
         try:
-            with trio.move_on_at(deadline):
-                await pending.settled.wait()
+            # GO, the end, or a broken rule: each of them settles.
+            with trio.move_on_at(deadline), contextlib.suppress(trio.ClosedResourceError):
+                await trio.lowlevel.wait_readable(pending.connection)
         finally:
             pending.settle()
         return pending.go
 
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
-        if not self._pending.settled.is_set():
+        if not self._pending.settled:
             send(self._pending.connection, protocol.refused(reason))
             self._pending.settle()
 
@@ -102,8 +129,16 @@ class Publication:
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
-        self._pending: dict[bytes, _Pending] = {}
-        self._connections = 0
+        self._pending: dict[bytes, _Pending] = {}  # announced, by four-tuple; oldest first
+        self._silent: dict[_Pending, None] = {}  # not announced yet; oldest first
+        self._watched: dict[int, _Pending] = {}  # both, by descriptor
+        self._claimed: set[_Pending] = set()
+        self._watch: select.epoll | None = None
+        self._accepts_again = math.inf
+
+    @property
+    def _connections(self) -> int:
+        return len(self._pending) + len(self._silent) + len(self._claimed)
 
     def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | None:
         """Look an accepted TCP connection up; None when its client did not announce itself.
@@ -114,7 +149,17 @@ class Publication:
         or refused, or the client waits in vain.
         """
         pending = self._pending.pop(protocol.four_tuple(remote, local), None)
-        return None if pending is None else Claim(pending)
+        if pending is None:
+            return None
+        self._unwatch(pending)
+        self._claimed.add(pending)
+        return Claim(pending)
+
+    def forget(self, pending: _Pending) -> None:
+        """It is settled; its connection is closed."""
+        self._claimed.discard(pending)
+        if self._pending.get(pending.key) is pending:
+            del self._pending[pending.key]
 
     def close(self) -> None:
         """Take the listener's name away and drop all pending announcements; idempotent."""
@@ -137,76 +182,112 @@ class Publication:
 
     async def _run(self, listener: socket.socket) -> None:
         try:
-            with listener, self._scope:
-                async with trio.open_nursery() as nursery:
-                    await self._accept(listener, nursery)
+            with listener, self._scope, select.epoll() as self._watch:
+                self._watch.register(listener, select.EPOLLIN)
+                while True:
+                    with trio.move_on_at(self._next_deadline()):
+                        await trio.lowlevel.wait_readable(self._watch.fileno())
+                    self._look(listener)
         except Exception:
             # A defect; the connections of this listener are TCP from now on.
             _log.exception("same-host discovery ends for one listener")
         finally:
+            self._watch = None
+            for each in self._claimed:
+                trio.lowlevel.notify_closing(each.connection)
+            for each in (*self._watched.values(), *self._claimed):
+                each.settle()
+            self._silent.clear()
+            self._watched.clear()
             self.close()
 
-    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
-        while True:
-            await trio.lowlevel.wait_readable(listener)
-            for _ in range(_ACCEPTS_AT_ONCE):
-                try:
-                    connection, _ = listener.accept()
-                except BlockingIOError:
-                    break
-                except OSError as error:
-                    if error.errno in _EXHAUSTED:
-                        _log.warning("same-host discovery cannot accept: %s", error)
-                        await trio.sleep(_EXHAUSTED_INTERVAL)
-                    break
-                connection.setblocking(False)
-                if self._connections >= _MAX_PENDING:
-                    _turn_away(connection)
-                    continue
-                self._connections += 1
-                nursery.start_soon(self._attend, connection)
+    def _next_deadline(self) -> float:
+        """When something is due that nobody reports."""
+        due = self._accepts_again
+        for each in (self._silent, self._pending.values()):
+            for oldest in each:
+                due = min(due, oldest.deadline)
+                break
+        return due
 
-    async def _attend(self, connection: socket.socket) -> None:
-        """Serve one client until its connection is settled or it goes away."""
+    def _look(self, listener: socket.socket) -> None:
+        """Attend to whoever said something, and to what is due."""
+        watch = self._watch
+        assert watch is not None
+        for number, _ in watch.poll(0, _EVENTS_AT_ONCE):
+            if number == listener.fileno():
+                self._accept(listener, watch)
+            elif (pending := self._watched.get(number)) is None:
+                continue  # dropped by what was looked at before it
+            elif pending.key:
+                self._drop(pending)
+            else:
+                self._hear(pending)
+        now = trio.current_time()
+        if now >= self._accepts_again:
+            self._accepts_again = math.inf
+            watch.modify(listener, select.EPOLLIN)
+        while self._silent and (oldest := next(iter(self._silent))).deadline <= now:
+            self._drop(oldest)
+        while self._pending and (oldest := next(iter(self._pending.values()))).deadline <= now:
+            self._drop(oldest)
+
+    def _accept(self, listener: socket.socket, watch: select.epoll) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    _log.warning("same-host discovery cannot accept: %s", error)
+                    self._accepts_again = trio.current_time() + _EXHAUSTED_INTERVAL
+                    watch.modify(listener, 0)
+                return
+            connection.setblocking(False)
+            if self._connections >= _MAX_PENDING:
+                _turn_away(connection)
+                continue
+            pending = _Pending(self, connection)
+            self._silent[pending] = None
+            self._watched[connection.fileno()] = pending
+            watch.register(connection, select.EPOLLIN)
+            self._hear(pending)
+
+    def _hear(self, pending: _Pending) -> None:
+        """Take an announcement, if it has come: its client connects TCP once it reads HEARD."""
+        connection = pending.connection
         try:
-            with connection:
-                tcp_connection = await self._hear(connection)
-                if tcp_connection is not None:
-                    await self._hold(connection, tcp_connection)
-        finally:
-            self._connections -= 1
-
-    async def _hear(self, connection: socket.socket) -> bytes | None:
-        """The four-tuple that the client announces; None when it is not listened to."""
-        message = None
-        with trio.move_on_after(_ANNOUNCE_TIMEOUT):
-            message = await receive(connection)
-        if message is None:
-            return None
-        if not is_same_user(connection):
+            message = take(connection)
+        except BlockingIOError:
+            return
+        if message is not None and not is_same_user(connection):
             send(connection, protocol.refused(FallbackReason.OTHER_USER))
-        elif message.kind is None:
+        elif message is not None and message.kind is None:
             send(connection, protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
-        elif message.kind is Kind.ANNOUNCE:
-            return message.connection
-        return None
-
-    async def _hold(self, connection: socket.socket, tcp_connection: bytes) -> None:
-        """Keep an announcement until a claim settles it, its client goes, or it is too old."""
-        older = self._pending.get(tcp_connection)
-        if older is not None:
-            # The new client is bound to the port, so the old one no longer is.
-            older.settle()
-        pending = self._pending[tcp_connection] = _Pending(connection)
-        try:
+        elif message is not None and message.kind is Kind.ANNOUNCE:
+            older = self._pending.get(message.connection)
+            if older is not None:
+                # The new client is bound to the port, so the old one no longer is.
+                self._drop(older)
+            del self._silent[pending]
+            pending.key = message.connection
+            pending.deadline = trio.current_time() + _PENDING_TIMEOUT
+            self._pending[pending.key] = pending
             if send(connection, protocol.HEARD):
-                with trio.move_on_after(_PENDING_TIMEOUT):
-                    # GO, the end, or a broken rule: each of them settles.
-                    await trio.lowlevel.wait_readable(connection)
-        finally:
-            if self._pending.get(tcp_connection) is pending:
-                del self._pending[tcp_connection]
-            pending.settle()
+                return
+        self._drop(pending)
+
+    def _drop(self, pending: _Pending) -> None:
+        """It is over before any TCP connection claimed it."""
+        self._unwatch(pending)
+        self._silent.pop(pending, None)
+        pending.settle()
+
+    def _unwatch(self, pending: _Pending) -> None:
+        if self._watch is not None:
+            self._watch.unregister(pending.connection)
+            del self._watched[pending.connection.fileno()]
 
 
 def _turn_away(connection: socket.socket) -> None:

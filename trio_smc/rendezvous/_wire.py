@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from trio_smc._base.errors import ProtocolError
@@ -85,24 +86,11 @@ class _Field:
             self.shift = 8 * (message_size - place.offset - 1) + low
             self.mask = place.mask >> low
 
-    def read_untrusted(self, whole: int) -> int | bool | bytes:
-        value = whole >> self.shift & self.mask
-        if self.kind is bool:
-            return value != 0
-        return value.to_bytes(self.size, "big") if self.kind is bytes else value
-
-    def write(self, value: Any) -> int:
+    def write(self, value: int) -> int:
+        """The bits of a number, all of them for a flag that is set."""
         if self.kind is bool:
             return self.mask << self.shift if value else 0
-        number: int = int.from_bytes(value, "big") if self.kind is bytes else value
-        return number << self.shift
-
-    def check(self, value: Any) -> None:
-        if self.kind is bytes:
-            if len(value) != self.size:
-                raise ValueError(f"{self.name} has {len(value)} bytes instead of {self.size}")
-        elif not 0 <= value <= self.mask:
-            raise ValueError(f"{self.name} is {value}, beyond 0..{self.mask}")
+        return value << self.shift
 
 
 class _List:
@@ -179,6 +167,15 @@ class Layout:
                 kind, place = get_args(hints[name])
                 self._add(name, kind, place)
         self._keeps_reserved = "reserved" in names
+        # All fields of a kind in one look: messages are made for each connection.
+        of_kind = {
+            kind: [field for field in self._fields if (field.kind is bytes) is kind]
+            for kind in (True, False)
+        }
+        self._bytes = [(field.name, field.shift, field.mask, field.size) for field in of_kind[True]]
+        self._numbers = of_kind[False]
+        self._get_bytes = _getter([field.name for field in of_kind[True]])
+        self._get_numbers = _getter([field.name for field in of_kind[False]])
 
     def _add(self, name: str, kind: Any, place: Span | Bits | Slots) -> None:
         if isinstance(place, Slots):
@@ -199,7 +196,12 @@ class Layout:
 
     def read_untrusted(self, whole: int) -> dict[str, Any]:
         """The fields of a message given as an integer.  ProtocolError: a list is too long."""
-        values: dict[str, Any] = {field.name: field.read_untrusted(whole) for field in self._fields}
+        values: dict[str, Any] = {}
+        for name, shift, mask, size in self._bytes:
+            values[name] = (whole >> shift & mask).to_bytes(size, "big")
+        for field in self._numbers:
+            number = whole >> field.shift & field.mask
+            values[field.name] = number != 0 if field.kind is bool else number
         owned = self._owned
         for item in self._lists:
             values[item.name] = item.read_untrusted(whole)
@@ -224,8 +226,10 @@ class Layout:
     def write(self, value: Any) -> int:
         """The message as an integer, without its head."""
         whole = 0
-        for field in self._fields:
-            whole |= field.write(getattr(value, field.name))
+        for (_, shift, _, _), data in zip(self._bytes, self._get_bytes(value), strict=True):
+            whole |= int.from_bytes(data, "big") << shift
+        for field, number in zip(self._numbers, self._get_numbers(value), strict=True):
+            whole |= field.write(number) if field.kind is bool else number << field.shift
         for item in self._lists:
             whole |= item.write(getattr(value, item.name))
         if self._keeps_reserved:
@@ -239,8 +243,12 @@ class Layout:
 
     def check(self, value: Any) -> None:
         """Raise ValueError where a value does not fit its field, or ``reserved`` meets a field."""
-        for field in self._fields:
-            field.check(getattr(value, field.name))
+        for (name, _, _, size), data in zip(self._bytes, self._get_bytes(value), strict=True):
+            if len(data) != size:
+                raise ValueError(f"{name} has {len(data)} bytes instead of {size}")
+        for field, number in zip(self._numbers, self._get_numbers(value), strict=True):
+            if not 0 <= number <= field.mask:
+                raise ValueError(f"{field.name} is {number}, beyond 0..{field.mask}")
         for item in self._lists:
             item.check(value)
         if self._keeps_reserved and value.reserved:
@@ -262,6 +270,13 @@ class Layout:
                 owned |= field.mask << field.shift
         if rest & owned:
             raise ValueError("reserved has bits that belong to a field")
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a tuple of these attributes of an object."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def laid_out(size: int, head: int = 0) -> Callable[[_T], _T]:

@@ -67,6 +67,7 @@ class Discovery:
     def __init__(self, private: Path) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
+        self._listings = directory.Listings()
         self._warned = False
 
     def unusable(self) -> FallbackReason | None:
@@ -187,29 +188,31 @@ class Discovery:
         destination: tuple[str, int],
     ) -> None:
         """Add a Unix connection to everyone who might accept the TCP connection."""
-        await trio.lowlevel.checkpoint()
         address, port = destination
         try:
             root = directory.open_private(self._private, create=False)
         except FileNotFoundError:
             return
+        listeners: list[directory.Listeners] = []
         try:
             namespace = directory.namespace_path()
             exact = directory.listener_name(address, port, dual_stack=False)
-            listeners = [directory.Listeners(root, namespace, exact)]
-            wildcards = [
-                directory.Listeners(root, namespace, name)
-                for name in directory.wildcard_names(address, port)
-            ]
+            for name in (exact, *directory.wildcard_names(address, port)):
+                each = directory.Listeners(root, namespace, name, self._listings)
+                listeners.append(each)  # one by one: another may not open
             # Our own wildcard listener says nothing about the same port of another host.
-            if any(each.waiting for each in wildcards) and is_same_host(source[0], address):
-                listeners += wildcards
+            wildcards = listeners[1:]
+            if any(each.waiting for each in wildcards) and not is_same_host(source[0], address):
+                for each in wildcards:
+                    each.waiting.clear()
             for each in listeners:
                 asked += each.connect(_MAX_ASKED - len(asked))
                 while each.waiting:
                     await trio.sleep(_RETRY_INTERVAL)
                     asked += each.connect(_MAX_ASKED - len(asked))
         finally:
+            for each in listeners:
+                each.close()
             os.close(root)
 
 

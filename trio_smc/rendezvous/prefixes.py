@@ -15,6 +15,7 @@ the host has no networks: every answer is None, False or empty.
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ __all__ = [
     "source_address",
 ]
 
+_REMEMBERED = 1024  # addresses parsed last: parsing one costs more than a system call
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -79,6 +81,7 @@ class _Owned:
     prefix: Prefix
 
 
+@functools.lru_cache(_REMEMBERED)
 def plain_address(address: str) -> str:
     """`address` in its one canonical form: no scope, IPv4-mapped IPv6 as IPv4.
 
@@ -186,7 +189,7 @@ def source_address(address: str, port: int) -> str | None:
     Raises:
       ValueError: `address` is no address.
     """
-    ipaddress.ip_address(address)
+    _parse(address)
     try:
         family, _, _, _, destination = socket.getaddrinfo(
             address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
@@ -222,6 +225,7 @@ def _probe_own(address: str) -> bool | None:
     return None
 
 
+@functools.lru_cache(_REMEMBERED)
 def _parse(address: str) -> _Address:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
