@@ -1,6 +1,6 @@
 """`Stack`: one instance of SMC-R with its own peer ID, RNICs, link groups and policy.
 
-What users see of it; the work is done in `_stack_core`.
+What users see of it; the work is done in `_stack_core` and `_stack_life`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from trio_smc._event_log import log_event
 from trio_smc._events import EventObserver
 from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
-from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics, running_stacks
+from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
+from trio_smc._stack_life import running_stacks
 from trio_smc._tcp_stream import TcpStream
 
 if TYPE_CHECKING:

@@ -1,279 +1,69 @@
-"""The inside of a stack: what its links, listeners, streams and negotiations call.
+"""The inside of a stack: what its link groups, listeners, streams and negotiations call.
 
-Theory of operation
--------------------
-A stack is what RFC 7609 calls a peer.  Its background work runs in one nursery: the pump with
-the RNICs' threads, one task for all timers, one for all TCP connections, and what listeners
-need.  Everything else are cores that are called from there or from the user's own tasks, so all
-state changes on the Trio thread.
-
-`open_stack` puts that nursery around the user's block.  Calls outside of any `open_stack` share
-a default stack, which runs in a system task of the Trio run and is closed when the run's main
-task is done.
-
-Leaving a stack (`StackCore.shut_down`): listeners are closed and calls under way end with
-ClosedResourceError; streams still open are aborted with a ResourceWarning; connections whose
-streams were closed get `shutdown_timeout` to finish; link groups are terminated in order; then
-the nursery is cancelled and the RNICs are closed.
-
-A forked child shares the memory, sockets and threads' work of its parent's stacks without being
-able to go on with any of it, so a hook at fork makes all of them unusable there.
+Its background work, and how it ends, are told in `_stack_life`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import os
 import secrets
-import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING
 
 import trio
 
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc._control import ControlSocket
 from trio_smc._endpoint import Endpoint
 from trio_smc._policy import ShortConnections
-from trio_smc._rnics import RnicChange, StackRnics
-from trio_smc._tcp_watch import TcpWatch
+from trio_smc._rnics import RnicChange
+from trio_smc._stack_life import StackLife
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.discovery import Discovery
 from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.tcp_option import TcpOption
-from trio_smc.rendezvous.timers import Timers
-from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import QueuePair, Rnic
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._listener import SmcListener
-    from trio_smc._stack import Stack
     from trio_smc._stream import SmcStream
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous import clc
     from trio_smc.rendezvous.group_host import Mover
     from trio_smc.rendezvous.link import Link
 
-__all__ = ["StackCore", "add_statistics", "running_stacks"]
+__all__ = ["STREAM_COUNTERS", "StackCore", "add_statistics"]
 
 LOGGER = logging.getLogger("trio_smc")
 
 
-_FORKED = "trio_smc cannot be used in a forked child; start a new process"
-
-
-class StackCore:
+class StackCore(StackLife):
     """One SMC-R peer, as the other rooms and the rest of the top level see it.
 
     Attributes:
-      config: the stack's configuration.
-      rnic_set: its RNICs.
       short_connections: whose connections were not worth SMC-R.
       link_gone: tasks that wait for the end of a link.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
-      failure: the defect that ended a background task, and with it the stack.
-      trio_token: of the Trio run it belongs to.
-      unclosed: what `shut_down` found open, for a ResourceWarning each.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.observer: Observer | None = None
-        self.pump = Pump(spin=config.spin)
-        self.timers = Timers(trio.current_time, self._timer_is_earlier)
-        self.tcp_watch: TcpWatch
-        self.discovery = Discovery(config.private_directory())
-        self.tcp_option = TcpOption(Path(config.tcp_option))
         self.handshakes = Counter[str]()
         self.short_connections = ShortConnections(trio.current_time)
-        self.control: ControlSocket | None = None
-        self.closing = False
-        self.failure: Exception | None = None
-        self.unclosed: list[str] = []
-        self._scope = trio.CancelScope(shield=True)
-        self._ended = trio.Event()
-        self.nursery: trio.Nursery
-        self.trio_token: trio.lowlevel.TrioToken
-        self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
-        self._groups: list[LinkGroup] = []
-        self._endpoints: dict[object, Endpoint] = {}
-        self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
-        self._listeners: set[SmcListener] = set()
-        self._busy: dict[object, trio.CancelScope] = {}
+        self.link_gone = trio.lowlevel.ParkingLot()
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._closed_totals: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._timers_changed = trio.Event()
-        self._something_ended = trio.Event()
-        self.link_gone = trio.lowlevel.ParkingLot()
-        self._forked = False
-        self._supported = sys.platform == "linux"
-        if self._supported:
-            self.rnic_set.open()
         opened = self.rnic_set.opened
         mac = opened[0].mac if opened else b"\x02" + secrets.token_bytes(5)
         self.peer_id = secrets.token_bytes(2) + mac
-        self.number = next(_NUMBERS)
-        _STACKS.add(self)
-
-    # --- running ---------------------------------------------------------------------------
-
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run the background tasks until `shut_down`; nothing is left afterwards.
-
-        Shielded: what closed streams still owe goes out although the user was cancelled.  A
-        defect in a background task closes the stack and is kept in `failure`.
-        """
-        started = False
-        try:
-            with self._scope:
-                async with trio.open_nursery() as nursery:
-                    self.nursery = nursery
-                    self.trio_token = trio.lowlevel.current_trio_token()
-                    if self._supported:
-                        self.tcp_watch = TcpWatch()
-                        await nursery.start(self.pump.run)
-                        nursery.start_soon(self.tcp_watch.run)
-                    nursery.start_soon(self._run_timers)
-                    self._open_control_socket(nursery)
-                    started = True
-                    task_status.started()
-        except ExceptionGroup as group:
-            if not started:
-                raise _sole(group) from None
-            self.failure = group
-            LOGGER.error("the stack failed", exc_info=group)
-        finally:
-            self.closing = True
-            try:
-                self._free()
-            finally:
-                self._ended.set()
-
-    def _open_control_socket(self, nursery: trio.Nursery) -> None:
-        if self._supported and self.config.control:
-            directory = Path(self.config.private_directory())
-            self.control = ControlSocket.open(cast("Stack", self), directory)
-            if self.control is not None:
-                nursery.start_soon(self.control.run)
-
-    def _free(self) -> None:
-        if self._forked:
-            return
-        for listener in list(self._listeners):
-            listener.close()
-        for group in list(self._groups):
-            group.machine.send("links_lost")
-        self.rnic_set.close()
-        self.tcp_option.close()
-        if hasattr(self, "tcp_watch"):
-            self.tcp_watch.close()
-
-    async def shut_down(self) -> None:
-        """Finish in order, ``shutdown_timeout`` at most for each of three steps; ends `run`."""
-        if self._forked:
-            return  # all of it belongs to the parent
-        with trio.CancelScope(shield=True):
-            await self._finish()
-            self._scope.cancel()
-            await self._ended.wait()
-
-    async def _finish(self) -> None:
-        self.closing = True
-        for listener in list(self._listeners):
-            listener.close()
-        for scope in list(self._busy.values()):
-            scope.cancel()
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while self._busy:
-                await self._wait_for_an_ending()
-        self._abort_open_streams()
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while any(not endpoint.abandoned for endpoint in self._endpoints.values()):
-                await self._wait_for_an_ending()
-        for group in list(self._groups):
-            group.terminate()
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while self._groups:
-                await self._wait_for_an_ending()
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a user's call: leaving the stack ends it with ClosedResourceError."""
-        self.check_usable()
-        scope = trio.CancelScope()
-        with self.busy(scope), scope:
-            yield
-        if scope.cancelled_caught:
-            raise trio.ClosedResourceError("the stack was closed")
-
-    @contextlib.contextmanager
-    def busy(self, scope: trio.CancelScope) -> Iterator[None]:
-        """Around work that leaving the stack cancels and waits for."""
-        key = object()
-        self._busy[key] = scope
-        try:
-            yield
-        finally:
-            del self._busy[key]
-            self._something_ended.set()
-
-    def check_usable(self) -> None:
-        """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
-        self.check_not_forked()
-        if self.closing:
-            raise trio.ClosedResourceError("the stack is closed") from self.failure
-
-    def check_not_forked(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        if self._forked:
-            raise RuntimeError(_FORKED)
-
-    def forked(self) -> None:
-        """This process is a forked child: nothing here may touch what the parent works with."""
-        self._forked = self.closing = True
-        if self.control is not None:
-            self.control.abandon()
-        self.pump.abandon()
-        for endpoint in self._endpoints.values():
-            endpoint.connection.__class__ = _ForkedConnection
-
-    def _abort_open_streams(self) -> None:
-        for endpoint in list(self._endpoints.values()):
-            if not endpoint.closed_by_user:
-                self.unclosed.append(f"{endpoint.connection!r} was open when its stack was closed")
-                endpoint.abandoned = True
-                endpoint.connection.abort()
-        for stream in list(self._tcp_streams):
-            if stream.socket.fileno() >= 0:
-                self.unclosed.append(f"{stream!r} was open when its stack was closed")
-                stream.abort()
-
-    async def _wait_for_an_ending(self) -> None:
-        self._something_ended = trio.Event()
-        await self._something_ended.wait()
-
-    async def _run_timers(self) -> None:
-        while True:
-            self._timers_changed = trio.Event()
-            with trio.move_on_at(self.timers.next_deadline()):
-                await self._timers_changed.wait()
-            self.timers.run_due()
-
-    def _timer_is_earlier(self) -> None:
-        self._timers_changed.set()
 
     def view(self, group: LinkGroup) -> LinkGroupView:
         """What users see of a link group."""
@@ -305,7 +95,7 @@ class StackCore:
             else:
                 group.rnic_lost(rnic)
 
-    # --- trio_smc.rendezvous.link_group.GroupHost -----------------------------------------
+    # --- trio_smc.rendezvous.group_host.GroupHost -----------------------------------------
 
     def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
         """Send a queue pair's completions to its link."""
@@ -433,40 +223,6 @@ class StackCore:
         """It was closed."""
         self._listeners.discard(listener)
 
-
-def running_stacks() -> tuple[StackCore, ...]:
-    """The stacks of this process that are open, oldest first."""
-    running = [stack for stack in list(_STACKS) if not stack.closing and hasattr(stack, "nursery")]
-    return tuple(sorted(running, key=lambda stack: stack.number))
-
-
-def _sole(error: Exception) -> Exception:
-    """What is in a group of one."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-class _ForkedConnection(Connection):
-    """What becomes of a connection in a forked child; costs nothing where nobody forks."""
-
-    __slots__ = ()
-
-    def __getattribute__(self, name: str) -> NoReturn:
-        raise RuntimeError(_FORKED)
-
-
-_STACKS: weakref.WeakSet[StackCore] = weakref.WeakSet()
-_NUMBERS = itertools.count()
-
-
-def _after_fork() -> None:
-    for stack in list(_STACKS):
-        stack.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
 
