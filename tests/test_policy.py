@@ -132,8 +132,9 @@ def test_learning() -> None:
     assert not short.avoids(("192.0.2.1", 81))
     clock.now += REST
     assert not short.avoids(PEER), "one may try"
-    assert short.avoids(PEER), "and the others wait for what it finds"
+    assert not short.avoids(PEER), "asking is not trying"
     short.opened("trying", PEER)
+    assert short.avoids(PEER), "the others wait for what it finds"
     short.closed("trying", SHORT)
     assert not short.avoids(PEER), "it was worth it"
 
@@ -169,3 +170,20 @@ async def test_short_connections_become_tcp() -> None:
     # Both ends learn; the server's port is the same for both, and so is the count.
     assert modes.count(Mode.SMC_R) <= SHORT_AFTER
     assert modes[-1] is Mode.TCP
+
+
+async def test_after_a_rest_a_client_tries_again() -> None:
+    """It asks before it announces itself, and again before the handshake."""
+    clock = Clock()
+    async with trio_smc.open_stack(), listening() as listener:
+        port = listener.socket.getsockname()[1]
+        async with trio_smc.open_stack(Config(learn_short=True)) as stack:
+            stack.short_connections = short = ShortConnections(clock)
+            for number in range(SHORT_AFTER):
+                short.opened(number, (HOST, port))
+                short.closed(number, 0)
+            first, _ = await fallbacks(listener)
+            clock.now += REST
+            second = await fallbacks(listener)
+    assert first == Fallback.local(FallbackReason.SHORT_CONNECTIONS)
+    assert second == [None, None]

@@ -75,20 +75,18 @@ class ShortConnections:
         self._open: dict[object, Peer] = {}
 
     def avoids(self, peer: Peer) -> bool:
-        """Whether a new connection is to be TCP."""
+        """Whether a new connection is to be TCP.  Changes nothing: it is asked more than once."""
         record = self._records.get(peer)
         if record is None or record.in_a_row < SHORT_AFTER:
             return False
-        now = self._clock()
-        if now < record.until:
-            return True
-        # This one tries; until it has ended the others do not.
-        record.until = now + REST
-        return False
+        return self._clock() < record.until
 
     def opened(self, connection: object, peer: Peer) -> None:
-        """A connection is SMC-R."""
+        """A connection is SMC-R; one that tries again keeps others from it until it has ended."""
         self._open[connection] = peer
+        record = self._records.get(peer)
+        if record is not None and record.in_a_row >= SHORT_AFTER:
+            record.until = self._clock() + REST
 
     def closed(self, connection: object, size: int) -> None:
         """It ended, and carried ``size`` bytes in both directions together."""
