@@ -365,11 +365,33 @@ class TestLoop:
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         """Each sleep may cost 5 ms of polling; after 8 in vain only every 64th one does."""
-        async with running(*rnics, spin=5e-3):
+        async with running(*rnics, spin=5e-3) as pump:
+            pump.waiting = 1
             start = time.process_time()
             for _ in range(64):
                 await trio.sleep(0.006)
             assert time.process_time() - start < 20 * 5e-3
+
+    async def test_nobody_spins_while_nobody_waits_for_completions(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        async with running(*rnics, spin=0.5):
+            start = time.process_time()
+            await trio.sleep(0.6)
+            assert time.process_time() - start < 0.1
+
+    async def test_no_doorbell_is_rung_for_a_loop_that_something_else_woke(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+            await trio.sleep(0.01)  # the loop sleeps, armed, and the clock wakes it
+            before = [lane.poller.wakeups for lane in pump._lanes if lane.poller]
+            a.qp.post_send(1, b"x", signaled=False)
+            await to_b.wait(1)
+            await trio.sleep(0.01)  # a thread that was woken would count
+            assert [lane.poller.wakeups for lane in pump._lanes if lane.poller] == before
 
     async def test_a_reader_spins_until_its_own_data_came(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]

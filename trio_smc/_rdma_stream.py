@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import operator
 import os
 import time
@@ -272,12 +271,20 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             self._close_now()
         parked = False
         try:
-            with trio.move_on_after(math.inf if patience is None else patience):
-                while self._core.ending:
-                    parked = await self._park(_WRITER) or parked
+            if patience is None:
+                parked = await self._wait_for_end()
+            else:
+                with trio.move_on_after(patience):
+                    parked = await self._wait_for_end()
         finally:
             if not parked:
                 await trio.lowlevel.checkpoint()
+
+    async def _wait_for_end(self) -> bool:
+        parked = False
+        while self._core.ending:
+            parked = await self._park(_WRITER) or parked
+        return parked
 
     def _close_now(self) -> None:
         self._closed = True

@@ -185,8 +185,12 @@ class Publication:
             with listener, self._scope, select.epoll() as self._watch:
                 self._watch.register(listener, select.EPOLLIN)
                 while True:
-                    with trio.move_on_at(self._next_deadline()):
+                    due = self._next_deadline()
+                    if due == math.inf:  # no scope for the usual case
                         await trio.lowlevel.wait_readable(self._watch.fileno())
+                    else:
+                        with trio.move_on_at(due):
+                            await trio.lowlevel.wait_readable(self._watch.fileno())
                     self._look(listener)
         except Exception:
             # A defect; the connections of this listener are TCP from now on.

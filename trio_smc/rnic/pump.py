@@ -6,11 +6,13 @@ Theory of operation.  Completions are always taken on the Trio thread, by `Pump.
 * once in each pass of Trio's scheduler, from the instrument hook ``before_io_wait``;
 * when Trio is about to sleep: the hook polls for at most ``spin`` seconds, then arms the RNICs
   and looks once more (poll, req_notify, poll);
-* after Trio slept: the RNIC's thread (`poller`) made the wake eventfd readable; the hook
-  ``after_io_wait`` drains before any task runs.
+* after Trio slept: the RNIC's thread (`poller`) made the wake eventfd readable, or something else
+  was; the hook ``after_io_wait`` disarms the RNICs, so that nobody wakes a thread for a Trio that
+  is awake, and drains before any task runs.
 
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin.
-It is adaptive: after `_PATIENCE` fruitless tries in a row only every `_SELDOM`-th is made.
+It is adaptive: after `_PATIENCE` fruitless tries in a row only every `_SELDOM`-th is made.  And
+there is none while no task waits for a completion: what Trio sleeps for then comes by another way.
 
 When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
 task, the wake eventfd is made readable, so that the wait ends at once.
@@ -50,12 +52,13 @@ class CompletionSink(Protocol):
 class _Lane:
     """One RNIC of the pump."""
 
-    __slots__ = ("arm", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks")
+    __slots__ = ("arm", "disarm", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks")
 
     def __init__(self, rnic: Rnic) -> None:
         self.rnic = rnic
         self.poll = rnic.poll
         self.arm = rnic.arm
+        self.disarm = rnic.disarm
         self.sinks: dict[int, Callable[[Completion], None]] = {}
         self.queue_pairs: dict[int, QueuePair] = {}
         self.poller: Poller | None = None
@@ -335,7 +338,7 @@ class Pump:
 
     def _idle(self, timeout: float) -> bool:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
-        if self._spin_ns:
+        if self._spin_ns and self.waiting:
             self._tries += 1
             worthwhile = self._misses < _PATIENCE or self._tries % _SELDOM == 0
             budget = min(self._spin_ns, int(min(timeout, 1.0) * 1e9))
@@ -352,6 +355,8 @@ class Pump:
 
     def after_io_wait(self) -> None:
         """Drain what ended a sleep, before any task runs."""
+        for lane in self._lanes:
+            lane.disarm()
         self.drain()
 
 

@@ -234,9 +234,12 @@ class SoftRnic(Rnic):
                 break
         else:
             return True
-        for ring in rings:
-            ring.disarm()
+        self.disarm()
         return False
+
+    def disarm(self) -> None:
+        for ring in self._rings:
+            ring.disarm()
 
     def wait_fd(self) -> int:
         self._check_open()

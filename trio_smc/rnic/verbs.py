@@ -290,6 +290,11 @@ class Rnic(ABC):
         Returns False when something has completed already: poll again instead of sleeping.
         """
 
+    def disarm(self) -> None:
+        """Whoever was to sleep is awake, and will `arm` again before it sleeps: spare a wakeup
+        that was not needed.  Optional; without `arm` before it does nothing."""
+        return
+
     @abstractmethod
     def wait_fd(self) -> int:
         """A file descriptor for the thread to sleep on: readable when `service` has work."""
