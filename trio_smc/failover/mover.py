@@ -13,7 +13,7 @@ counted here (as SR) before its validation message comes over another link, and 
 own work is known to be complete, the less has to be sent again. Only then connections move.
 
 A link that is left while it works: its connections stop posting there and move one by one as
-soon as nothing of theirs is in flight.
+soon as nothing of theirs is in flight. When it becomes the only one in the meantime, it stays.
 
 A link that comes takes over as few connections as make the loads even. A difference of one is
 even: nothing is moved for it.
@@ -112,11 +112,18 @@ class GroupMover:
             link.qp.to_err()
         self._drain(link.rnic, link.qp)
 
-    def catch_up(self, link: Link) -> None:
-        """Take what has arrived on all links but this one: the peer knows of it already."""
-        for other in list(self._group.links.values()):
-            if other is not link:
-                self._drain(other.rnic, other.qp)
+    def link_stays(self, link: Link) -> None:
+        """The link is the only one that is left: its connections need not go."""
+        departure = self._departures.pop(link, None)
+        for connection in departure.waiting if departure is not None else ():
+            if connection.channel is link:
+                connection.stay()
+
+    def catch_up(self, but: Link | None = None) -> None:
+        """Take what has arrived on all links, or all ``but`` one: the peer knows of it already."""
+        for link in list(self._group.links.values()):
+            if link is not but:
+                self._drain(link.rnic, link.qp)
 
     def close(self) -> None:
         """The group is gone."""
@@ -126,8 +133,11 @@ class GroupMover:
 
     def _left(self, link: Link, departure: _Departure, connection: Connection) -> None:
         """Nothing of this connection is in flight on ``link`` any more."""
-        if connection.channel is link and not self._move(connection, link):
-            connection.links_lost()
+        if connection.channel is link:
+            if link.usable:
+                connection.stay()  # it stays itself
+            elif not self._move(connection, link):
+                connection.links_lost()
         departure.waiting.discard(connection)
         if not departure.waiting and self._departures.get(link) is departure:
             del self._departures[link]

@@ -94,6 +94,10 @@ class GroupConnections:
         rmbs = self._group.peer_rmbs
         token = RToken(rkey, address)
         rmb = rmbs.find_named(link.number, token)
+        if rmb is not None and index in rmb.elements:
+            # The last words of the element's last user may still wait on a link: TCP was quicker.
+            self._group.mover.catch_up()
+            rmb = rmbs.find_named(link.number, token)
         if rmb is None:
             rmb = rmbs.learn_untrusted({link.number: token})
         holder = rmb.elements.get(index)

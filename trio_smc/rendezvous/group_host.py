@@ -77,8 +77,11 @@ class Mover(Protocol):
     def link_ends(self, link: Link) -> None:
         """Take what the link still brought; its queue pair is closed next."""
 
-    def catch_up(self, link: Link) -> None:
-        """Take what has arrived on all links but this one."""
+    def link_stays(self, link: Link) -> None:
+        """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
+
+    def catch_up(self, but: Link | None = None) -> None:
+        """Take what has arrived on all links, or all ``but`` one."""
 
     def close(self) -> None:
         """The group is gone."""

@@ -229,6 +229,7 @@ class Link(LinkLife):
     def lose_connections(self) -> None:
         """The connections carry on over another link, if there is one (4.6)."""
         self.failing = True
+        self.group.deletion.keep_last(self)
         self.group.mover.link_lost(self)
 
     def report_failure(self) -> None:

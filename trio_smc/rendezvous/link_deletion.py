@@ -10,6 +10,10 @@ sides tell the other all the same.
 
 A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK.
 
+When the link fails that connections have left for, and no other is usable, the one that was to go
+stays: the peers still reach each other over it (4.8.3).  Each side decides that by itself, as
+long as it does not know that the other has freed the link.
+
 DELETE LINK for the whole group is the affair of `states.link_group`.
 """
 
@@ -19,6 +23,7 @@ import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trio_smc.rendezvous import llc
+from trio_smc.states.link_group import USABLE
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
@@ -170,7 +175,10 @@ class LinkDeletion:
     def leave(self) -> None:
         """Move connections off the link, or off all links that the server named."""
         if self._group.client:
-            for number in list(self._told):
+            for number, (_, message) in list(self._told.items()):
+                link = self._group.links.get(number)
+                if link is not None and not message.orderly:
+                    self.keep_last(link)  # this one has failed, and nobody told us yet
                 self._leave(number, orderly=True)
         elif self._current is not None:
             self._leave(self._current.number, orderly=self._current.orderly)
@@ -283,6 +291,45 @@ class LinkDeletion:
                 self._asked_is_over()
 
     # --- failures ----------------------------------------------------------------------------
+
+    def keep_last(self, lost: Link) -> None:
+        """``lost`` fails; if the only other link was to go in order, it stays (4.8.3)."""
+        group = self._group
+        others = [each for each in group.links.values() if each.confirmed and each is not lost]
+        usable = [each for each in others if each.usable]
+        if group.state not in USABLE or not others or len(usable) > 1:
+            return
+        link = (usable or others)[0]
+        if self._withdrawn(link, lost):
+            LOGGER.info("%r stays: it is the only one", link)
+            if link.state == "LEAVING":
+                link.machine.send("stay")
+                group.mover.link_stays(link)
+            if link.rnic not in group.usable_rnics():
+                group.seeking.replace(link)  # it is drained
+
+    def _withdrawn(self, link: Link, lost: Link) -> bool:
+        """Forget that ``link`` was to go; False: it was not, or it is too late for that."""
+        number, exchanges = link.number, self._group.exchanges
+        asked, current = self._asked.get(number), self._current
+        under_way = current is not None and current.number == number
+        if self._replied.get(number) is link or (under_way and exchanges.carrier is link):
+            return False
+        wishes = [self._queue.get(number), asked and asked.wanted]
+        if link.usable and not any(wish is not None and wish.orderly for wish in wishes):
+            return False
+        self._queue.pop(number, None)
+        self._forget_asked(number)
+        self._told.pop(number, None)
+        self._replied.pop(number, None)
+        timer = self._leaving.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        if under_way:
+            self._current = None
+        if exchanges.state == "DELETE_LINK" and self._current is None and not self._told:
+            exchanges.carrier = lost  # the exchange ends with it
+        return True
 
     def link_lost(self, link: Link) -> None:
         """What was sent over ``link``, which has failed, may not have arrived."""
