@@ -6,6 +6,7 @@ Nothing here needs the network, neither to build nor to read: no intersphinx, no
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -29,6 +30,7 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4
 
+default_role = "py:obj"  # what docstrings have in single backticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -44,6 +46,8 @@ html_static_path = ["_static"]
 html_css_files = ["trio_smc.css"]
 html_copy_source = False
 html_show_sphinx = False
+_BREAK = re.compile(r"(?<=_)|(?<=[A-Z])(?=WAIT|ABORT)")
+
 html_theme_options = {"navigation_with_keys": True}
 
 
@@ -53,22 +57,30 @@ def link_images(_app: Sphinx, doctree: nodes.document) -> None:
         image.setdefault("scale", 100)
 
 
-def widen_machines(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Generated pages of state machines: room for tables, names that may break, and their places
-    below the index, which links to them by a table alone."""
-    if not page.startswith("states/"):
+def name_links(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """A link whose text is the file that it leads to gets the title of that page instead."""
+    source[0] = re.sub(r"\[([\w/-]+\.md)\]\(\1\)", r"[](\1)", source[0])
+
+
+def widen_tables(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Generated pages with wide tables get the room of the local contents; names of states may
+    break; and the pages of the machines are below their index, which links to them by a table."""
+    if page != "compliance" and not page.startswith("states/"):
         return
-    lines = [
-        line.replace("_", "_\u200b") if line.startswith("| ") and not {"`", "]"} & {*line} else line
-        for line in source[0].split("\n")
-    ]
+    lines = source[0].split("\n")
     if page == "states/index":
         lines += ["```{toctree}", ":hidden:", ":glob:", "", "*", "```", ""]
+    else:
+        lines = [
+            _BREAK.sub("\u200b", line) if line.startswith("| ") and "`" not in line else line
+            for line in lines
+        ]
     source[0] = "---\nhide-toc: true\n---\n\n" + "\n".join(lines)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
-    app.connect("source-read", widen_machines)
+    app.connect("source-read", name_links)
+    app.connect("source-read", widen_tables)
     app.connect("doctree-read", link_images)
     return {"parallel_read_safe": True}
