@@ -173,6 +173,8 @@ def test_no_such_program(tmp_path: Path) -> None:
         [*RUN, "--", "no-such-program"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 127
+    assert done.stderr == "trio-smc: run: no-such-program was not found\n"
+    assert not done.stdout
 
 
 def test_a_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a de
 
 from __future__ import annotations
 
+import logging
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from trio_smc._stream import SmcStream
 
 __all__ = ["FindStack", "SocketFace", "plain_socket"]
+
+LOGGER = logging.getLogger("trio_smc")
 
 _LATE_PORT: Final = (
     stdlib_socket.IPPROTO_IP,
@@ -190,8 +193,11 @@ class SocketFace(FaceData):
         trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
 
     async def _publish(self) -> None:
-        with suppress(OSError, trio.ClosedResourceError):  # `accept` says so
+        try:
             await self._published()
+        except Exception as error:
+            # In a system task anything would end the whole run; `accept` meets it again.
+            LOGGER.debug("%r is not published: %s", self, error)
 
     async def _published(self) -> SmcListener:
         async with self._publishing:

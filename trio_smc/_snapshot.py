@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["Snapshots"]
+
+_Thing = TypeVar("_Thing")
 
 
 class Snapshots:
@@ -42,13 +44,18 @@ class Snapshots:
         for part in PARTS:
             if part not in wanted:
                 continue
-            if part == "statistics":
-                yield part, _statistics(self._stack.statistics())
-                continue
-            describe = getattr(self, f"_{part[:-1]}")
-            things = list(getattr(self, f"_all_{part}")())
-            for start in range(0, len(things), PIECE):
-                yield part, [describe(thing) for thing in things[start : start + PIECE]]
+            stack = self._stack
+            match part:
+                case "statistics":
+                    yield part, _statistics(stack.statistics())
+                case "connections":
+                    yield from _pieces(part, stack.connections, self._connection)
+                case "link_groups":
+                    yield from _pieces(part, tuple(self._numbers), self._link_group)
+                case "rnics":
+                    yield from _pieces(part, stack.rnics, self._rnic)
+                case "listeners":
+                    yield from _pieces(part, stack.listening_addresses, list)
 
     def _process(self) -> dict[str, Any]:
         return {
@@ -66,9 +73,6 @@ class Snapshots:
         self._numbers = {group: self._numbers[group] for group in present}
 
     # --- connections -----------------------------------------------------------------------
-
-    def _all_connections(self) -> tuple[ConnectionView, ...]:
-        return self._stack.connections
 
     def _connection(self, view: ConnectionView) -> dict[str, Any]:
         group, link, cursors = view.link_group, view.link, view.cursors
@@ -88,9 +92,6 @@ class Snapshots:
         }
 
     # --- link groups -----------------------------------------------------------------------
-
-    def _all_link_groups(self) -> tuple[LinkGroup, ...]:
-        return tuple(self._numbers)
 
     def _link_group(self, view: LinkGroup) -> dict[str, Any]:
         return {
@@ -116,10 +117,7 @@ class Snapshots:
             ],
         }
 
-    # --- RNICs and listeners ---------------------------------------------------------------
-
-    def _all_rnics(self) -> tuple[Rnic, ...]:
-        return self._stack.rnics
+    # --- RNICs -----------------------------------------------------------------------------
 
     def _rnic(self, rnic: Rnic) -> dict[str, Any]:
         return {
@@ -138,11 +136,13 @@ class Snapshots:
             ),
         }
 
-    def _all_listeners(self) -> tuple[tuple[str, int], ...]:
-        return self._stack.listening_addresses
 
-    def _listener(self, address: tuple[str, int]) -> list[str | int]:
-        return list(address)
+def _pieces(
+    part: str, things: Sequence[_Thing], describe: Callable[[_Thing], Any]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Each piece is described when it is taken: between two the stack goes on."""
+    for start in range(0, len(things), PIECE):
+        yield part, [describe(thing) for thing in things[start : start + PIECE]]
 
 
 def _statistics(statistics: StackStatistics) -> dict[str, Any]:

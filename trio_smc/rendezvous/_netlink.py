@@ -19,6 +19,8 @@ _log = logging.getLogger("trio_smc.netlink")
 # A dump that the kernel flags as interrupted by a change is simply asked for again.
 _ATTEMPTS: Final = 3
 
+_complained = False
+
 
 def ask(question: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """The messages that ``question`` gets from a `pyroute2.IPRoute`."""
@@ -29,7 +31,7 @@ def ask(question: Callable[[Any], Iterable[Any]]) -> list[Any]:
         from pyroute2 import IPRoute
         from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
     except (ImportError, OSError) as error:
-        _log.warning("no netlink: %s", error)
+        _complain("no netlink: %s", error)
         return []
     for _ in range(_ATTEMPTS):
         try:
@@ -40,6 +42,13 @@ def ask(question: Callable[[Any], Iterable[Any]]) -> list[Any]:
         # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
         # hosts Trio as a guest.
         except (OSError, NetlinkError, RuntimeError) as error:
-            _log.warning("netlink does not answer: %s", error)
+            _complain("netlink does not answer: %s", error)
             return []
     return []
+
+
+def _complain(text: str, error: Exception) -> None:
+    """A warning the first time only: it is the same for every connection."""
+    global _complained
+    _log.log(logging.DEBUG if _complained else logging.WARNING, text, error)
+    _complained = True

@@ -119,6 +119,7 @@ class TcpOption:
         self._loaded: Loaded | None = None
         self._trouble: FallbackReason | None = None
         self._may_load = True
+        self._told = ""
 
     def offer(self, sock: _Socket) -> FallbackReason | None:
         """Let ``sock`` offer SMC-R; before it connects or listens.
@@ -215,7 +216,10 @@ class TcpOption:
             return self._failed(f"opening {self._pinned_map}", refused)
         return self._trouble or FallbackReason.TCP_OPTION_UNAVAILABLE
 
-    @staticmethod
-    def _failed(what: str, error: OSError) -> FallbackReason:
-        _log.info("no TCP option, %s failed: %s", what, error)
+    def _failed(self, what: str, error: OSError) -> FallbackReason:
+        trouble = f"{what} failed: {error}"
+        # Each connection meets it again, and that is no news.
+        level = logging.DEBUG if trouble == self._told else logging.INFO
+        _log.log(level, "no TCP option, %s", trouble)
+        self._told = trouble
         return _reason(error)

@@ -16,12 +16,11 @@ from typing import Final
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.errors import BAD_INPUT, ToolError
 
 __all__ = ["main", "parser"]
 
 PROGRAM: Final = "trio-smc"
-BAD_INPUT: Final = 2
 _INTERRUPTED: Final = 130
 _WIDTH: Final = 90
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command.run(options)
     except ToolError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return error.code
     except BrokenPipeError:
         # Who reads our output has gone, as `head` does; the interpreter must not write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

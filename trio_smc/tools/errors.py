@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["ToolError"]
+from typing import Final
+
+__all__ = ["BAD_INPUT", "ToolError"]
+
+BAD_INPUT: Final = 2
+"""Exit code."""
 
 
 class ToolError(Exception):
     """Bad input: an unknown process, a damaged answer, a wrong argument.
 
     The command prints "trio-smc: " and the text, which is one line without a full stop, and exits
-    with code 2.
+    with ``code``.
     """
+
+    def __init__(self, text: str, code: int = BAD_INPUT) -> None:
+        super().__init__(text)
+        self.code = code

@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         os.execvpe(program[0], program, _environment(options))
     except FileNotFoundError:
-        print(f"trio-smc: run: {program[0]} was not found", flush=True)
-        return _NOT_FOUND
+        raise ToolError(f"run: {program[0]} was not found", _NOT_FOUND) from None
     except OSError as error:
         raise ToolError(f"run: {program[0]}: {error.strerror}") from error
 
