@@ -73,7 +73,11 @@ class FaceData(trio.socket.SocketType):
         if self._rdma is None:
             return await self.plain.recv_into(buffer, nbytes, flags)
         with memoryview(buffer).cast("B") as view:
-            data = await self.recv(nbytes or len(view), flags)
+            wanted = nbytes or len(view)
+            if not (flags or self._read_shut) and 0 < wanted <= len(view):
+                with socket_errors(), view[:wanted] as place:
+                    return await self._rdma.receive_some_into(place)
+            data = await self.recv(wanted, flags)
             view[: len(data)] = data
         return len(data)
 

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from trio_smc._stream import writable
+
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from trio_smc.datapath.connection import Connection
 
 __all__ = ["RdmaCalls"]
@@ -22,6 +26,7 @@ class RdmaCalls:
     _closed: bool
     _sending: bool
     _receiving: bool
+    _strict: bool
 
     async def send_some(self, view: memoryview) -> int:
         """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
@@ -49,6 +54,31 @@ class RdmaCalls:
                 await self._park(_WRITER)
         finally:
             self._sending = False
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """See `SmcStream.receive_some_into`."""
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            with writable(buffer) as view:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                parked = False
+                while True:
+                    if self._closed:
+                        raise trio.ClosedResourceError("the stream was closed")
+                    try:
+                        size = self._core.receive_into(view)
+                    except OSError as error:
+                        raise self._translated(error) from error
+                    if size or self._core.at_eof:
+                        break
+                    parked = await self._park(_READER) or parked
+            if not parked and (self._strict or self._is_due()):
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            return size
+        finally:
+            self._receiving = False
 
     async def peek_some(self, max_bytes: int) -> bytes:
         """What `receive_some` would return, left where it is; same errors."""
@@ -91,6 +121,9 @@ class RdmaCalls:
         raise NotImplementedError
 
     def _send_some(self, view: memoryview, urgent: bool) -> int:
+        raise NotImplementedError
+
+    def _is_due(self) -> bool:
         raise NotImplementedError
 
     def _close_now(self) -> None:

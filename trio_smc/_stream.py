@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trio_smc._views import LinkGroup
 
-__all__ = ["SmcStream", "flat", "some_bytes"]
+__all__ = ["SmcStream", "flat", "some_bytes", "writable"]
 
 
 class SmcStream(HalfCloseableStream):
@@ -43,6 +43,23 @@ class SmcStream(HalfCloseableStream):
 
     def statistics(self) -> StreamStatistics:
         """Counters of this connection; all zero over TCP."""
+        raise NotImplementedError
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """As `receive_some`, into a buffer of the caller's own: no bytes object is made.
+
+        Args:
+          buffer: writable, contiguous and not empty; filled from its start.
+
+        Returns:
+          How many bytes were received; 0 at the end of the stream.  Cancelled, none were.
+
+        Raises:
+          ValueError: ``buffer`` is empty.
+          TypeError: it cannot be written to, or is not contiguous.
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `receive_some`.
+        """
         raise NotImplementedError
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
@@ -130,6 +147,16 @@ def flat(data: bytes | bytearray | memoryview) -> memoryview:
     view = memoryview(data)
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
         view = memoryview(bytes(view))
+    return view
+
+
+def writable(buffer: Buffer) -> memoryview:
+    """A view of ``buffer`` as single bytes, at least one."""
+    view = memoryview(buffer).cast("B")
+    if view.readonly:
+        raise TypeError("the buffer cannot be written to")
+    if not view:
+        raise ValueError("the buffer is empty")
     return view
 
 

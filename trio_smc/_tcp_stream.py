@@ -9,8 +9,8 @@ import trio
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import close_with_reset
-from trio_smc._stream import SmcStream, some_bytes
-from trio_smc._urgent import TcpUrgent, UrgentState
+from trio_smc._stream import SmcStream, some_bytes, writable
+from trio_smc._urgent import TcpUrgent, UrgentState, as_stream_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,6 +51,11 @@ class TcpStream(SmcStream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         """As `trio.SocketStream.receive_some`."""
         return await self._stream.receive_some(max_bytes)
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """As `trio.socket.SocketType.recv_into`, with a stream's errors."""
+        with writable(buffer) as view, as_stream_errors(self.socket):
+            return await self.socket.recv_into(view)
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """By MSG_OOB."""

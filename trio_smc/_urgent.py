@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trio_smc.datapath.connection import Connection
 
-__all__ = ["URGENT", "RdmaUrgent", "TcpUrgent", "UrgentState"]
+__all__ = ["URGENT", "RdmaUrgent", "TcpUrgent", "UrgentState", "as_stream_errors"]
 
 UrgentState = Literal["pending", "present"]
 
@@ -126,7 +126,7 @@ class TcpUrgent:
         try:
             # One byte alone: of a partial send each part would end in an urgent byte.
             await stream.send_all(data[:-1])
-            with _as_stream_errors(self._sock):
+            with as_stream_errors(self._sock):
                 await self._sock.send(data[-1:], stdlib_socket.MSG_OOB)
         finally:
             self._sending = False
@@ -164,7 +164,7 @@ class TcpUrgent:
         with select.epoll() as self._epoll:
             try:
                 self._epoll.register(self._sock.fileno(), select.EPOLLPRI | select.EPOLLRDHUP)
-                with _as_stream_errors(self._sock):
+                with as_stream_errors(self._sock):
                     yield self._epoll
             finally:
                 self._epoll = None
@@ -209,7 +209,7 @@ def _inline() -> OSError:
 
 
 @contextlib.contextmanager
-def _as_stream_errors(sock: trio.socket.SocketType) -> Iterator[None]:
+def as_stream_errors(sock: trio.socket.SocketType) -> Iterator[None]:
     try:
         yield
     except OSError as error:
