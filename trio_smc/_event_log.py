@@ -1,7 +1,7 @@
 """Events as log records, with fields that a log collector can read without parsing a sentence.
 
 `Config(log_events=True)` turns it on.  Logger "trio_smc.events"; INFO for decisions about a mode
-and for links and link groups, WARNING for refused and aborted connections.  docs/logging.md
+and for links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md
 describes the fields; all begin with "smc_".
 """
 

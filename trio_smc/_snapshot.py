@@ -16,7 +16,6 @@ import trio
 from trio_smc._base.control import PARTS, PIECE
 
 if TYPE_CHECKING:
-    from trio_smc._base.reasons import Fallback
     from trio_smc._base.statistics import StackStatistics, StreamStatistics
     from trio_smc._connections import ConnectionCursors, ConnectionView
     from trio_smc._stack import Stack
@@ -86,7 +85,7 @@ class Snapshots:
             "link_group": None if group is None else self._numbers.get(group),
             "link": None if link is None else link.number,
             "rnic": None if link is None else link.rnic.name,
-            "fallback": _fallback(view.fallback),
+            "fallback": None if view.fallback is None else view.fallback.as_dict(),
             "cursors": None if cursors is None else _values(cursors),
             "statistics": _values(view.statistics()),
         }
@@ -161,16 +160,3 @@ def _statistics(statistics: StackStatistics) -> dict[str, Any]:
 def _values(frozen: ConnectionCursors | StreamStatistics) -> dict[str, int]:
     """As `dataclasses.asdict`, which takes ten times as long, and there may be many."""
     return {name: getattr(frozen, name) for name in type(frozen).__slots__}
-
-
-def _fallback(fallback: Fallback | None) -> dict[str, Any] | None:
-    if fallback is None:
-        return None
-    return {
-        "reason": fallback.reason,
-        "origin": fallback.origin,
-        "code": fallback.code,
-        "peer_code": fallback.peer_code,
-        "message": fallback.message,
-        "remedy": fallback.remedy,
-    }

@@ -60,10 +60,10 @@ def _default_directory() -> Path:
 class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
-    Fields that belong to the stack (``rnics``, ``directory``, ``spin``, ``rmbe_eye_catcher``,
-    ``shutdown_timeout``, ``control``, ``capture``, ``capture_payload`` and the timers of links)
-    raise ValueError when a call's own config sets them otherwise than its stack's; left at their
-    defaults they are the stack's.
+    Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
+    ``rmbe_eye_catcher``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
+    ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
+    them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
@@ -109,7 +109,8 @@ class Config:
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
       log_events: write decisions about modes, changes of links and aborts to the log
-        ("trio_smc.events"), with fields for log collectors: docs/logging.md.
+        ("trio_smc.events"), with fields for log collectors:
+        docs/monitoring.md.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
         pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
       capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;

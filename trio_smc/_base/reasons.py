@@ -265,6 +265,17 @@ class Fallback:
             peer_code=diagnosis,
         )
 
+    def as_dict(self) -> dict[str, str | int | None]:
+        """All that is known of it as plain values, for JSON."""
+        return {
+            "reason": self.reason.value,
+            "origin": self.origin.value,
+            "code": self.code,
+            "peer_code": self.peer_code,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
+
     @property
     def message(self) -> str:
         """One sentence, without a full stop."""

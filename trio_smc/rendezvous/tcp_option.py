@@ -5,7 +5,7 @@ A socket that shall offer SMC-R is marked before it connects or listens; a BPF p
 sockets of the process stay as they are.
 
 Loading the program takes CAP_BPF and CAP_NET_ADMIN.  So an administrator does it once for a group
-of users and pins program and map (`trio_smc.tcp_option`); whoever may open the pinned map may mark
+of users and pins program and map (`_option_setup`); whoever may open the pinned map may mark
 its own sockets.  A process that finds no pinned map it may use loads a program for itself, which
 lasts as long as it does; where it may not do that either there is no option, and a reason.
 

@@ -179,16 +179,8 @@ def _conclude(report: Report, stream: SmcStream) -> None:
         links = ", ".join(f"{link.number} on {link.rnic.name}" for link in group.links)
         report.add("mode", "ok", f"smc-r, {group.kind} link group, link {links}")
         return
-    fallback: Fallback = stream.fallback
     report.add("mode", "no", "tcp")
-    report.fallback = {
-        "reason": fallback.reason.value,
-        "origin": fallback.origin.value,
-        "code": fallback.code,
-        "peer_code": fallback.peer_code,
-        "message": fallback.message,
-        "remedy": fallback.remedy,
-    }
+    report.fallback = stream.fallback.as_dict()
 
 
 class _Messages:
