@@ -95,6 +95,7 @@ class Result:
     """What happened.  `problems` is what must not happen, in words."""
 
     seed: int
+    rnics: int
     faults: Counter[str] = field(default_factory=Counter)
     during_failover: int = 0
     missed: int = 0
@@ -174,7 +175,7 @@ class Chaos:
 
     def __init__(self, policy: Policy, show: Show) -> None:
         self.policy = policy
-        self.result = Result(seed=policy.seed)
+        self.result = Result(seed=policy.seed, rnics=policy.rnics)
         self._show = show
         self._rng = random.Random(policy.seed)
         self._changed = trio.Event()

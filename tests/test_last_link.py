@@ -104,7 +104,7 @@ def test_a_link_that_both_sides_have_given_up_is_no_way_out(world: World) -> Non
 # --- what still lies in a receive ring ----------------------------------------------------------
 
 
-@pytest.mark.rfc("4.6.1/1")
+@pytest.mark.rfc("4.6.1/2")
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_link_that_goes_in_order_gives_what_it_brought(world: World, place: int) -> None:
     """The peer counts it as delivered and will not send it again (`Mover.link_ends`)."""
@@ -118,7 +118,6 @@ def test_a_link_that_goes_in_order_gives_what_it_brought(world: World, place: in
     assert here.receive(100) == b"the last it brought"
 
 
-@pytest.mark.rfc("4.4.2/1")
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_element_used_again_before_its_last_words_were_heard(world: World, place: int) -> None:
     """SMC Accept and Confirm travel over TCP and may be quicker than the last CDC message of the

@@ -4,12 +4,14 @@
 
 Two processes keep 50 connections busy (`examples.chaos_load`: streams both ways, requests and
 answers, urgent data, half closes, aborts, and always new connections).  Whenever their link group
-is whole, a fault comes; one in five in the middle of a failover.  Every byte is checked for its
-position and every direction by its SHA-256.  The connections that met a message acknowledged but
-not placed, and only those, are reset.
+is whole, a fault comes; one failure in five comes in the middle of a failover.  Every byte is
+checked for its position and every direction by its SHA-256.  The connections that met a message
+acknowledged but not placed, and only those, are reset.
 
-A seed replays the faults and what every connection says; when each meets which is up to the
-scheduler.  50,000 cases are 2,000 failures, the long version 50,000 (`--long`).
+Half of the failures meet groups of two links, the others some of three and of four, unless
+`--rnics` says otherwise.  A seed replays the faults and what every connection says; when each
+meets which is up to the scheduler.  50,000 cases are 2,000 failures, the long version 50,000
+(`--long`).
 """
 
 from __future__ import annotations
@@ -26,34 +28,54 @@ from tests.campaigns._options import parse
 
 CASES_PER_FAILURE = 25
 LONG = 50_000
+# RNICs of each process, and their share of the failures.
+MIXTURE = ((2, 0.5), (3, 0.25), (4, 0.25))
 # Less is said by each, so that connections come and go all the time.
 SCALE = 30
 
 
 def run(
-    cases: int, seed: int, *, rnics: int = 2, failures: int | None = None, log: str | None = None
-) -> Result:
-    """Let things go wrong; `Result.problems` says what must not happen and did."""
+    cases: int, seed: int, *, rnics: int | None = None, long: bool = False, log: str | None = None
+) -> list[Result]:
+    """Let things go wrong; `Result.problems` says what must not happen and did.
+
+    Args:
+      rnics: of each process; None: the mixture.
+      log: a directory for what happened, one of its own for each number of RNICs.
+    """
+    failures = LONG if long else max(20, cases // CASES_PER_FAILURE)
+    mixture = MIXTURE if rnics is None else ((rnics, 1.0),)
+    return [
+        run_one(Policy(
+            seed=seed, faults=round(share * failures), rnics=number, scale=SCALE,
+            log=log and f"{log}/{number}-rnics",
+        ))
+        for number, share in mixture
+    ]  # fmt: skip
+
+
+def run_one(policy: Policy) -> Result:
+    """All failures with one number of RNICs."""
     lines: list[str] = []
-    policy = Policy(
-        seed=seed,
-        faults=max(20, cases // CASES_PER_FAILURE) if failures is None else failures,
-        rnics=rnics,
-        scale=SCALE,
-        log=log,
-    )
+    if policy.log is not None:
+        os.makedirs(policy.log, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
         result = trio.run(Chaos(policy, lines.append).run)
-    if result.problems:
+    if policy.log is not None:
+        with open(f"{policy.log}/chaos.log", "w") as file:
+            file.write("\n".join(lines))
+    elif result.problems:
         # What led there; the rest is of no interest.
         print("\n".join(lines[-60:]))
     return result
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rnics", type=int, default=2, help="of each process (default 2)")
-    parser.add_argument("--log", metavar="DIRECTORY", help="where both processes write logs")
+    parser.add_argument(
+        "--rnics", type=int, default=None, choices=(2, 3, 4), help="of each process (default: all)"
+    )
+    parser.add_argument("--log", metavar="DIRECTORY", help="where logs of all processes go")
     parser.add_argument("--long", action="store_true", help=f"{LONG} failures")
 
 
@@ -61,19 +83,28 @@ def main() -> int:
     """Return the exit code."""
     arguments = parse(__doc__, add_options=_add_options)
     print(f"failover: seed {arguments.seed}", flush=True)
-    result = run(
+    results = run(
         arguments.cases,
         arguments.seed,
         rnics=arguments.rnics,
-        failures=LONG if arguments.long else None,
+        long=arguments.long,
         log=arguments.log,
     )
-    for name, text in result.rows():
-        print(f"  {name:<24}{text}")
-    for problem in result.problems:
-        print(f"  {problem}")
-    print(f"failover: {result.injected} failures in {result.seconds:.1f} s, seed {result.seed}")
-    return 1 if result.problems else 0
+    for result in results:
+        print(f"with {result.rnics} RNICs on each side:")
+        for name, text in result.rows():
+            print(f"  {name:<24}{text}")
+        for problem in result.problems:
+            print(f"  {problem}")
+    failures = sum(result.injected for result in results)
+    disturbing = sum(result.during_failover for result in results)
+    problems = sum(len(result.problems) for result in results)
+    print(
+        f"failover: {failures} failures, {disturbing} of them during a failover, "
+        f"{problems} problems in {sum(result.seconds for result in results):.1f} s, "
+        f"seed {arguments.seed}"
+    )
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
