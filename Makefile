@@ -6,7 +6,7 @@ CASES ?= 50000
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test interop lint types bench states ladders cli-page compliance campaigns docs docs-check figures clean \
+.PHONY: help demo example test interop lint types bench states ladders cli-page compliance campaigns docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -77,6 +77,9 @@ compliance: ready-dev
 
 campaigns: ready-dev
 	@$(BIN)/python -m scripts.campaigns --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
+performance: ready-docs
+	@$(BIN)/python -m scripts.performance_page $(ARGS)
 
 figures: ready-docs
 	@for each in docs/figures/*.dot; do dot -Tsvg -o $${each%.dot}.svg $$each || exit 1; done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trio_smc
-from scripts import check_docs, reasons_page
+from scripts import check_docs, performance_page, reasons_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -85,6 +86,24 @@ def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
 def words_of(svg: str) -> list[str]:
     """The titles and texts of a drawing, in order."""
     return re.findall(r"<(?:text|title)[^>]*>([^<]*)<", svg)
+
+
+def test_the_numbers_of_the_page_are_those_measured() -> None:
+    assert performance_page.main(["--check"]) == 0, "make performance"
+    drawn = performance_page.PLOT.read_text()
+    content = json.loads(performance_page.NUMBERS.read_text())
+    for name in content["ratios"]:
+        metric, _, transport = name.partition(" | ")
+        assert f">{metric}<" in drawn, "make performance"
+        assert f">{transport}<" in drawn, "make performance"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(name: str) -> None:
+    """Those of the pages are followed by scripts/check_docs.py."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
+    lost = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert lost == []
 
 
 def test_python_on_the_pages_can_be_parsed() -> None:
