@@ -253,6 +253,17 @@ def test_delete_link_without_an_answer_on_the_last_link(world: World, way: str, 
     assert stage.is_over()
 
 
+def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: World) -> None:
+    """Linux over soft-RoCE does not while it waits for its own sends on that link."""
+    stage = Stage(world, (2, 2))
+    stage.wire.lose("C2 DELETE_LINK 1", 99)
+    stage.client.group.links[1].machine.send("failed")
+    world.pass_time(70.0)
+    assert "C2 DELETE_LINK 1" in stage.log
+    assert stage.client.group.links[2].state == "ACTIVE"
+    assert stage.works()
+
+
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("place", [0, 1])
 def test_delete_link_for_the_group_is_tried_on_other_links(world: World, place: int) -> None:

@@ -6,6 +6,7 @@ that of its `tests.lab.kernel_agent`, and the file of ``make demo``.  Prints "in
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -43,13 +44,15 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_links.asymmetric,
         interop_links.symmetric,
         interop_links.test_link,
-        interop_links.link_down,
         interop_links.big_file,
+        interop_links.link_down,
     ),
 }
 
 
 async def main() -> int:
+    logging.getLogger("trio_smc").setLevel(logging.INFO)
+    logging.basicConfig(format="ours: %(relativeCreated)d ms %(message)s", stream=sys.stdout)
     here, there, control, file, suite = sys.argv[1:6]
     only = sys.argv[6:]
     config = replace(CONFIG, rnics=(VerbsRnic("rxe0"),))
@@ -74,6 +77,8 @@ async def main() -> int:
                 world.say(f"FAILED {name} after {time.monotonic() - start:.1f} s")
                 sys.excepthook(*sys.exc_info())
                 world.say(f"kernel links: {await kernel.call('links')}")
+                for when, out, message in world.seen.llc_messages[-40:]:
+                    world.say(f"{when:9.3f} {'to' if out else 'by'} the kernel {message.hex()}")
                 continue
             world.say(f"ok {name} {time.monotonic() - start:.1f} s")
     return failed

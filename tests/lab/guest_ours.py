@@ -60,16 +60,14 @@ async def there_and_back(stream: SmcStream, file: Path) -> None:
 
 async def fail_in_the_middle(stream: SmcStream) -> str:
     """Take down the interface that this side sends on, once half of the bytes have come."""
-    await until(
-        lambda: stream.statistics().bytes_received > SIZE // 2, "half of it", PATIENCE
-    )
+    await until(lambda: stream.statistics().bytes_received > SIZE // 2, "half of it", PATIENCE)
     group = stream.link_group
     assert group is not None
     [link] = [each for each in group.links if each.connections]
-    interface = f"eth{link.rnic.name[3]}"
-    await here(f"ip link set {interface} down")
+    number = link.rnic.name.removeprefix("rxe")
+    await here(f"cable {number} off; ip link set eth{number} down")
     await until(lambda: group.kind is LinkGroupKind.SINGLE, f"the link is lost: {group!r}", 30)
-    return interface
+    return number
 
 
 async def one_step(role: str, peer: str, control: Control, file: Path, failing: str) -> None:
@@ -86,10 +84,10 @@ async def one_step(role: str, peer: str, control: Control, file: Path, failing: 
         group = stream.link_group
         assert group is not None
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"symmetric: {group!r}")
-        interfaces: list[str] = []
+        numbers: list[str] = []
 
         async def fail() -> None:
-            interfaces.append(await fail_in_the_middle(stream))
+            numbers.append(await fail_in_the_middle(stream))
 
         start = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -101,15 +99,15 @@ async def one_step(role: str, peer: str, control: Control, file: Path, failing: 
             else:
                 await there_and_back(stream, file)
         took = trio.current_time() - start
-        for interface in interfaces:
-            await here(f"ip link set {interface} up")
+        for number in numbers:
+            await here(f"ip link set eth{number} up; cable {number} on")
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"whole again: {group!r}")
         await control.swap(patience=PATIENCE)
         await stream.aclose()
         say(
             role,
             f"ok {failing}_fails: {SIZE >> 20} MiB there and back in {took:.1f} s, "
-            f"SHA-256 right, {interfaces or 'nothing'} taken down here",
+            f"SHA-256 right, {['eth' + number for number in numbers]} taken down here",
         )
 
 

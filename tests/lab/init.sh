@@ -21,7 +21,16 @@ rxe() {
         [ -e "$path" ] || mknod "$path" c $(tr : ' ' < "$node/dev")
     done
 }
-export -f modules rxe
+# cable NUMBER on|off: put the cable of an interface in or pull it out; its carrier tells when.
+cable() {
+    echo "lab: cable $1 $2" > /dev/ttyS0
+    for _ in $(seq 100); do
+        case $2-$(cat "/sys/class/net/eth$1/carrier") in on-1 | off-0) return ;; esac
+        sleep 0.05
+    done
+    return 1
+}
+export -f modules rxe cable
 modules crc32_generic crc32_pclmul rdma_rxe ib_uverbs smc smc_diag
 ulimit -l unlimited
 mkdir -m 700 -p "$XDG_RUNTIME_DIR"

@@ -88,8 +88,8 @@ async def symmetric(world: World) -> None:
             both = await connect(stack)
             await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
             # The server offers, the client answers, with the flag of a reply and no rejection.
-            offers = [m for out, m in seen.llc_messages if m[0] == ADD_LINK and not m[3] & 0x80]
-            answers = [m for out, m in seen.llc_messages if m[0] == ADD_LINK and m[3] & 0x80]
+            offers = [m for _, _, m in seen.llc_messages if m[0] == ADD_LINK and not m[3] & 0x80]
+            answers = [m for _, _, m in seen.llc_messages if m[0] == ADD_LINK and m[3] & 0x80]
             assert offers, seen.llc_messages
             assert any(not m[3] & 0x40 for m in answers), answers
             assert 3 in seen.types(True) & seen.types(False), "CONTINUATION both ways"
@@ -133,8 +133,8 @@ async def interface_down(world: World, both: Both, *, ours: bool) -> AsyncIterat
     else:
         links = await world.kernel.call("links")
         [device] = [each["device"] for each in links if each["connections"]]
-    interface = f"eth{device[3]}"
-    set_to = f"ip link set {interface} {{}}"
+    number = device.removeprefix("rxe")
+    interface = f"eth{number}"
 
     async def do(command: str) -> None:
         if ours:
@@ -142,14 +142,12 @@ async def interface_down(world: World, both: Both, *, ours: bool) -> AsyncIterat
         else:
             await world.kernel.call("shell", command=command)
 
-    await do(set_to.format("down"))
+    await do(f"cable {number} off; ip link set {interface} down")
     try:
         yield interface
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
-            await do(set_to.format("up"))
-            # An interface that was down has lost its routes, but for its own network.
-            await trio.sleep(0.2)
+            await do(f"ip link set {interface} up; cable {number} on")
 
 
 async def link_down(world: World, size: int = 32 * MIB) -> None:
@@ -214,6 +212,4 @@ async def big_file(world: World) -> None:
         assert got[:2] == [BIG, wanted], got
         world.say(f"{BIG >> 20} MiB to the kernel in {trio.current_time() - start:.1f} s")
         await both.end()
-    await survive(
-        world, world.to_kernel, BIG, wanted, "client", ours=False, both_directions=False
-    )
+    await survive(world, world.to_kernel, BIG, wanted, "client", ours=False, both_directions=False)

@@ -35,7 +35,7 @@ async def first_contact(world: World) -> None:
             proposal = next(m for _, m in seen.clc_messages if m[4] == 1)
             assert len(proposal) == {"client": 52, "server": 92}[role], proposal.hex()
             # CONFIRM LINK as Linux wants it: no eye catchers.
-            assert all(m[3] & 0x03 for _, m in seen.llc_messages if m[0] == 1)
+            assert all(m[3] & 0x03 for _, _, m in seen.llc_messages if m[0] == 1)
             assert {1, 2} <= seen.types(True) & seen.types(False), "ADD LINK was offered, answered"
             world.say(f"{role} {kind}: SMCR by smc_diag, Proposal of {len(proposal)} bytes")
 
@@ -169,9 +169,7 @@ async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
 
     async def serve() -> None:
         modes.append(
-            await world.kernel.call(
-                "many_accept", number=number, count=CONNECTIONS, patience=200
-            )
+            await world.kernel.call("many_accept", number=number, count=CONNECTIONS, patience=200)
         )
 
     async def one() -> None:

@@ -33,13 +33,13 @@ class Seen(trio_smc.Observer):
 
     def __init__(self) -> None:
         self.clc_messages: list[tuple[bool, bytes]] = []
-        self.llc_messages: list[tuple[bool, bytes]] = []
+        self.llc_messages: list[tuple[float, bool, bytes]] = []
 
     def types(self, outgoing: bool, *, replies: bool | None = None) -> set[int]:
         """LLC types that went or came; replies: only those, or only requests."""
         return {
             message[0]
-            for out, message in self.llc_messages
+            for _, out, message in self.llc_messages
             if out is outgoing and replies in (None, bool(message[3] & 0x80))
         }
 
@@ -47,7 +47,7 @@ class Seen(trio_smc.Observer):
         self.clc_messages.append((outgoing, bytes(message)))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        self.llc_messages.append((outgoing, bytes(message)))
+        self.llc_messages.append((trio.current_time() % 1000, outgoing, bytes(message)))
 
 
 @dataclass
@@ -60,9 +60,7 @@ class Both:
 
     async def there(self, function: str, *, patience: float = PATIENCE, **arguments: Any) -> Any:
         """Do something with the kernel's end."""
-        return await self.kernel.call(
-            function, patience=patience, number=self.number, **arguments
-        )
+        return await self.kernel.call(function, patience=patience, number=self.number, **arguments)
 
     async def receive(self, count: int | None, patience: float = PATIENCE) -> tuple[int, str]:
         """Take so many bytes, or all up to the end: their number and SHA-256."""
@@ -110,6 +108,7 @@ class World:
       here, there: addresses that our listener and the kernel's have.
       config: for stacks of ours.
       file: bytes to send, those of ``make demo``.
+      seen: the messages of the latest stack.
     """
 
     kernel: Kernel
@@ -117,6 +116,7 @@ class World:
     there: str
     config: Config
     file: Path
+    seen: Seen = field(default_factory=Seen)
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(5000))
 
     def say(self, text: str) -> None:
@@ -125,7 +125,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def stack(self, **changes: Any) -> AsyncIterator[tuple[Stack, Seen]]:
-        seen = Seen()
+        seen = self.seen = Seen()
         async with trio_smc.open_stack(replace(self.config, **changes)) as stack:
             stack.add_observer(seen)
             yield stack, seen

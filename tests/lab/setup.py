@@ -219,7 +219,9 @@ def build_smc(cache: Path, work: Path, made: Path) -> None:
     source = work / "source"
     unpack(fetch(cache, f"linux-source-{SERIES}"), source)
     archive = source / "usr" / "src" / f"linux-source-{SERIES}.tar.xz"
-    run("tar", "xf", archive, "-C", source, "--strip-components=1", f"linux-source-{SERIES}/net/smc")
+    run(
+        "tar", "xf", archive, "-C", source, "--strip-components=1", f"linux-source-{SERIES}/net/smc"
+    )
     smc = source / "net" / "smc"
     edited = smc / "smc_ib.c"
     edited.write_text(relax(edited.read_text()))

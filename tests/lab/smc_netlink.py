@@ -66,7 +66,9 @@ def _family(name: str) -> int:
     return int.from_bytes(_attributes(answer[4:])[1], "little")
 
 
-def _command(family: str, command: int, flags: int, body: bytes = b"") -> Iterator[dict[int, bytes]]:
+def _command(
+    family: str, command: int, flags: int, body: bytes = b""
+) -> Iterator[dict[int, bytes]]:
     for answer in _ask(_GENERIC, _family(family), flags, struct.pack("=BBH", command, 1, 0) + body):
         yield _attributes(answer[4:])
 

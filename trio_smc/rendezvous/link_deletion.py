@@ -253,9 +253,19 @@ class LinkDeletion:
         link.send_llc(llc.DeleteLink(orderly=orderly, link_number=number, reason=reason))
 
     def _not_deleted(self, number: int) -> None:
-        # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
-        link = self._asked[number].link
+        asked = self._asked[number]
+        link = asked.link
         LOGGER.info("%r: DELETE LINK was not answered", link)
+        if number != link.number and self._group.usable_links() == [link]:
+            # Linux answers only when all it has sent over the lost link has failed, which over
+            # soft-RoCE may be never.  The last link took our message, so it works: no connection
+            # is to die of it, and TEST LINK watches it (4.5.3).
+            timer = self._group.timers.call_later(
+                _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
+            )
+            self._asked[number] = asked._replace(timer=timer)
+            return
+        # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
         link.machine.send("failed")
 
     def _forget_asked(self, number: int) -> bool:
