@@ -44,9 +44,10 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
             each = [comparison.ratios(metric, name) for metric in with_it]
             middle = [median(values) for values in each]
             axis.barh(
-                [metrics.index(metric) + row * thickness for metric in with_it],
-                middle,
+                [metrics.index(metric) + (row + 0.5) * thickness for metric in with_it],
+                [ratio - 1 for ratio in middle],
                 thickness,
+                left=1,
                 label=name,
                 xerr=[
                     [m - min(v) for m, v in zip(middle, each, strict=True)],
