@@ -41,6 +41,7 @@ from trio_smc import (
     SmcUnavailable,
     Stack,
     _connect,
+    _dial,
 )
 from trio_smc.rendezvous import clc
 
@@ -401,7 +402,7 @@ async def test_a_server_that_resets_once_it_is_connected(
 ) -> None:
     """As with TCP: the connection was there, so there is a stream, which then is broken."""
     async with plain_server() as server:
-        connect_tcp = _connect._connect_tcp
+        connect_tcp = _dial.connect_tcp
 
         async def connect_and_be_reset(*args: Any) -> Any:
             attempt = await connect_tcp(*args)
@@ -410,7 +411,7 @@ async def test_a_server_that_resets_once_it_is_connected(
             await stream.aclose()
             return attempt
 
-        monkeypatch.setattr(_connect, "_connect_tcp", connect_and_be_reset)
+        monkeypatch.setattr(_connect, "connect_tcp", connect_and_be_reset)
         async with await stack.open_stream(*address_of(server)) as stream:
             assert stream.mode is Mode.TCP
             assert isinstance(await read_to_end(stream), ConnectionResetError)

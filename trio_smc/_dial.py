@@ -1,0 +1,224 @@
+"""TCP connections by happy eyeballs, announced before they are made.
+
+On one host the client must announce its source address before it connects (see
+`rendezvous.discovery`), so the connection attempts are made here and not by
+`trio.open_tcp_stream`; RFC 8305 describes the order and the stagger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket as stdlib_socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+from trio.socket import from_stdlib_socket
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc._policy import permitted_rnic
+from trio_smc.rendezvous.discovery import Announcement
+from trio_smc.rendezvous.prefixes import is_same_host, plain_address, source_address
+
+if TYPE_CHECKING:
+    from trio_smc._base.config import Config
+    from trio_smc._stack import Stack
+
+__all__ = ["Attempt", "connect_attempt", "connect_tcp"]
+
+_Target = tuple[int, int, int, Any]  # family, type, protocol, address
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A TCP connection, and what discovery said before it was opened.
+
+    Attributes:
+      named: the (host, port) that the user asked for.
+      peer: the address it resolved to.
+      announcement: made on this host; or why discovery is impossible.
+      offers: whether the TCP option is to tell.
+    """
+
+    sock: trio.socket.SocketType
+    named: tuple[str, int]
+    peer: tuple[str, int]
+    announcement: Announcement | FallbackReason | None = None
+    offers: bool = False
+
+    def assumed(self, config: Config) -> bool:
+        """Whether the peer is known to speak SMC-R without being asked."""
+        return config.assumes(self.named, self.peer)
+
+    def close(self) -> None:
+        self.withdraw()
+        self.sock.close()
+
+    def withdraw(self) -> None:
+        """Discovery is over; idempotent."""
+        if isinstance(self.announcement, Announcement):
+            self.announcement.close()
+
+
+async def connect_tcp(
+    stack: Stack, host: str | bytes, port: int, delay: float, local: str | None, config: Config
+) -> Attempt:
+    """The first connection that succeeds, of attempts staggered by ``delay`` seconds."""
+    if host is None:
+        raise ValueError("host cannot be None")
+    if not isinstance(port, int):
+        raise TypeError("port must be an integer")
+    found = await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
+    targets: list[_Target] = _alternate_families(
+        [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
+    )
+    named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
+    connect = partial(_connect_one, stack, named=named, local=local, config=config)
+    if len(targets) > 1:
+        return await _first_of(targets, named, delay, connect)
+    try:
+        return await connect(targets[0])
+    except OSError as error:
+        raise _nothing_connected(named, [error]) from error
+
+
+async def _first_of(
+    targets: Sequence[_Target],
+    named: tuple[str, int],
+    delay: float,
+    connect: Callable[[_Target], Awaitable[Attempt]],
+) -> Attempt:
+    """The first of several (RFC 8305, 5)."""
+    winners: list[Attempt] = []
+    errors: list[OSError] = []
+    defects: list[Exception] = []
+
+    async def attempt(target: _Target, failed: trio.Event, race: trio.CancelScope) -> None:
+        try:
+            winners.append(await connect(target))
+        except OSError as error:
+            errors.append(error)
+            failed.set()
+        except Exception as defect:
+            defects.append(defect)  # out of the nursery as it is, not in a group
+            race.cancel()
+        else:
+            race.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for target in targets:
+                failed = trio.Event()
+                nursery.start_soon(attempt, target, failed, nursery.cancel_scope)
+                with trio.move_on_after(delay):
+                    await failed.wait()
+        if defects:
+            raise defects[0]
+        if not winners:
+            raise _nothing_connected(named, errors)
+        return winners.pop(0)
+    finally:
+        for loser in winners:
+            loser.close()
+
+
+def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError:
+    """One error for the failure of all attempts; its number is that of the last resort."""
+    texts = "; ".join(dict.fromkeys(str(error) for error in errors))
+    failure = OSError(errors[-1].errno, f"no connection to {named[0]} port {named[1]}: {texts}")
+    failure.__cause__ = errors[0] if len(errors) == 1 else ExceptionGroup(str(failure), errors)
+    return failure
+
+
+def _alternate_families(targets: Sequence[_Target]) -> list[_Target]:
+    """The resolver's order, but the second target of the other family (RFC 8305, 4)."""
+    ordered = list(dict.fromkeys(targets))
+    for place, target in enumerate(ordered[1:], 1):
+        if target[0] != ordered[0][0]:
+            ordered.insert(1, ordered.pop(place))
+            break
+    return ordered
+
+
+async def _connect_one(
+    stack: Stack, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
+) -> Attempt:
+    family, kind, protocol, address = target
+    # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
+    sock = from_stdlib_socket(stdlib_socket.socket(family, kind, protocol))
+    attempt = Attempt(sock, named, (plain_address(address[0]), address[1]))
+    await connect_attempt(stack, attempt, address, local, config)
+    return attempt
+
+
+async def connect_attempt(
+    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
+) -> None:
+    """Announce and connect; ``local``: the address to connect from, bound already or not."""
+    sock = attempt.sock
+    bound = sock.getsockname()[1] != 0
+    try:
+        source = _announced_source(stack, attempt, address, local, config)
+        # A reason is a string too.
+        if isinstance(source, str) and not isinstance(source, FallbackReason):
+            # A port of its own, known before the connection is.
+            if not bound:
+                await _bind(sock, source, late_port=False)
+            name = sock.getsockname()
+            attempt.announcement = await stack.discovery.announce(
+                (name[0], name[1]),
+                attempt.peer,
+                trio.current_time() + config.handshake_timeout,
+            )
+        else:
+            attempt.announcement = source
+            if local is not None and not bound:
+                await _bind(sock, local, late_port=True)
+            if attempt.offers:
+                attempt.announcement = stack.tcp_option.offer(sock)
+                attempt.offers = attempt.announcement is None
+        await sock.connect(address)
+    except BaseException:
+        attempt.close()
+        raise
+
+
+async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -> None:
+    try:
+        if late_port:
+            # The port is chosen at connect, so that many connections may share one.
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
+        await sock.bind((source, 0))
+    except OSError as error:
+        raise OSError(
+            error.errno, f"local address {source!r} cannot be used for this connection: {error}"
+        ) from error
+
+
+def _announced_source(
+    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
+) -> str | FallbackReason | None:
+    """The address to announce on this host; why not; or None where it does not apply.
+
+    Sets ``attempt.offers`` where the TCP option is to tell instead.
+    """
+    if attempt.assumed(config):
+        return None
+    host, port = address[0], address[1]
+    source = local or source_address(host, port)
+    try:
+        plain = plain_address(source or "")
+    except ValueError:
+        return None  # no route, or a name as local address
+    if source is None:
+        return None
+    rnic = permitted_rnic(stack, config, plain, attempt.peer, attempt.named)
+    if isinstance(rnic, FallbackReason):
+        return rnic
+    if config.discovery == "tcp-option" or not is_same_host(plain, host):
+        attempt.offers = True
+        return None
+    return source
