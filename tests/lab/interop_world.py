@@ -15,7 +15,7 @@ import trio
 
 import trio_smc
 from tests.lab.kernel import Kernel
-from trio_smc import Config, FallbackReason, Mode, SmcStream, Stack
+from trio_smc import Config, Fallback, FallbackReason, Mode, SmcStream, Stack
 
 __all__ = ["CONFIG", "PATIENCE", "Both", "Seen", "World", "until"]
 
@@ -49,6 +49,18 @@ class Seen(trio_smc.Observer):
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         self.llc_messages.append((trio.current_time() % 1000, outgoing, bytes(message)))
 
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        """Too many to keep."""
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        """Too many to keep."""
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        """Asked of the stack instead."""
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        """Asked of the stream instead."""
+
 
 @dataclass
 class Both:
@@ -77,7 +89,7 @@ class Both:
         return got, digest.hexdigest()
 
     async def send_file(self, path: Path, count: int, patience: float = PATIENCE) -> None:
-        with trio.fail_after(patience), open(path, "rb") as file:
+        with trio.fail_after(patience), path.open("rb") as file:
             while count:
                 piece = file.read(min(PIECE, count))
                 await self.stream.send_all(piece)
@@ -188,7 +200,7 @@ class World:
 async def until(condition: Callable[[], Any], text: str, patience: float = PATIENCE) -> None:
     """Look until it holds; what is looked at changes by messages of the peer."""
     with trio.move_on_after(patience):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is looked at has no event
             await trio.sleep(0.02)
         return
     raise AssertionError(f"not within {patience} s: {text}")

@@ -36,12 +36,7 @@ class Kernel:
     async def at(cls, host: str, patience: float) -> AsyncIterator[Kernel]:
         """Connect to the agent of a guest that may still be booting."""
         with trio.fail_after(patience):
-            while True:
-                try:
-                    control = await trio.open_tcp_stream(host, PORT)
-                    break
-                except OSError:
-                    await trio.sleep(0.2)
+            control = await _reach(host)
         kernel = cls(control)
         async with control, trio.open_nursery() as nursery:
             nursery.start_soon(kernel._read)
@@ -76,3 +71,11 @@ class Kernel:
         if problem:
             raise KernelError(*problem)
         return result
+
+
+async def _reach(host: str) -> trio.SocketStream:
+    while True:
+        try:
+            return await trio.open_tcp_stream(host, PORT)
+        except OSError:
+            await trio.sleep(0.2)

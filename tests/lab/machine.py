@@ -102,9 +102,11 @@ def _lab(name: str) -> Iterator[tuple[Path, Path, _Console]]:
     with open(setup.cache_directory() / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Not under pytest's directories: paths of Unix sockets end at 107 bytes.
-        with tempfile.TemporaryDirectory(prefix="lab-") as place:
-            with open(ARTEFACTS / f"{name}.log", "w") as log:
-                yield kernel, Path(place), _Console(log)
+        with (
+            tempfile.TemporaryDirectory(prefix="lab-") as place,
+            open(ARTEFACTS / f"{name}.log", "w") as log,
+        ):
+            yield kernel, Path(place), _Console(log)
 
 
 class _Console:
@@ -205,12 +207,14 @@ class _Guest:
         return words
 
     def monitor(self, command: str) -> None:
-        """Tell QEMU something, and do not wait for it."""
+        """Have QEMU do something."""
+        got = b""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as monitor:
+            monitor.settimeout(5)
             monitor.connect(f"{self.place}/{self.name}.monitor")
-            monitor.recv(4096)  # its greeting
             monitor.sendall(command.encode() + b"\n")
-            monitor.recv(4096)
+            while got.count(b"(qemu) ") < 2:  # before the command, and after it
+                got += monitor.recv(4096)
 
     def finish(self, seconds: float) -> int:
         """Wait for the guest's end; its status."""

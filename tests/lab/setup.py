@@ -101,6 +101,7 @@ def install_packages() -> None:
     say("installing " + " ".join(missing))
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     refresh = [*line[: line.index("install")], "update", "-q"]
+    said = ""
     for attempt in (line, refresh, line):
         try:
             done = subprocess.run(attempt, env=environment, capture_output=True, check=False)
@@ -108,7 +109,8 @@ def install_packages() -> None:
             raise LabError(f"the lab needs Debian's apt: {missing_command}") from missing_command
         if attempt is line and not done.returncode:
             return
-    raise LabError(f"this failed: {' '.join(line)}\n{done.stderr.decode(errors='replace')}")
+        said = done.stderr.decode(errors="replace")
+    raise LabError(f"this failed: {' '.join(line)}\n{said}")
 
 
 # --- the kernel ---------------------------------------------------------------------------------
@@ -187,8 +189,8 @@ MODULE_PARM_DESC(lab_gids, "SMC-Rv1 over RoCE v2 GIDs of IPv4 addresses, for sof
 
 static bool lab_takes(const struct ib_gid_attr *entry)
 {
-	return lab_gids && entry->gid_type == IB_GID_TYPE_ROCE_UDP_ENCAP &&
-	       ipv6_addr_v4mapped((const struct in6_addr *)&entry->gid);
+    return lab_gids && entry->gid_type == IB_GID_TYPE_ROCE_UDP_ENCAP &&
+        ipv6_addr_v4mapped((const struct in6_addr *)&entry->gid);
 }
 
 """

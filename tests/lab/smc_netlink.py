@@ -69,7 +69,8 @@ def _family(name: str) -> int:
 def _command(
     family: str, command: int, flags: int, body: bytes = b""
 ) -> Iterator[dict[int, bytes]]:
-    for answer in _ask(_GENERIC, _family(family), flags, struct.pack("=BBH", command, 1, 0) + body):
+    head = struct.pack("=BBH", command, 1, 0)
+    for answer in _ask(_GENERIC, _family(family), flags, head + body):
         yield _attributes(answer[4:])
 
 
