@@ -65,7 +65,9 @@ def over_smc(face: SocketFace) -> bool:
     return face.stream is not None and face.stream.mode is trio_smc.Mode.SMC_R
 
 
-async def make_pair(local_address: str | None = None) -> tuple[trio.SocketStream, trio.SocketStream]:
+async def make_pair(
+    local_address: str | None = None,
+) -> tuple[trio.SocketStream, trio.SocketStream]:
     (listener,) = await trio.open_tcp_listeners(0, host=LOOPBACK)
     async with listener:
         ends: list[trio.SocketStream] = []
@@ -75,7 +77,9 @@ async def make_pair(local_address: str | None = None) -> tuple[trio.SocketStream
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(accept)
-            client = await trio.open_tcp_stream(*listener.socket.getsockname(), local_address=local_address)
+            client = await trio.open_tcp_stream(
+                *listener.socket.getsockname(), local_address=local_address
+            )
     assert over_smc(cast(SocketFace, client.socket))
     return client, ends[0]
 

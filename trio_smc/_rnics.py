@@ -76,6 +76,8 @@ class StackRnics:
         self._table: PnetTable = ()
         # A port's RNICs that were opened for further GIDs, and the one they are of.
         self._port_of: dict[Rnic, Rnic] = {}
+        # Names of those that could not be opened.
+        self._refused: set[str] = set()
 
     # --- life ------------------------------------------------------------------------------
 
@@ -203,8 +205,12 @@ class StackRnics:
         try:
             other.open(Path(self._config.private_directory()))
         except OSError as error:
-            LOGGER.warning("%s cannot be used: %s", other.name, error)
+            # Each connection tries again, and that is no news.
+            level = logging.DEBUG if other.name in self._refused else logging.WARNING
+            self._refused.add(other.name)
+            LOGGER.log(level, "%s cannot be used: %s", other.name, error)
             return None
+        self._refused.discard(other.name)
         self._port_of[other] = port
         self.adopt(other)
         return other
