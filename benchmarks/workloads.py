@@ -5,6 +5,7 @@ E  echo: the server sends every `size` bytes back
 S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
    bytes it got (8 bytes) and the processor time of its process since then (8 bytes, ns); the
    client's clock stops at that answer
+T  time: the server answers when its handler began (8 bytes, ns of the clock of this host)
 
 Each client function returns plain numbers for one round; connecting and warming up are not timed,
 unless connecting is what is measured.
@@ -25,6 +26,7 @@ from benchmarks.transports import Stream, Transport
 
 REQUEST = struct.Struct("!cQ")
 COUNT = struct.Struct("!QQ")
+TIME = struct.Struct("!Q")
 MESSAGE = 64
 READ = 64 * 1024
 WARM_UP = 200
@@ -65,9 +67,12 @@ async def exactly(stream: Stream, size: int) -> bytes:
 
 async def answer(stream: Stream) -> None:
     """Serve one connection until the client closes it."""
+    accepted = time.monotonic_ns()
     with contextlib.suppress(EOFError):
         letter, size = REQUEST.unpack(await exactly(stream, REQUEST.size))
-        if letter == b"S":
+        if letter == b"T":
+            await stream.send_all(TIME.pack(accepted))
+        elif letter == b"S":
             await _count(stream, size)
         else:
             while True:
@@ -216,19 +221,22 @@ async def fairness(
 
 
 async def opening(transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
-    """Return the median time to open a connection, in microseconds; closing it is not timed.
+    """Return the median time in microseconds until both ends have a connection: the client has
+    opened it, and the server has accepted it and called its handler.  Closing is not timed.
 
     Another connection is open all the time, and with it over SMC-R the link group.
     """
     times: list[int] = []
-    clock = time.perf_counter_ns
+    clock = time.monotonic_ns
     async with await _open_echo(transport, at):
         end = clock() + int(seconds * 1e9)
-        while clock() < end:
+        while not times or clock() < end:
             before = clock()
-            stream: Stream = await transport.connect(at)
-            times.append(clock() - before)
-            await stream.aclose()
+            async with await transport.connect(at) as stream:
+                opened = clock()
+                await stream.send_all(REQUEST.pack(b"T", 0))
+                accepted = TIME.unpack(await exactly(stream, TIME.size))[0]
+                times.append(max(opened, accepted) - before)
     return (_percentile(times, 50),)
 
 
@@ -291,7 +299,9 @@ WORKLOADS = {
     "requests-10": _requests(10),
     "requests-100": _requests(100),
     "opening": Workload(
-        metrics=(Metric(name="opening a connection", unit="µs", smaller_is_better=True),),
+        metrics=(
+            Metric(name="opening and accepting a connection", unit="µs", smaller_is_better=True),
+        ),
         run=opening,
     ),
     "short-1": _short_lived(1),

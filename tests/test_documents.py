@@ -115,7 +115,7 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
     assert measured == {**others, "limit": of_limits}
     assert "NOT smc-r" not in said
-    assert "opening a connection" in picture.read_text()
+    assert "opening and accepting" in picture.read_text()
 
 
 def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
