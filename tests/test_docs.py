@@ -106,6 +106,13 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
     assert lost == []
 
 
+def test_every_page_is_in_the_contents() -> None:
+    contents = (DOCS / "index.md").read_text()
+    trees = "\n".join(re.findall(r"```{toctree}\n(.*?)```", contents, re.DOTALL))
+    listed = set(re.findall(r"^(?!:)(\S+)$", trees, re.MULTILINE))
+    assert listed == {page.stem for page in DOCS.glob("*.md")} - {"index"} | {"states/index"}
+
+
 def test_python_on_the_pages_can_be_parsed() -> None:
     found = 0
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
