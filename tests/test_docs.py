@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import trio_smc
 from scripts import check_docs, performance_page, reasons_page
+from trio_smc.tools.commands import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -111,6 +113,39 @@ def test_every_page_is_in_the_contents() -> None:
     trees = "\n".join(re.findall(r"```{toctree}\n(.*?)```", contents, re.DOTALL))
     listed = set(re.findall(r"^(?!:)(\S+)$", trees, re.MULTILINE))
     assert listed == {page.stem for page in DOCS.glob("*.md")} - {"index"} | {"states/index"}
+
+
+def all_pages() -> str:
+    """Everything that a reader reads."""
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *DOCS.glob("*.md")]
+    return "\n".join(page.read_text() for page in pages)
+
+
+def test_commands_that_pages_name_are_there() -> None:
+    text = all_pages()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE))
+    assert len(named) > 10
+    assert named <= targets
+    ours = r"python -m ((?:benchmarks|examples|scripts|tests|trio_smc)(?:\.\w+)*)"
+    modules = set(re.findall(ours, text))
+    assert len(modules) > 10
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    commands = set(re.findall(r"(?:`|^    )trio-smc ([a-z]+)", text, re.MULTILINE))
+    assert len(commands) > 10
+    assert commands <= {command.NAME for command in load()}
+
+
+def test_settings_that_the_operating_guide_shows(tmp_path: Path) -> None:
+    text = (DOCS / "operating.md").read_text()
+    [block] = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "smc.toml").write_text(block)
+    assert trio_smc.load_config(tmp_path / "smc.toml") != trio_smc.Config()
+    times = re.findall(r"`(\w+)` (\d+) s\b", text)
+    assert len(times) > 5
+    assert [(name, getattr(trio_smc.Config(), name)) for name, _ in times] == [
+        (name, float(seconds)) for name, seconds in times
+    ]
 
 
 def test_python_on_the_pages_can_be_parsed() -> None:
