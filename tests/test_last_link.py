@@ -1,5 +1,5 @@
 """What a link still brings counts, and the last one stays: links that go while others fail
-(RFC 7609, 4.6.1, 4.8.3), and RMB elements that the peer uses again (4.4.2)."""
+(RFC 7609, 4.6.1, 4.8.3), and messages over TCP that are quicker (3.5.2.3, 4.4.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import World
 from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.outcomes import Established
 
 
 @pytest.fixture
@@ -135,9 +137,37 @@ def test_an_element_used_again_before_its_last_words_were_heard(world: World, pl
     members = stage.end(place).group.members
     element = members._peer_elements[here]
     number, token = next(iter(element.rmb.tokens.items()))
-    members.take_peer_element(
+    members.take_peer_element_untrusted(
         stage.end(place).group.links[number], rkey=token.rkey, address=token.address,
         index=element.number, size=element.size, user=here,
     )  # fmt: skip
     assert here.state == "CLOSED"
     assert [tcp.cut for tcp in stage.call.tcp] == ["fin", "fin"]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["as-accept", "the-only-one"])
+def test_confirm_overtakes_the_reply_to_confirm_link(world: World, alone: bool) -> None:
+    """The client may use the new link, and the server has not heard yet that it is there."""
+    stage = Stage(world, (2, 2), down=1)
+    world.connect(stage.client, stage.server)  # one on each link: the new one will be preferred
+    stage.server.rnics[1].port_up()
+    links, theirs = stage.client.group.links, stage.server.group.links
+    world.until(lambda: 3 in links and links[3].state == "ACTIVE")
+    world.fabric.deliver()  # but nobody looks
+    assert stage.server.group.exchanges.state == "ADD_LINK_CONFIRM"
+    if alone:
+        for number in (1, 2):
+            links[number].machine.send("leave")
+    stage.client.record()
+    call = world.call(stage.client, stage.server)
+    while any(end.step(world.clock.now) for end in call.ends) or world.news:
+        while world.news:
+            world.news.popleft().look()
+    assert [type(end.outcome) for end in call.ends] == [Established, Established]
+    _, accept, confirm = [
+        clc.decode_untrusted(each[2]) for each in stage.client.recorder.events if each[0] == "clc"
+    ]
+    assert isinstance(accept, clc.Accept)
+    assert isinstance(confirm, clc.Confirm)
+    [named] = [link for link in theirs.values() if link.qp.qp_num == accept.qp_number]
+    assert confirm.qp_number == links[3 if alone else named.number].qp.qp_num

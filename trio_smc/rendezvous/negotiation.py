@@ -261,7 +261,7 @@ class Negotiation:
         if peer is None or group is None or link is None or connection is None:
             raise RuntimeError("the peer's element is not known yet")
         size = peer.buffer_size
-        group.members.take_peer_element(
+        group.members.take_peer_element_untrusted(
             link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, size=size,
             user=connection,
         )  # fmt: skip
@@ -304,7 +304,7 @@ class Negotiation:
         if rmbe is None or group is None:
             self.machine.send("unable")
             return
-        link = self._link if self._link is not None else group.least_loaded_link()
+        link = self._link if self._link is not None else self._link_to_name(group)
         over = self.machine.state in _OVER  # the TCP connection ended meanwhile
         if over or link is None or not (self.first_contact or group.usable):
             group.own_rmbs.release(rmbe, 0)
@@ -314,6 +314,11 @@ class Negotiation:
         self._rmbe = rmbe
         self._connection = self._host.open_connection(group, rmbe)
         self.machine.send("element_ready")
+
+    def _link_to_name(self, group: LinkGroup) -> Link | None:
+        """The link that Accept names, in Confirm too: the server has it for sure."""
+        named = self._peers_link
+        return named if named is not None and named.usable else group.least_loaded_link()
 
     def _form_group(self, peer_id: bytes, rnic: Rnic) -> bool:
         group = self._host.new_group(client=self._is_client, peer_id=peer_id, rnic=rnic)

@@ -166,6 +166,10 @@ class ServerNegotiation(Negotiation):
         group = self.group
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
+            if link is None:
+                # Its CONFIRM LINK reply may still wait on the link: TCP was quicker.
+                group.mover.catch_up()
+                link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             self._cause = ProtocolError("SMC Confirm names no active link")
             if link is not None:
                 self._peers_link = link
