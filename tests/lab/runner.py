@@ -1,6 +1,6 @@
 """What the lab's guests run: one function for each pair of programs.
 
-By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams``, ``ours`` or
+By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams``, ``ours``, ``hostile`` or
 ``kernel SUITE [STEP...]``.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 
-__all__ = ["ours", "streams", "verbs", "with_kernel"]
+__all__ = ["hostile", "ours", "streams", "verbs", "with_kernel"]
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -54,6 +54,12 @@ def ours() -> Finished:
     return run_pair("ours", commands, seconds=300)
 
 
+def hostile() -> Finished:
+    """All lies of `tests.lab.liar` to a server of trio_smc."""
+    commands = f"rxe 0 eth0\nexec {PYTHON} -m tests.lab.guest_hostile $ROLE $PEER4\n"
+    return run_pair("hostile", commands, seconds=200)
+
+
 def with_kernel(suite: str, *steps: str) -> Finished:
     """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick")."""
     file = demo_file()
@@ -91,8 +97,8 @@ def _main() -> int:
     what, *rest = sys.argv[1:]
     if what == "kernel":
         done = with_kernel(*rest)
-    elif what == "ours":
-        done = ours()
+    elif what in ("ours", "hostile"):
+        done = ours() if what == "ours" else hostile()
     else:
         seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
         done = verbs(seed) if what == "verbs" else streams()

@@ -1,0 +1,88 @@
+"""Runs in each of two guests: a server of trio_smc, an honest client, and a liar beside it.
+
+``python3 -m tests.lab.guest_hostile ROLE PEER``.  The client prints "client: ok LIE" when the
+honest connection has outlived it, the server "server: ok" when nothing of the liars is left.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import trio
+
+import trio_smc
+from tests.lab.interop_world import until
+from tests.lab.liar import LIES, Liar
+from tests.lab.verbs_side import Control, open_device
+from trio_smc import Config, Mode, SmcStream, VerbsRnic
+
+PORT = 7900
+PATIENCE = 150
+CONFIG = Config(
+    rnics=(VerbsRnic("rxe0"),), discovery="assume", handshake_timeout=5, first_contact_timeout=5,
+    llc_timeout=3, test_link_interval=2, test_link_timeout=3, shutdown_timeout=5, close_timeout=5,
+)  # fmt: skip
+PREFIX = ("10.9.0.0", 24)
+
+
+def say(role: str, text: str) -> None:
+    sys.stdout.write(f"{role}: {text}\n")
+    sys.stdout.flush()
+
+
+async def serve(control: Control) -> None:
+    async def echo(stream: SmcStream) -> None:
+        try:
+            async for data in stream:
+                await stream.send_all(data)
+        except trio.BrokenResourceError:
+            pass  # a liar's
+
+    async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
+        listeners = await stack.open_listeners(PORT)
+        nursery.start_soon(trio.serve_listeners, echo, listeners)
+        await control.swap(patience=PATIENCE)
+        await control.swap(patience=PATIENCE)  # the client is through
+        await until(
+            lambda: len(stack.connections) == 1 and len(stack.link_groups) == 1,
+            f"only the honest one: {stack.connections} {stack.link_groups}", 40,
+        )  # fmt: skip
+        say("server", "ok")
+        await control.swap(patience=PATIENCE)
+        nursery.cancel_scope.cancel()
+
+
+async def attack(peer: str, control: Control) -> None:
+    await control.swap(patience=PATIENCE)
+    async with (
+        trio_smc.open_stack(CONFIG) as stack,
+        open_device("rxe0") as device,
+        await stack.open_stream(peer, PORT) as honest,
+    ):
+        assert honest.mode is Mode.SMC_R, honest.fallback
+        for lie in LIES:
+            with trio.fail_after(60):
+                await getattr(Liar(device, peer, PORT, PREFIX), lie)()
+            with trio.fail_after(20):
+                await honest.send_all(lie.encode())
+                got = b""
+                while len(got) < len(lie):
+                    got += await honest.receive_some()
+            assert got == lie.encode()
+            say("client", f"ok {lie}")
+        await control.swap(patience=PATIENCE)
+        await control.swap(patience=PATIENCE)
+
+
+async def main() -> None:
+    role, peer = sys.argv[1:]
+    control = await Control.connect(role, peer, PATIENCE)
+    async with control.stream:
+        if role == "server":
+            await serve(control)
+        else:
+            await attack(peer, control)
+
+
+if __name__ == "__main__":
+    trio.run(main)

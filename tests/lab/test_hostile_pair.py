@@ -1,0 +1,17 @@
+"""A peer over RoCE that lies or vanishes costs its own connection only."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import liar, runner
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(300)
+def test_liars_cost_their_own_connection() -> None:
+    done = runner.hostile()
+    for lie in liar.LIES:
+        assert f"client: ok {lie}" in done.output, done.output
+    assert "server: ok" in done.output, done.output
+    assert done.returncode == 0, done.output
