@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.campaigns import handshakes
+from tests.campaigns._replays import finds_and_replays
 from trio_smc.rendezvous.negotiation import Negotiation
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rkeys import Rkeys
@@ -57,13 +58,4 @@ def test_a_broken_rendezvous_is_noticed_and_its_case_replays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    line = None
-    for first in range(0, 10_000, 100):  # some of it is rare
-        failures = handshakes.run(100, seed, first=first).failures
-        line = next((line for line in failures if text in line), None)
-        if line is not None:
-            break
-    assert line is not None
-    case = int(line.rsplit("--case ", 1)[1])
-    again = handshakes.run(1, seed, first=case)
-    assert again.failures == [line]
+    finds_and_replays(handshakes.run, text, seed=seed, step=100, most=10_000)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.campaigns import link_groups
+from tests.campaigns._replays import finds_and_replays
 from trio_smc._stack_core import StackCore
 from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.group_life import GroupLife
@@ -89,13 +90,4 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    line = None
-    for first in range(0, 2000, 50):
-        failures = link_groups.run(50, seed, first=first).failures
-        line = next((line for line in failures if text in line), None)
-        if line is not None:
-            break
-    assert line is not None
-    case = int(line.rsplit("--case ", 1)[1])
-    again = link_groups.run(1, seed, first=case)
-    assert len(again.failures) == 1
+    finds_and_replays(link_groups.run, text, seed=seed, step=50, most=2000)

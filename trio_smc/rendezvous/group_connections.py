@@ -87,10 +87,19 @@ class GroupConnections:
 
     # --- the peer's elements ---------------------------------------------------------------
 
-    def take_peer_element(
+    def take_peer_element_untrusted(
         self, link: Link, *, rkey: int, address: int, index: int, size: int, user: ElementUser
     ) -> None:
-        """See `LinkGroup.take_peer_element`."""
+        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3).
+
+        Args:
+          link: which SMC Accept or Confirm names; it may have just gone.
+          rkey, address: of the RMB on that link.
+          index, size: of the element: from 1, bytes.
+
+        Raises:
+          ProtocolError: there are too many RMBs, or this one contradicts what is known.
+        """
         rmbs = self._group.peer_rmbs
         token = RToken(rkey, address)
         rmb = rmbs.find_named(link.number, token)
