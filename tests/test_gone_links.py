@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.group_connections import GroupConnections
 from trio_smc.rendezvous.links import GONE_LINKS, Links
 from trio_smc.rendezvous.rtokens import PeerRmbs, RToken
 
@@ -84,3 +85,20 @@ def test_an_rmb_without_any_link_is_gone() -> None:
     rmbs.learn_untrusted({1: A, 2: B})
     with pytest.raises(ProtocolError):
         rmbs.learn_untrusted({1: RToken(A.rkey, 0x9000)})
+
+
+def test_an_rmb_that_nobody_told_of_is_not_learned_on_a_gone_link() -> None:
+    gone = link(1)
+    group: Any = SimpleNamespace(peer_rmbs=PeerRmbs(), links=Links())
+    members = GroupConnections(group)
+    user: Any = object()
+    with pytest.raises(ProtocolError, match="gone"):
+        members.take_peer_element_untrusted(
+            gone, rkey=A.rkey, address=A.address, index=1, size=16384, user=user
+        )
+    assert not len(group.peer_rmbs)
+    group.links[1] = gone
+    members.take_peer_element_untrusted(
+        gone, rkey=A.rkey, address=A.address, index=1, size=16384, user=user
+    )
+    assert len(group.peer_rmbs) == 1

@@ -10,6 +10,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
+from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous.rtokens import PeerRmb, RToken
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class GroupConnections:
           index, size: of the element: from 1, bytes.
 
         Raises:
-          ProtocolError: there are too many RMBs, or this one contradicts what is known.
+          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
+            told of it and its link is gone.
         """
         rmbs = self._group.peer_rmbs
         token = RToken(rkey, address)
@@ -108,6 +110,8 @@ class GroupConnections:
             self._group.mover.catch_up()
             rmb = rmbs.find_named(link.number, token)
         if rmb is None:
+            if self._group.links.get(link.number) is not link:
+                raise ProtocolError("an unknown RMB on a link that is gone")
             rmb = rmbs.learn_untrusted({link.number: token})
         holder = rmb.elements.get(index)
         rmb.elements[index] = user

@@ -266,7 +266,11 @@ class Negotiation:
             user=connection,
         )  # fmt: skip
         # 2.3: which link this side sends on is not the peer's affair.
-        channel = group.members.link_for(connection) or link
+        channel = group.members.link_for(connection)
+        if channel is None:
+            if group.links.get(link.number) is not link:
+                raise ProtocolError("no link is left that reaches the peer's RMB")
+            channel = link  # on its way out; its connections move or end with the others
         group.place(connection, channel)
         address, rkey = group.peer_element_on(connection, channel)
         connection.peer_known(
