@@ -118,6 +118,16 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     assert "opening and accepting" in picture.read_text()
 
 
+def test_how_cost_grows(tmp_path: Path) -> None:
+    numbers = tmp_path / "growth.json"
+    options = ("--most=1", "--parts=connections,links", "--plots", str(tmp_path))
+    run("-m", "benchmarks.growth", *options, "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    assert set(content) == {"connections", "links"}
+    assert all(cost > 0 for part in content.values() for cost in part["1"].values())
+    assert "connections" in (tmp_path / "growth-connections.svg").read_text()
+
+
 def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")

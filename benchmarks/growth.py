@@ -1,0 +1,181 @@
+"""How cost grows with connections, rings and links: `python -m benchmarks.growth`.
+
+Two stacks, a client's and a server's, in one process; processor time of both ends together, which
+hardly depends on what else the machine does.  Every number is per connection, request or MiB: one
+that stays the same, or falls, belongs to a cost that grows linearly at most.  What Python allocates
+for an idle connection (`tracemalloc`, which does not count the rings: they are mapped memory) is
+that of both ends, and of the server's task that waits for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import resource
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+
+import trio_smc
+from benchmarks import cpu, plot, report
+from benchmarks.transports import HOST, Transport
+from benchmarks.workloads import answer
+from trio_smc import Config, Mode, SmcStream, SoftRnic, Stack
+
+_SMALL = 16 * 1024
+_REPETITIONS = 5
+_IDLE = 1.0
+_LINKS_TIMEOUT = 30.0
+
+Row = dict[str, float]
+
+
+@contextlib.asynccontextmanager
+async def stacks(rnics: int = 0, **settings: Any) -> AsyncIterator[tuple[Stack, Transport, Any]]:
+    """The client's stack, a transport that connects from it, and where the server listens."""
+
+    def config(name: str) -> Config:
+        own: dict[str, Any] = {}
+        if rnics:
+            own["rnics"] = tuple(SoftRnic(f"{name}-{number}") for number in range(rnics))
+        return Config(require_smc=True, **own, **settings)
+
+    async def connect(port: int) -> SmcStream:
+        return await client.open_stream(HOST, port)
+
+    async with (
+        trio_smc.open_stack(config("server")) as server,
+        trio_smc.open_stack(config("client")) as client,
+        trio.open_nursery() as nursery,
+    ):
+        listeners = await nursery.start(partial(server.serve, cast(Any, answer), 0, host=HOST))
+        transport = Transport(connect=connect, serve=_nothing)
+        yield client, transport, listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+async def _nothing(*_: object) -> None:
+    """The server is there already."""
+
+
+async def least(measure: Callable[[], Awaitable[float]]) -> float:
+    """Of several repetitions."""
+    return min([await measure() for _ in range(_REPETITIONS)])
+
+
+async def connections(count: int) -> Row:
+    """What so many idle connections cost, and what they cost others."""
+    async with stacks(receive_buffer=_SMALL) as (_, transport, port):
+        first = await transport.connect(port)  # the link group is there
+        start = time.process_time()
+        streams = [await transport.connect(port) for _ in range(count)]
+        opening = time.process_time() - start
+        start = time.process_time()
+        await trio.sleep(_IDLE)
+        idle = time.process_time() - start
+        request = await least(partial(cpu.requests, 1, transport, port))
+        busy = await least(partial(cpu.requests, count, transport, port))
+        for stream in (first, *streams):
+            await stream.aclose()
+    return {
+        "opening, µs": opening / count * 1e6,
+        "all of them idle, ‰ of a processor": idle / _IDLE * 1e3,
+        "a request beside idle ones, µs": request,
+        "a request, all busy, µs": busy,
+    }
+
+
+async def memory(count: int) -> Row:
+    """KiB that Python allocates at both ends for an idle connection."""
+    async with stacks(receive_buffer=_SMALL) as (client, _, port):
+        first = await client.open_stream(HOST, port)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            streams = [await client.open_stream(HOST, port) for _ in range(count)]
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        for stream in (first, *streams):
+            await stream.aclose()
+    return {"Python objects, both ends, KiB": held / count / 1024}
+
+
+async def rings(size: int) -> Row:
+    """Streaming 64 KiB writes through a ring of so many bytes."""
+    async with stacks(receive_buffer=size) as (_, transport, port):
+        write = await least(partial(cpu.writes, 64 * 1024, transport, port))
+    return {"a MiB in 64 KiB writes, µs": write * 16}
+
+
+async def links(count: int) -> Row:
+    """Requests over a link group whose ends have so many RNICs each."""
+    async with stacks(rnics=count) as (client, transport, port):
+        stream = await client.open_stream(HOST, port)
+        assert stream.mode is Mode.SMC_R
+        assert stream.link_group is not None
+        with trio.move_on_after(_LINKS_TIMEOUT):
+            while True:
+                if len(stream.link_group.links) >= count:
+                    break
+                await trio.sleep(0.01)
+        found = len(stream.link_group.links)
+        request = await least(partial(cpu.requests, 10, transport, port))
+        write = await least(partial(cpu.writes, 64 * 1024, transport, port))
+        await stream.aclose()
+    return {
+        "links": found,
+        "a request, 10 connections, µs": request,
+        "a MiB in 64 KiB writes, µs": write * 16,
+    }
+
+
+PARTS: dict[str, tuple[Callable[[int], Awaitable[Row]], Sequence[int]]] = {
+    "connections": (connections, (1, 10, 100, 1000)),
+    "memory": (memory, (10, 100, 1000)),
+    "rings": (rings, tuple(1 << shift for shift in range(14, 23, 2))),
+    "links": (links, (1, 2, 3, 4)),
+}
+
+
+def main() -> None:
+    """Print a table for each part."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
+    option = parser.add_argument
+    option("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    option("--most", type=int, default=1 << 30, help="leave larger numbers out")
+    option("--json", type=Path, help="write all numbers to this file")
+    option("--plots", type=Path, help="draw growth-PART.svg into this directory")
+    arguments = parser.parse_args()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    found: dict[str, dict[int, Row]] = {}
+    for name in arguments.parts.split(","):
+        measure, numbers = PARTS[name]
+        places = [number for number in numbers if number <= arguments.most]
+        rows = found[name] = {number: trio.run(measure, number) for number in places}
+        columns = list(rows[places[0]])
+        table = [[name, *columns]] + [
+            [f"{number:,}", *(report.short(rows[number][column]) for column in columns)]
+            for number in places
+        ]
+        print(report.text_of(table, left=0) + "\n")
+        if arguments.plots:
+            lines = {c: [rows[number][c] for number in places] for c in columns if c != "links"}
+            path = arguments.plots / f"growth-{name}.svg"
+            plot.curves(path, f"How cost grows with {name}", name, places, lines)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
