@@ -163,3 +163,20 @@ def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
     assert reply.reason == llc.DeleteLinkReason.UNKNOWN_LINK
     assert stage.links() == [1, 2]
     assert stage.works()
+
+
+def test_a_rejection_after_the_agreement_asks_for_nothing(world: World) -> None:
+    """Linux sends one as well when the link that it had agreed to was not confirmed."""
+    stage = Stage(world, (2, 2))
+    assert stage.links() == [1, 2]
+
+    def reject_late(message: Any) -> llc.Message:
+        return llc.AddLink(
+            reply=True, rejected=True, reason=1, mac=bytes(6), gid=bytes(16), link_number=2
+        )
+
+    stage.wire.change("C1 TEST_LINK.*", reject_late)
+    stage.client.group.links[1].send_llc(llc.TestLink(user_data=bytes(16)))
+    world.settle()
+    assert stage.links() == [1, 2]
+    assert stage.works()

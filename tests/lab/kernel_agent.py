@@ -8,6 +8,7 @@ in the order in which they end: every call has a thread of its own.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -159,10 +160,11 @@ class Agent:
         def one(_: int) -> str:
             try:
                 number = self.connect(kind, host, port)
-            except OSError:
+            except OSError as refused:
                 barrier.abort()
-                raise
-            barrier.wait(100)
+                return errno.errorcode[refused.errno or 0]
+            with contextlib.suppress(threading.BrokenBarrierError):  # the result tells
+                barrier.wait(100)
             return self._one_of_many(number, text)
 
         return self._together(one, count)

@@ -131,7 +131,9 @@ class LinkAdding:
                         number, orderly=False, reason=llc.DeleteLinkReason.LOST_PATH
                     )
             elif number != self.number or exchanges.state != "ADD_LINK":
-                raise ProtocolError("ADD LINK reply without a request")
+                # Linux rejects as well when a link that it had agreed to was not confirmed.
+                if number != self.number or not message.rejected:
+                    raise ProtocolError("ADD LINK reply without a request")
             else:
                 self._on_reply(link, message)
 
