@@ -318,7 +318,8 @@ class Chaos:
         return bool(
             a["groups"] == b["groups"] == 1
             and a["kind"] == b["kind"] == kind
-            and a["links"] == b["links"] != []
+            and a["links"] == b["links"]
+            and len(a["links"]) == self.policy.rnics
             and not a["coming"] and not b["coming"]
             and all(side.links["ids"] != side.hit for side in self._sides)
         )  # fmt: skip

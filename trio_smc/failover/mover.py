@@ -52,6 +52,8 @@ class GroupMover:
         self._group = group
         self._drain = drain
         self._departures: dict[Link, _Departure] = {}
+        # Links with a message that waits to be judged: nothing behind it may be taken before.
+        self._judged: list[Link] = []
 
     # --- rendezvous.group_host.Mover ----------------------------------------------------------
 
@@ -110,7 +112,8 @@ class GroupMover:
         """Take what the link still brought: the peer counts it as delivered."""
         with contextlib.suppress(RnicError):
             link.qp.to_err()
-        self._drain(link.rnic, link.qp)
+        if link not in self._judged:
+            self._drain(link.rnic, link.qp)
 
     def link_stays(self, link: Link) -> None:
         """The link is the only one that is left: its connections need not go."""
@@ -121,9 +124,15 @@ class GroupMover:
 
     def catch_up(self, but: Link | None = None) -> None:
         """Take what has arrived on all links, or all ``but`` one: the peer knows of it already."""
-        for link in list(self._group.links.values()):
-            if link is not but:
-                self._drain(link.rnic, link.qp)
+        if but is not None:
+            self._judged.append(but)
+        try:
+            for link in list(self._group.links.values()):
+                if link not in self._judged:  # these calls nest
+                    self._drain(link.rnic, link.qp)
+        finally:
+            if but is not None:
+                self._judged.remove(but)
 
     def close(self) -> None:
         """The group is gone."""
