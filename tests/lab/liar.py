@@ -63,10 +63,11 @@ class Liar:
         return answer
 
     async def cut_off(self, stream: trio.SocketStream) -> None:
-        """The server ends this connection, by a Decline, an end or a reset."""
+        """The server ends this connection, or has it go on as TCP: an SMC Decline."""
         with trio.fail_after(PATIENCE), contextlib.suppress(trio.BrokenResourceError):
-            while await stream.receive_some():
-                pass
+            while data := await stream.receive_some():
+                if data[:5] == clc.EYE_CATCHER + b"\x04":
+                    break
 
     @contextlib.asynccontextmanager
     async def first_contact(
