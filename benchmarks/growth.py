@@ -17,6 +17,7 @@ import resource
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from trio_smc import Config, Mode, SmcStream, SoftRnic, Stack
 
 _SMALL = 16 * 1024
 _REPETITIONS = 5
+repetitions = ContextVar("repetitions", default=_REPETITIONS)
 _IDLE = 1.0
 _LINKS_TIMEOUT = 30.0
 
@@ -67,7 +69,7 @@ async def _nothing(*_: object) -> None:
 
 async def least(measure: Callable[[], Awaitable[float]]) -> float:
     """Of several repetitions."""
-    return min([await measure() for _ in range(_REPETITIONS)])
+    return min([await measure() for _ in range(repetitions.get())])
 
 
 async def connections(count: int) -> Row:
@@ -151,12 +153,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     option = parser.add_argument
     option("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    option(
+        "--repetitions",
+        type=int,
+        default=_REPETITIONS,
+        help="the least counts; default %(default)s",
+    )
     option("--most", type=int, default=1 << 30, help="leave larger numbers out")
     option("--json", type=Path, help="write all numbers to this file")
     option("--plots", type=Path, help="draw growth-PART.svg into this directory")
     arguments = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    repetitions.set(arguments.repetitions)
     found: dict[str, dict[int, Row]] = {}
     for name in arguments.parts.split(","):
         measure, numbers = PARTS[name]

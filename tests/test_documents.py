@@ -120,7 +120,7 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
 
 def test_how_cost_grows(tmp_path: Path) -> None:
     numbers = tmp_path / "growth.json"
-    options = ("--most=1", "--parts=connections,links", "--plots", str(tmp_path))
+    options = ("--most=1", "--repetitions=1", "--parts=connections,links", "--plots", str(tmp_path))
     run("-m", "benchmarks.growth", *options, "--json", str(numbers))
     content = json.loads(numbers.read_text())
     assert set(content) == {"connections", "links"}
