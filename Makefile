@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CASES ?= 50000
+JOBS ?= 2
 SEED ?=
 
 .DEFAULT_GOAL := help
@@ -47,7 +48,7 @@ example: ready-dev
 	@$(BIN)/python -m examples.$(or $(NAME),web) $(ARGS)
 
 test: ready-docs
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 interop: ready-dev
 	@$(BIN)/python -m tests.lab.setup
