@@ -82,6 +82,37 @@ def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> No
     assert exchange(world, other, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
+@BOTH_ENDS
+@pytest.mark.rfc("2.3/5", "4.6.1/6")
+def test_what_did_not_arrive_is_missed_after_two_failovers(world: World, place: int) -> None:
+    """Two validation messages wait on two links: what is behind the one must not be taken while
+    the other is judged."""
+    stage = Stage(world, (3, 3))
+    here, there = ends(stage, place)
+    pump, peer = stage.end(place).stack.pump, stage.end(1 - place)
+    here.send(memoryview(DATA))
+    first = queue_pair(here)
+    strike(here, Fate.UNPLACED)
+    pump.drain()
+    first.to_err()
+    pump.drain()
+    second = queue_pair(here)
+    second.execute()  # the validation message
+    second.to_err()
+    pump.drain()
+    third = queue_pair(here)
+    assert len({first, second, third}) == 3
+    here.send(memoryview(b"and more"))  # behind the validation message
+    while third.work:
+        third.execute()
+    [link] = [link for link in peer.group.links.values() if link.qp is third.peer()]
+    peer.stack.pump.drain_queue_pair(link.rnic, link.qp)
+    world.settle()
+    for connection in (here, there):
+        with pytest.raises(OSError, match=r"reset|abort"):
+            connection.receive(1)
+
+
 @pytest.mark.rfc("2.3/2", "2.3/6")
 def test_all_rnics_fail_in_turn(world: World) -> None:
     stage = Stage(world, (2, 2))
