@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import pnet
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["RnicChange", "StackRnics", "pnet_table"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
+
+_T = TypeVar("_T")
+_RECENT: Final = 0.25
+"""Seconds for which interfaces and routes are taken to be as they were."""
 
 
 class RnicChange(Enum):
@@ -74,6 +79,7 @@ class StackRnics:
         self._drained: set[Rnic] = set()
         self._none = FallbackReason.NO_RNIC
         self._table: PnetTable = ()
+        self._looked: dict[object, tuple[float, Any]] = {}
         # A port's RNICs that were opened for further GIDs, and the one they are of.
         self._port_of: dict[Rnic, Rnic] = {}
         # Names of those that could not be opened.
@@ -159,8 +165,10 @@ class StackRnics:
         ports = {rnic.name: rnic for rnic in self._ports()}
         if not ports:
             return FallbackReason.NO_RNIC
-        known = pnet.interfaces()
-        route = known.get(pnet.route_interface(local, remote) or 0)
+        known = self._recent("interfaces", pnet.interfaces)
+        route = known.get(
+            self._recent((local, remote), lambda: pnet.route_interface(local, remote)) or 0
+        )
         if route is None:
             return FallbackReason.NO_RNIC
         chosen = pnet.choose_gids(
@@ -182,6 +190,21 @@ class StackRnics:
                 if rnic is not None:
                     return rnic
         return FallbackReason.RNIC_DOWN if chosen else FallbackReason.NO_RNIC
+
+    def _recent(self, key: object, look: Callable[[], _T]) -> _T:
+        """What ``look`` found not long ago.
+
+        Asking the kernel takes milliseconds, and a burst of connections asks the same.
+        """
+        now = time.monotonic()
+        found = self._looked.get(key)
+        if found is None or now - found[0] > _RECENT:
+            self._looked = {
+                each: kept for each, kept in self._looked.items() if now - kept[0] <= _RECENT
+            }
+            found = self._looked[key] = (now, look())
+        value: _T = found[1]
+        return value
 
     def _ports(self) -> list[VerbsRnic]:
         return [

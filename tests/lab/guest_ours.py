@@ -73,7 +73,7 @@ async def fail_in_the_middle(stream: SmcStream) -> str:
 async def one_step(role: str, peer: str, control: Control, file: Path, failing: str) -> None:
     async with trio_smc.open_stack(replace(CONFIG, **two())) as stack:
         if role == "server":
-            [listener] = await stack.open_listeners(PORT)
+            [listener] = await stack.open_listeners(PORT, host="0.0.0.0")
             await control.swap(patience=PATIENCE)
             async with listener:
                 stream = await listener.accept()

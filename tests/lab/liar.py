@@ -24,6 +24,11 @@ RMB = 64 * 1024
 PATIENCE = 20.0
 
 
+def at(place: int, lie: bytes) -> Callable[[bytes], bytes]:
+    """Say something else there."""
+    return lambda message: message[:place] + lie + message[place + len(lie) :]
+
+
 class Liar:
     """One misbehaving client."""
 
@@ -71,7 +76,7 @@ class Liar:
 
     @contextlib.asynccontextmanager
     async def first_contact(
-        self, change: Callable[[clc.Confirm], clc.Confirm] = lambda same: same
+        self, change: Callable[[bytes], bytes] = lambda same: same
     ) -> AsyncIterator[tuple[trio.SocketStream, Pair, clc.Accept]]:
         """Up to SMC Confirm, with a real queue pair; ``change`` what it says."""
         pair = Pair(self.device, RMB)
@@ -91,7 +96,7 @@ class Liar:
                     alert_token=5, buffer_size_code=SIZE_CODE, qp_mtu=self.device.rnic.mtu,
                     rmb_address=pair.region.address, initial_psn=7,
                 )  # fmt: skip
-                await stream.send_all(change(confirm).encode())
+                await stream.send_all(change(confirm.encode()))
                 yield stream, pair, accept
         finally:
             pair.close()
@@ -138,11 +143,11 @@ class Liar:
             await self.accepted(stream)
 
     async def names_nobodys_queue_pair(self) -> None:
-        async with self.first_contact(lambda it: replace(it, qp_number=0xABCDEF)) as (stream, _, _):
+        async with self.first_contact(at(38, b"\xab\xcd\xef")) as (stream, _, _):
             await self.cut_off(stream)
 
     async def names_element_zero(self) -> None:
-        async with self.first_contact(lambda it: replace(it, rmbe_index=0)) as (stream, _, _):
+        async with self.first_contact(at(45, b"\0")) as (stream, _, _):
             await self.cut_off(stream)
 
     async def vanishes_before_confirm_link(self) -> None:
@@ -166,7 +171,7 @@ class Liar:
 
     async def lies_about_its_rkey(self) -> None:
         """The server's first write of data is refused, which ends the link."""
-        async with self.first_contact(lambda it: replace(it, rkey=it.rkey ^ 0x100)) as (
+        async with self.first_contact(at(43, b"\xff")) as (
             stream, pair, accept,
         ):  # fmt: skip
             await self.confirmed(pair)
@@ -175,7 +180,7 @@ class Liar:
 
     async def lies_about_its_size(self) -> None:
         """The server writes past the end of what is registered."""
-        async with self.first_contact(lambda it: replace(it, buffer_size_code=5)) as (
+        async with self.first_contact(at(50, b"\x53")) as (
             stream, pair, accept,
         ):  # fmt: skip
             await self.confirmed(pair)
