@@ -169,20 +169,25 @@ class Publication:
             self._scope.cancel()
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Accept announcements in a background task of `nursery`, until `close`."""
+        """Accept announcements in a background task of `nursery`, until `close`.
+
+        Raises OSError when descriptors have run out; it is closed then.
+        """
         made = self._made
         if made is None:
             return
-        try:
-            nursery.start_soon(self._run, made.listener, name="trio_smc same-host discovery")
-        except BaseException:
-            self.close()
-            made.listener.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(made.listener.close)
+            undo.callback(self.close)
+            # Here and not in the task, which nobody could tell that there are no descriptors.
+            watch = undo.enter_context(select.epoll())
+            name = "trio_smc same-host discovery"
+            nursery.start_soon(self._run, made.listener, watch, name=name)
+            undo.pop_all()
 
-    async def _run(self, listener: socket.socket) -> None:
+    async def _run(self, listener: socket.socket, watch: select.epoll) -> None:
         try:
-            with listener, self._scope, select.epoll() as self._watch:
+            with listener, self._scope, watch as self._watch:
                 self._watch.register(listener, select.EPOLLIN)
                 while True:
                     due = self._next_deadline()
