@@ -9,6 +9,7 @@ from typing import Any
 import trio
 
 from tests.lab.interop_world import PATIENCE, World
+from tests.lab.kernel_agent import OPENING
 from trio_smc import Mode, SmcListener, Stack
 
 __all__ = [
@@ -166,6 +167,7 @@ async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
     opened = 0
     all_open = trio.Event()
     modes: list[Any] = []
+    opening = trio.Semaphore(OPENING)
 
     async def serve() -> None:
         modes.append(
@@ -174,7 +176,8 @@ async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
 
     async def one() -> None:
         nonlocal opened
-        stream = await stack.open_stream(world.there, port)
+        async with opening:
+            stream = await stack.open_stream(world.there, port)
         assert stream.mode is Mode.SMC_R, stream.fallback
         opened += 1
         if opened == CONNECTIONS:
