@@ -6,6 +6,7 @@ honest connection has outlived it, the server "server: ok" when nothing of the l
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import trio
@@ -76,6 +77,7 @@ async def attack(peer: str, control: Control) -> None:
 
 async def main() -> None:
     role, peer = sys.argv[1:]
+    logging.basicConfig(format=f"{role}: %(message)s", level=logging.INFO, stream=sys.stdout)
     control = await Control.connect(role, peer, PATIENCE)
     async with control.stream:
         if role == "server":

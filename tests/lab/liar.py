@@ -191,7 +191,10 @@ class Liar:
     async def lies_about_cursors(self) -> None:
         async with self.first_contact() as (stream, pair, accept):
             await self.confirmed(pair)
-            self._cdc(pair, accept, 1, produced=1 << 30)
+            await self._say(pair, accept)
+            while (await self.heard(pair))[0] != 0xFE:  # the echo: the connection is in use
+                pass
+            self._cdc(pair, accept, 2, produced=1 << 30)
             await self.cut_off(stream)
 
     async def writes_past_our_rmb(self) -> None:
