@@ -139,13 +139,15 @@ class Peer:
         if kind == "port-flap":
             say(event="struck", kind=kind, rnic=device.name, links=self.links())
             device.fail()
+            say(event="done", what="strike")
             await trio.sleep(seconds)
             device.restore()
-        else:
-            try:
-                device.faults.inject(Fault(kind))
-            except ValueError as error:
-                say(event="missed", kind=kind, why=str(error))
+            return
+        try:
+            device.faults.inject(Fault(kind))
+        except ValueError as error:
+            say(event="missed", kind=kind, why=str(error))
+        say(event="done", what="strike")
 
     async def replace(self, name: str) -> None:
         """Take an RNIC out and put it back, as an operator would."""
