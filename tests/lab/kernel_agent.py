@@ -71,6 +71,13 @@ class Agent:
     def info(self, number: int) -> Any:
         return smc_netlink.socket_info(self._sockets[number].fileno())
 
+    def _mode(self, number: int) -> str:
+        # A dump goes by positions: sockets that come or go meanwhile may hide others.
+        while True:
+            info = self.info(number)
+            if info is not None:
+                return str(info["mode"])
+
     def links(self) -> Any:
         return smc_netlink.links()
 
@@ -180,7 +187,7 @@ class Agent:
 
         def one(place: int) -> str:
             each = accepted[place]
-            mode = str(self.info(each)["mode"])
+            mode = self._mode(each)
             self.echo(each)
             self.close(each)
             return mode
@@ -190,7 +197,7 @@ class Agent:
     def _one_of_many(self, number: int, text: str) -> str:
         self.send(number, text)
         assert self.text(number, len(text)) == text
-        mode = str(self.info(number)["mode"])
+        mode = self._mode(number)
         self.close(number)
         return mode
 
