@@ -112,8 +112,7 @@ class GroupMover:
         """Take what the link still brought: the peer counts it as delivered."""
         with contextlib.suppress(RnicError):
             link.qp.to_err()
-        if link not in self._judged:
-            self._drain(link.rnic, link.qp)
+        self._drain(link.rnic, link.qp)
 
     def link_stays(self, link: Link) -> None:
         """The link is the only one that is left: its connections need not go."""

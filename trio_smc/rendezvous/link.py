@@ -62,8 +62,8 @@ class Link(LinkLife):
     """One link of a link group."""
 
     __slots__ = (
-        "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write", "_received",
-        "_replenish", "_since_signal", "_waiting", "_wr_id", "copies_on_post",
+        "_behind", "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write",
+        "_received", "_replenish", "_since_signal", "_waiting", "_wr_id", "copies_on_post",
     )  # fmt: skip
 
     def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
@@ -84,6 +84,8 @@ class Link(LinkLife):
         ] = deque()
         self._waiting: dict[LinkConnection, None] = {}
         self._received = 0
+        # What came behind a validation message that is being judged; None: none is.
+        self._behind: deque[bytes] | None = None
         self._replenish = max(1, rnic.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
 
@@ -167,7 +169,10 @@ class Link(LinkLife):
         elif opcode != _RECV:
             self._sent(wr_id)
         elif data is not None:
-            self._receive_untrusted(data)
+            if self._behind is None:
+                self._receive_untrusted(data)
+            else:
+                self._behind.append(data)
 
     def _receive_untrusted(self, data: bytes) -> None:
         self.heard = True
@@ -198,12 +203,21 @@ class Link(LinkLife):
 
     def _validate_again_untrusted(self, connection: LinkConnection, data: bytes) -> None:
         """What the message misses may have come over another link and wait there (4.6.1)."""
+        # The link may end meanwhile, and what it still brought is taken then: afterwards.
+        behind: deque[bytes] = deque()
+        outermost = self._behind is None
+        if outermost:
+            self._behind = behind
         self.group.mover.catch_up(self)
         try:
             connection.on_cdc_untrusted(data)
         except MessageMissing as error:
             LOGGER.warning("%r: %s", self, error)
             connection.protocol_error(error)
+        if outermost:
+            while behind:
+                self._receive_untrusted(behind.popleft())
+            self._behind = None
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
