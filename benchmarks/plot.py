@@ -75,16 +75,24 @@ def curves(
     places: Sequence[float],
     lines: Mapping[str, Sequence[float]],
 ) -> None:
-    """Draw one small picture for each line, both scales logarithmic."""
+    """Draw one small picture for each line, from 0 upwards."""
     figure, axes = _figure(3.2 * len(lines), 3, 1, len(lines))
     for axis, (name, values) in zip(axes[0], lines.items(), strict=True):
         axis.plot(places, values, marker="o")
         axis.set_xscale("log")
-        axis.set_yscale("log")
+        axis.set_ylim(0, 1.15 * max(values))
         axis.set_xticks(list(places))
-        axis.set_xticklabels([f"{place:g}" for place in places])
+        axis.set_xticklabels([_short(place) for place in places])
+        axis.minorticks_off()
         axis.set_xlabel(across)
         axis.set_title(name, fontsize=8)
-        axis.grid(visible=True, which="both", linewidth=0.3)
+        axis.grid(visible=True, linewidth=0.3)
     figure.suptitle(title)
     _save(figure, path)
+
+
+def _short(number: float) -> str:
+    kib, thousand = 1024, 1000
+    if number < kib:
+        return f"{number:g}"
+    return f"{number / kib:g} Ki" if number % kib == 0 else f"{number / thousand:g} k"
