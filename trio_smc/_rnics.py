@@ -312,6 +312,8 @@ class StackRnics:
 
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
+        if event is not RnicEvent.FATAL and rnic.port_active is not (event is RnicEvent.PORT_UP):
+            return  # old news: the links that are there by now know nothing of it
         if event is not RnicEvent.PORT_UP:
             self.on_change(rnic, RnicChange.LOST)
         elif not self.is_drained(rnic):
