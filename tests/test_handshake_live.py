@@ -99,6 +99,10 @@ class Proxy:
         self.kind = rng.choice(list(DAMAGES))
         self.ending = rng.choice(ENDINGS)
         self.pieces = rng.choice((1 << 16, 1 << 16, 1))
+        if self.kind in ("double", "extend"):
+            # What comes too much comes with the message: later it may come after an answer, and
+            # behind a Decline it would be the application's.
+            self.pieces = 1 << 16
         self.name = f"{self.kind} then {self.ending}"
 
     async def carry(self, client: trio.SocketStream) -> None:
