@@ -52,8 +52,9 @@ class GroupMover:
         self._group = group
         self._drain = drain
         self._departures: dict[Link, _Departure] = {}
-        # Links with a message that waits to be judged: nothing behind it may be taken before.
-        self._judged: list[Link] = []
+        # Links with a validation message that misses something; what is behind it waits, too.
+        self._waiting: list[Link] = []
+        self._judging = False
 
     # --- rendezvous.group_host.Mover ----------------------------------------------------------
 
@@ -121,17 +122,33 @@ class GroupMover:
             if connection.channel is link:
                 connection.stay()
 
-    def catch_up(self, but: Link | None = None) -> None:
-        """Take what has arrived on all links, or all ``but`` one: the peer knows of it already."""
-        if but is not None:
-            self._judged.append(but)
+    def catch_up(self) -> None:
+        """Take what has arrived on all links: the peer knows of it already."""
+        for link in list(self._group.links.values()):
+            self._drain(link.rnic, link.qp)
+
+    def judge(self, link: Link) -> None:
+        """A validation message on ``link`` misses one that may have come over another link.
+
+        What other links brought is taken first, and may itself have to wait in the same way: for
+        something behind the first message.  So each link stops at a message that waits, and all
+        are looked at in turn, until one waits for what nobody has: that is lost (4.6.1).  They
+        cannot wait for each other, since each misses what was complete before it was sent.
+        """
+        if link not in self._waiting:
+            self._waiting.append(link)
+        if self._judging:
+            return
+        self._judging = True
         try:
-            for link in list(self._group.links.values()):
-                if link not in self._judged:  # these calls nest
-                    self._drain(link.rnic, link.qp)
+            while self._waiting:
+                self.catch_up()
+                resumed = [each for each in list(self._waiting) if each.resume_untrusted()]
+                if not resumed:
+                    self._waiting[0].resume_untrusted(give_up=True)
+                self._waiting = [each for each in self._waiting if each.waits]
         finally:
-            if but is not None:
-                self._judged.remove(but)
+            self._judging = False
 
     def close(self) -> None:
         """The group is gone."""

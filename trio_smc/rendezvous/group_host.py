@@ -80,8 +80,11 @@ class Mover(Protocol):
     def link_stays(self, link: Link) -> None:
         """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
 
-    def catch_up(self, but: Link | None = None) -> None:
-        """Take what has arrived on all links, or all ``but`` one."""
+    def catch_up(self) -> None:
+        """Take what has arrived on all links: the peer knows of it already."""
+
+    def judge(self, link: Link) -> None:
+        """A failover validation message on ``link`` misses what other links may have brought."""
 
     def close(self) -> None:
         """The group is gone."""

@@ -197,27 +197,54 @@ class Link(LinkLife):
         try:
             connection.on_cdc_untrusted(data)
         except MessageMissing:
-            self._validate_again_untrusted(connection, data)
+            self._wait_to_be_judged(data)
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
 
-    def _validate_again_untrusted(self, connection: LinkConnection, data: bytes) -> None:
+    def _wait_to_be_judged(self, data: bytes) -> None:
         """What the message misses may have come over another link and wait there (4.6.1)."""
-        # The link may end meanwhile, and what it still brought is taken then: afterwards.
-        behind: deque[bytes] = deque()
-        outermost = self._behind is None
-        if outermost:
-            self._behind = behind
-        self.group.mover.catch_up(self)
-        try:
-            connection.on_cdc_untrusted(data)
-        except MessageMissing as error:
-            LOGGER.warning("%r: %s", self, error)
-            connection.protocol_error(error)
-        if outermost:
-            while behind:
-                self._receive_untrusted(behind.popleft())
-            self._behind = None
+        if self._behind is None:
+            self._behind = deque()
+        self._behind.appendleft(data)
+        self.group.mover.judge(self)
+
+    def resume_untrusted(self, *, give_up: bool = False) -> bool:
+        """Judge the message that waits once more, then take what came behind it.
+
+        Args:
+          give_up: when it still misses something, that is lost.
+
+        Returns:
+          Whether it did not have to wait any longer; `waits` tells of the next one.
+        """
+        behind = self._behind
+        if behind is None:
+            return True
+        data = behind.popleft()
+        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
+        if connection is not None:
+            try:
+                connection.on_cdc_untrusted(data)
+            except MessageMissing as error:
+                if not give_up:
+                    behind.appendleft(data)
+                    return False
+                LOGGER.warning("%r: %s", self, error)
+                connection.protocol_error(error)
+            except ProtocolError as error:
+                LOGGER.warning("%r: %s", self, error)
+        while behind:
+            data = behind.popleft()
+            self._receive_untrusted(data)
+            if behind and behind[0] is data:
+                return True  # the next one waits
+        self._behind = None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a failover validation message waits for what other links brought."""
+        return self._behind is not None
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
