@@ -37,6 +37,38 @@ async def main():
 trio.run(main)
 """
 
+WEBSOCKET_SERVER = """
+import trio
+from trio_websocket import ConnectionClosed, serve_websocket
+
+async def echo(request):
+    connection = await request.accept()
+    try:
+        while True:
+            await connection.send_message(await connection.get_message())
+    except ConnectionClosed:
+        pass
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(serve_websocket, echo, "127.0.0.1", 0, None)
+        print("port", server.port, flush=True)
+
+trio.run(main)
+"""
+
+WEBSOCKET_CLIENT = """
+import sys, trio
+from trio_websocket import open_websocket_url
+
+async def main():
+    async with open_websocket_url(sys.argv[1]) as connection:
+        await connection.send_message("hello " * 10_000)
+        print(len(await connection.get_message()))
+
+trio.run(main)
+"""
+
 DATABASE_CLIENT = """
 import sys, coredis, trio
 
@@ -99,6 +131,14 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
         line = wait_for(server, "Running on")
         said = run_client(tmp_path, BROWSER, line.split("Running on ")[1].split()[0])
     assert said.splitlines() == ["200 11000"] * 3
+
+
+def test_trio_websocket(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(WEBSOCKET_SERVER)
+    with started([*RUN, "--", sys.executable, "server.py"], tmp_path) as server:
+        port = wait_for(server, "port").split()[-1]
+        said = run_client(tmp_path, WEBSOCKET_CLIENT, f"ws://127.0.0.1:{port}/")
+    assert said == "60000\n"
 
 
 def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
