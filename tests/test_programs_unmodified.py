@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -83,7 +84,9 @@ trio.run(main)
 
 
 @contextmanager
-def started(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def started(
+    command: list[str], cwd: Path, *, stop: signal.Signals = signal.SIGTERM
+) -> Iterator[subprocess.Popen[str]]:
     """A server that is stopped at the end; its output is one pipe."""
     with subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -91,7 +94,7 @@ def started(command: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            process.terminate()
+            process.send_signal(stop)
             process.communicate(timeout=PATIENCE)
 
 
@@ -135,7 +138,8 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
 
 def test_trio_websocket(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(WEBSOCKET_SERVER)
-    with started([*RUN, "--", sys.executable, "server.py"], tmp_path) as server:
+    command = [*RUN, "--", sys.executable, "server.py"]
+    with started(command, tmp_path, stop=signal.SIGINT) as server:
         port = wait_for(server, "port").split()[-1]
         said = run_client(tmp_path, WEBSOCKET_CLIENT, f"ws://127.0.0.1:{port}/")
     assert said == "60000\n"
