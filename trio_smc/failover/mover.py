@@ -145,10 +145,18 @@ class GroupMover:
                 self.catch_up()
                 resumed = [each for each in list(self._waiting) if each.resume_untrusted()]
                 if not resumed:
-                    self._waiting[0].resume_untrusted(give_up=True)
+                    self._hopeless().resume_untrusted(give_up=True)
                 self._waiting = [each for each in self._waiting if each.waits]
         finally:
             self._judging = False
+
+    def _hopeless(self) -> Link:
+        """Of the links that wait, one that waits for none of the others."""
+        waiting = self._waiting
+        for link in waiting:
+            if not any(link.waits_for(other) for other in waiting if other is not link):
+                return link
+        return waiting[0]  # a peer that lies
 
     def close(self) -> None:
         """The group is gone."""

@@ -246,6 +246,13 @@ class Link(LinkLife):
         """Whether a failover validation message waits for what other links brought."""
         return self._behind is not None
 
+    def waits_for(self, other: Link) -> bool:
+        """Whether what it waits for may be among what waits behind such a message of ``other``."""
+        if not self._behind or not other._behind:
+            return False
+        token = self._behind[0][4:8]
+        return any(each[0] == CDC_TYPE and each[4:8] == token for each in other._behind)
+
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
         while pending and pending[0][0] <= wr_id:
