@@ -251,7 +251,7 @@ class Link(LinkLife):
         if not self._behind or not other._behind:
             return False
         token = self._behind[0][4:8]
-        return any(each[0] == CDC_TYPE and each[4:8] == token for each in other._behind)
+        return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._behind)
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
