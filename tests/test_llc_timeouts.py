@@ -264,6 +264,18 @@ def test_a_server_that_never_deletes_a_lost_link_costs_no_connection(world: Worl
     assert stage.works()
 
 
+def test_a_client_that_never_answers_for_a_lost_link_costs_no_connection(world: World) -> None:
+    """The same the other way round; when the answer comes, the group goes on as usual."""
+    stage = Stage(world, (2, 2))
+    stage.wire.lose("C2 DELETE_LINK 1 reply", 99)
+    stage.server.group.links[1].machine.send("failed")
+    world.pass_time(70.0)
+    assert "S2 DELETE_LINK 1" in stage.log
+    assert stage.server.group.links[2].state == "ACTIVE"
+    assert stage.server.group.exchanges.state == "DELETE_LINK"
+    assert stage.works()
+
+
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("place", [0, 1])
 def test_delete_link_for_the_group_is_tried_on_other_links(world: World, place: int) -> None:

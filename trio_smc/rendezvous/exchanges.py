@@ -193,6 +193,18 @@ class Exchanges:
         return self._group.state == "FORMING"
 
     @property
+    def only_carrier(self) -> bool:
+        """Whether a lost link's deletion went over the only link there is; TEST LINK watches that.
+
+        Linux answers when all it has sent over the lost link has failed, which may take long.
+        """
+        return (
+            not self.forming
+            and self._group.deletion.is_of_lost_link
+            and self._group.usable_links() == [self.carrier]
+        )
+
+    @property
     def peer_adds_links(self) -> bool:
         """Whether the peer has ever answered ADD LINK; old kernels never do."""
         return self._group.adding.answered

@@ -89,6 +89,14 @@ class LinkDeletion:
         """Whether the server wants the link deleted: it need not be told that it failed."""
         return number in self._told
 
+    @property
+    def is_of_lost_link(self) -> bool:
+        """Whether the server's exchange under way deletes a link that is down already."""
+        if self._current is None:
+            return False
+        link = self._group.links.get(self._current.number)
+        return link is None or link.state == "DOWN"
+
     # --- messages ----------------------------------------------------------------------------
 
     def on_delete_link_untrusted(self, link: Link, message: llc.DeleteLink) -> None:

@@ -109,7 +109,9 @@ class LlcExchangeChart(Chart):
     edge(DELETE_LINK, "delete_link", when="client", do="leave_link", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "link_left", do="send_delete_link start_reply_timer", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "timeout", do="fail_carrier",
+    edge(DELETE_LINK, "timeout", when="only_carrier", do="start_reply_timer",
+         rfc="4.5.3, 4.8.3 (of a link that is lost; the last one took the message, so it works)")
+    edge(DELETE_LINK, "timeout", when="!only_carrier", do="fail_carrier",
          rfc="C.7.1 (DELETE LINK: the link it was sent over is not usable either)")
     edge(DELETE_LINK, "carrier_lost", IDLE, do="stop_reply_timer delete_again start_next",
          rfc="C.7.1 (DELETE LINK: resend over a surviving link)")
