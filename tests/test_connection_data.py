@@ -64,17 +64,20 @@ def test_a_ring_full_at_a_time_for_more_than_65536_wraps(
     pair = make(pairs, (12, 12), (eye_catcher, eye_catcher), chunks=False)
     usable = pair.b.rmbe.usable
     block = memoryview(bytes(range(usable)))
+    sequences = []
     for _ in range(65536 + 100):
         assert pair.a.send(block) == usable
         pair.ab.deliver()
         assert pair.b.receive(usable) == block
         pair.ba.deliver()
+        sequences += [int.from_bytes(message[2:4], "big") for message in pair.ab.raw]
         pair.ab.log.clear()
         pair.ab.raw.clear()
         pair.ab.complete()
         pair.ba.complete()
     assert pair.b.bytes_received == usable * (65536 + 100)
     assert pair.b.stale_cdcs == 0
+    assert sequences == [number & 0xFFFF for number in range(1, 65536 + 101)]
 
 
 # --- the sender ------------------------------------------------------------------------------
@@ -419,6 +422,62 @@ def test_a_requested_update_is_sent_at_once_when_the_cursor_is_untold(pairs: lis
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(4, 0)]
     forge(pair, UPDATE_REQUESTED, 10, sequence=3)
     assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+
+
+def test_updates_are_not_requested(pairs: list[Pair]) -> None:
+    """R is for diagnosis: not even a writer that is stuck, or has urgent data, sets it."""
+    pair = make(pairs)
+    data = memoryview(bytes(3 * RING))
+    sent = 0
+    while sent < len(data):
+        sent += pair.a.send(data[sent:])
+        pair.a.send(data[sent:])
+        if sent < len(data):
+            assert pair.a.send_urgent(memoryview(b"!")) == 0
+            pair.a.withdraw_urgent()
+        pair.settle()
+        while pair.b.readable:
+            pair.b.receive(RING // 3)
+            pair.settle()
+    assert pair.a.send_urgent(memoryview(b"!")) == 1
+    pair.a.close()
+    pair.settle()
+    said = [entry.flags for entry in cdcs(pair.ab) + cdcs(pair.ba)]
+    assert {WRITER_BLOCKED, WRITER_BLOCKED | URGENT_PENDING} <= set(said)
+    assert not any(flags & UPDATE_REQUESTED for flags in said)
+
+
+@pytest.mark.parametrize("eye_catcher", [False, True])
+def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: bool) -> None:
+    """4.4.1: whatever it does, and until it is closed, the bytes are those that came with it and
+    those that the peer wrote."""
+    pair = make(pairs, (64, 64), (eye_catcher, eye_catcher), chunks=False)
+    memory = pair.memories[1].view
+    expected = bytearray(memory)
+    first, usable = pair.b.rmbe.first, pair.b.rmbe.usable
+
+    def write(start: int, text: bytes) -> None:
+        for offset, byte in enumerate(text, start):
+            expected[first + offset % usable] = byte
+        assert pair.a.send(memoryview(text)) == len(text)
+        pair.settle()
+        assert memory == expected
+
+    write(0, b"a" * 50)
+    assert pair.b.peek(10) == b"a" * 10
+    assert pair.b.receive(20) == b"a" * 20
+    assert pair.b.receive_into(bytearray(40)) == 30
+    pair.settle()
+    write(50, b"b" * 30)
+    assert pair.b.receive(64) == b"b" * 30
+    assert pair.b.send(memoryview(b"answer")) == 6
+    pair.settle()
+    assert pair.a.receive(64) == b"answer"
+    write(80, b"unread")
+    pair.b.close()
+    pair.settle()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert memory == expected
 
 
 def test_receive_receive_into_and_peek_agree_across_the_wrap(

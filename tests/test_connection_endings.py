@@ -412,6 +412,26 @@ def test_nothing_follows_c() -> None:
         assert lone.it.state == PEERABORT
 
 
+def test_nothing_follows_a() -> None:
+    with lone_connection() as lone:
+        STEPS["open"](lone)
+        lone.peer(data=b"not read")
+        lone.it.abort()
+        posted = len(lone.channel.log)
+        lone.peer(data=b"late", flags=cdc.WRITER_BLOCKED | cdc.UPDATE_REQUESTED)
+        for call in (lambda: lone.it.receive(100), lambda: lone.it.send(memoryview(b"x"))):
+            with pytest.raises(ConnectionAbortedError):
+                call()
+        lone.it.shutdown_write()
+        lone.it.close()
+        lone.complete()
+        lone.peer(D)
+        lone.peer(A)
+        lone.it.abort()
+        assert lone.it.state == "CLOSED"
+        assert len(lone.channel.log) == posted
+
+
 def test_sending_to_a_peer_that_has_closed_is_an_abort() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)

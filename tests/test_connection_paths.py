@@ -552,3 +552,18 @@ def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
     assert pair.a.state == "CLOSED"
     assert pair.hosts[0].calls == RST
     assert len(pair.ab.log) == posted
+
+
+def test_the_peer_gave_the_element_to_another_and_data_is_unread(pair: Pair) -> None:
+    """4.4.2: the data is not looked at any more, and its element is free."""
+    send(pair.b, b"not read")
+    pair.settle()
+    assert pair.a.readable == 8
+    woken: list[str] = []
+    pair.a.on_readable = lambda: woken.append("reader")
+    pair.a.rmbe_conflict()
+    assert woken == ["reader"]
+    with pytest.raises(ConnectionResetError):
+        pair.a.receive(100)
+    assert pair.a.readable == 0
+    assert pair.hosts[0].calls == RST
