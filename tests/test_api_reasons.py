@@ -158,6 +158,7 @@ async def test_our_client_declines(answer: clc.Message, reason: Reason, word: in
 # --- what this side finds, as server --------------------------------------------------------------
 
 
+@pytest.mark.rfc("5/2")
 @pytest.mark.parametrize(
     ("sent", "reason", "word"),
     [

@@ -17,6 +17,7 @@ from trio_smc.datapath import cdc
 VECTORS = pytest.mark.parametrize(("message", "data"), vectors.CDC.values(), ids=vectors.CDC)
 
 
+@pytest.mark.rfc("A.4/1", "A.4/2")
 @VECTORS
 def test_hand_typed(message: cdc.CdcMessage, data: bytes) -> None:
     assert message.encode() == data
@@ -40,6 +41,7 @@ def test_fast_path_agrees_with_the_value(message: cdc.CdcMessage, data: bytes) -
         assert cdc.pack(*items) == data
 
 
+@pytest.mark.rfc("A.4/2")
 def test_captured() -> None:
     captured = vectors.captured("cdc")
     assert len(captured) == 29
@@ -76,6 +78,7 @@ def test_anything_else_is_a_protocol_error(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.rfc("A.4/1")
 @pytest.mark.parametrize(
     "data",
     [

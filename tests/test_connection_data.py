@@ -56,6 +56,7 @@ def test_a_short_campaign(seed: int) -> None:
     assert result.stalls > 100
 
 
+@pytest.mark.rfc("4.3/2", "4.3/5", "A.4/3", "A.4/7")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_a_ring_full_at_a_time_for_more_than_65536_wraps(
     pairs: list[Pair], eye_catcher: bool
@@ -96,6 +97,7 @@ def test_sends_are_cut_into_quarters_of_the_ring(pairs: list[Pair]) -> None:
     assert all(entry.flags == 0 for entry in cdcs(pair.ab)), "nothing more waits"
 
 
+@pytest.mark.rfc("A.4/12")
 def test_blocked_is_told_only_when_more_waits(pairs: list[Pair]) -> None:
     pair = make(pairs)
     assert pair.a.send(memoryview(bytes(RING))) == RING
@@ -187,6 +189,7 @@ def test_a_blocked_writer_that_closes_hears_of_the_last_delivery(pairs: list[Pai
         assert len(woken) > before
 
 
+@pytest.mark.rfc("4.2/4")
 def test_a_write_where_the_ring_wraps_is_two(pairs: list[Pair]) -> None:
     pair = make(pairs, (16384, 10_000), (False, True), chunks=False)
     pair.a.send(memoryview(bytes(9000)))
@@ -361,6 +364,7 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
 # --- the receiver ----------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.5.1/1")
 @pytest.mark.parametrize(
     ("written", "read", "told"),
     [
@@ -386,6 +390,7 @@ def test_cursor_updates_follow_the_rules(
         assert pair.a.window == 65536 - (written - read) * 1024
 
 
+@pytest.mark.rfc("4.5.1/1")
 @pytest.mark.parametrize(("read", "told"), [(999, False), (1000, True)])
 def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None:
     pair = make(pairs, (10_000, 10_000))
@@ -400,6 +405,7 @@ def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
     pair.b.on_cdc_untrusted(pack(sequence, 0xA1, 0, count, 0, 0, flags))
 
 
+@pytest.mark.rfc("4.5.1/3", "4.5.1/4", "A.4/12", "A.4/13")
 @pytest.mark.parametrize("flag", [WRITER_BLOCKED, UPDATE_REQUESTED, URGENT_PENDING])
 def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], flag: int) -> None:
     pair = make(pairs)
@@ -413,6 +419,7 @@ def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], 
     assert len(cdcs(pair.ba)) == 2, "the flag is gone"
 
 
+@pytest.mark.rfc("4.5.1/4", "A.4/13")
 def test_a_requested_update_is_sent_at_once_when_the_cursor_is_untold(pairs: list[Pair]) -> None:
     pair = make(pairs)
     forge(pair, 0, 10)
@@ -424,6 +431,7 @@ def test_a_requested_update_is_sent_at_once_when_the_cursor_is_untold(pairs: lis
     assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
 
 
+@pytest.mark.rfc("4.5.1/5")
 def test_updates_are_not_requested(pairs: list[Pair]) -> None:
     """R is for diagnosis: not even a writer that is stuck, or has urgent data, sets it."""
     pair = make(pairs)
@@ -447,6 +455,7 @@ def test_updates_are_not_requested(pairs: list[Pair]) -> None:
     assert not any(flags & UPDATE_REQUESTED for flags in said)
 
 
+@pytest.mark.rfc("4.4.1/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: bool) -> None:
     """4.4.1: whatever it does, and until it is closed, the bytes are those that came with it and
@@ -480,6 +489,7 @@ def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: b
     assert memory == expected
 
 
+@pytest.mark.rfc("4.2/4")
 def test_receive_receive_into_and_peek_agree_across_the_wrap(
     pairs: list[Pair], rng: random.Random
 ) -> None:
@@ -520,6 +530,7 @@ def test_a_receive_wants_room(pairs: list[Pair]) -> None:
         pair.a.receive_into(bytearray())
 
 
+@pytest.mark.rfc("4.5.2/1")
 def test_a_reader_is_woken_once_by_data(pairs: list[Pair]) -> None:
     pair = make(pairs)
     woken: list[int] = []

@@ -303,6 +303,7 @@ def flags_since(channel: FakeChannel, start: int) -> str:
     return text
 
 
+@pytest.mark.rfc("4.8.1/2", "4.8.1/7", "4.8.2/11")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.before}/{row.event}")
 def test_an_edge(row: Row) -> None:
     with lone_connection() as lone:
@@ -398,6 +399,7 @@ def test_repeats_change_nothing() -> None:
 # --- what the table cannot say ---------------------------------------------------------------
 
 
+@pytest.mark.rfc("A.4/16", "A.4/17")
 def test_nothing_follows_c() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
@@ -412,6 +414,7 @@ def test_nothing_follows_c() -> None:
         assert lone.it.state == PEERABORT
 
 
+@pytest.mark.rfc("A.4/18")
 def test_nothing_follows_a() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
@@ -485,6 +488,7 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
         assert lone.it.readable == 0
 
 
+@pytest.mark.rfc("4.8.2/9", "4.8.2/10", "A.4/19")
 def test_an_abort_drops_what_was_unread() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
@@ -542,6 +546,7 @@ def test_the_last_word_is_given_up_when_the_peer_is(way: str) -> None:
         assert lone.host.calls == ["reset_tcp", "closed"]
 
 
+@pytest.mark.rfc("4.4.1/2")
 @pytest.mark.parametrize(
     ("before", "used"),
     [

@@ -29,6 +29,7 @@ def text(length: int) -> memoryview:
     return memoryview(bytes(i * 7 % 251 for i in range(length)))
 
 
+@pytest.mark.rfc("4.7.1/1", "4.7.1/2", "4.7.1/3", "4.3/3", "A.4/10")
 def test_figure_16_send_with_an_open_window(pair: Pair) -> None:
     assert pair.a.send(text(1000)) == 1000
     assert pair.ab.log == [
@@ -40,6 +41,7 @@ def test_figure_16_send_with_an_open_window(pair: Pair) -> None:
     assert pair.ba.log == [], "8,996 of 9,996 bytes of window are no reason for an update"
 
 
+@pytest.mark.rfc("4.7.2/1", "4.5.1/2")
 def test_figure_17_the_answer_carries_the_consumer_cursor(pair: Pair) -> None:
     assert pair.a.send(text(1000)) == 1000
     pair.ab.deliver()
@@ -58,6 +60,7 @@ def test_figure_17_the_answer_carries_the_consumer_cursor(pair: Pair) -> None:
     assert len(pair.ab.log) == 2
 
 
+@pytest.mark.rfc("4.7.3/1", "4.5.1/1")
 def test_figure_18_an_update_when_half_the_window_is_gone(pair: Pair) -> None:
     assert pair.a.send(text(3000)) == 3000
     # The text says 3003 and 3003-7004 where the arithmetic gives 3004 and 3004-7003.
@@ -77,6 +80,18 @@ def test_figure_18_an_update_when_half_the_window_is_gone(pair: Pair) -> None:
     assert len(pair.ab.log) == 4, "a cursor update needs no answer"
 
 
+@pytest.mark.rfc(
+    "4.7.4/1",
+    "4.7.4/2",
+    "4.7.4/3",
+    "4.7.4/4",
+    "4.7.4/5",
+    "4.3/4",
+    "4.3/5",
+    "A.4/7",
+    "A.4/8",
+    "A.4/11",
+)
 def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
     # "Existing SMC-R connection": both cursors at 1004 with wrap 1, the window fully open.
     for length in (5500, 5496):
@@ -139,6 +154,7 @@ def at_1000(pair: Pair) -> None:
     pair.ba.log.clear()
 
 
+@pytest.mark.rfc("4.7.5/1", "4.7.5/3", "4.7.5/4", "4.7.5/5", "A.4/9")
 def test_figure_20_urgent_data_with_an_open_window(pair: Pair) -> None:
     at_1000(pair)
     urgent, normal = text(500), text(1000)
@@ -168,6 +184,7 @@ def test_figure_20_urgent_data_with_an_open_window(pair: Pair) -> None:
     assert len(pair.ba.log) == 1, "no need for a consumer cursor update"
 
 
+@pytest.mark.rfc("4.7.6/1", "4.7.6/2", "4.7.6/3", "4.7.6/4", "A.4/9")
 def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     at_1000(pair)
     full, urgent, normal = text(9996), text(500), text(1000)
@@ -216,6 +233,7 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     assert pair.b.receive(RECEIVE) == normal
 
 
+@pytest.mark.rfc("4.3/1", "A.4/1", "A.4/2", "A.4/6")
 def test_the_messages_are_the_right_bytes(pair: Pair) -> None:
     """Row 2 of figure 16 and row 4 of figure 17 as they go over the link (A.4)."""
     pair.a.send(text(1000))

@@ -61,6 +61,7 @@ def message(
     )
 
 
+@pytest.mark.rfc("4.3/1")
 def test_the_message_as_it_stands_is_accepted(pair: Pair) -> None:
     pair.b.on_cdc_untrusted(message(pair))
     assert pair.b.state == "ACTIVE"
@@ -111,6 +112,7 @@ def test_a_lie_aborts_the_connection(
     assert pair.a.error.errno == errno.ECONNRESET
 
 
+@pytest.mark.rfc("A.4/8")
 def test_the_whole_window_may_be_used_and_no_byte_more(pair: Pair) -> None:
     usable = pair.b.rmbe.usable
     # B has told 1000 of the 1001 bytes it took.
@@ -134,6 +136,7 @@ def test_a_message_of_another_size_is_refused(pair: Pair, size: int) -> None:
     assert pair.b.state in ABORTED
 
 
+@pytest.mark.rfc("A.4/4")
 @pytest.mark.parametrize(
     ("sequence", "stale"),
     [(1, True), (2, False), (3, False), (0x8001, False), (0x8002, True), (0xFFFF, True)],
@@ -150,6 +153,7 @@ def test_a_stale_sequence_number_is_discarded_and_counted(
     assert pair.b.state == ("ACTIVE" if stale else "APPCLOSEWAIT1")
 
 
+@pytest.mark.rfc("4.3/2", "A.4/5")
 def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
     for sequence in (0x7000, 0xE000, 0xFFFF, 0, 1):
         pair.b.on_cdc_untrusted(message(pair, sequence=sequence))
@@ -269,7 +273,7 @@ def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
 # --- failover validation ---------------------------------------------------------------------
 
 
-@pytest.mark.rfc("4.6.1/4")
+@pytest.mark.rfc("4.6.1/4", "A.4/14")
 def test_a_validation_message_is_only_compared(pair: Pair) -> None:
     """Ruling on 4.6.1: its cursors and flags mean nothing."""
     pair.b.on_cdc_untrusted(
@@ -287,6 +291,7 @@ def test_a_validation_message_is_only_compared(pair: Pair) -> None:
     assert pair.ba.log == []
 
 
+@pytest.mark.rfc("A.4/15")
 @pytest.mark.parametrize(("sequence", "lost"), [(1, False), (2, False), (3, True), (0, False)])
 def test_a_message_missing_after_a_failover_is_a_loss(
     pair: Pair, sequence: int, lost: bool
@@ -305,6 +310,7 @@ def test_a_message_missing_after_a_failover_is_a_loss(
 # --- the eye catcher -------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.2/3", "4.4.1/4", "4.4.1/5")
 @pytest.mark.parametrize("noticed_by", ["message", "receive", "peek", "receive_into"])
 def test_an_overwritten_eye_catcher_resets_the_connection(
     noticed_by: str, caplog: pytest.LogCaptureFixture

@@ -55,6 +55,7 @@ def fire(pair: Pair, side: int) -> None:
 # --- figure 22 -------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.8.1/1")
 def test_fig22_1_and_2_from_closed_to_active() -> None:
     pair = Pair((RING, RING), connect=False)
     assert pair.states() == ("INIT", "INIT")
@@ -67,6 +68,7 @@ def test_fig22_1_and_2_from_closed_to_active() -> None:
     pair.close()
 
 
+@pytest.mark.rfc("4.8.1/6")
 def test_fig22_active_close_3a_by_close(pair: Pair) -> None:
     pair.a.close()
     assert pair.a.state == PW1
@@ -74,6 +76,7 @@ def test_fig22_active_close_3a_by_close(pair: Pair) -> None:
     assert pair.hosts[0].timer == CLOSE_TIMEOUT
 
 
+@pytest.mark.rfc("4.8.1/6")
 def test_fig22_active_close_3a_by_shutdown(pair: Pair) -> None:
     pair.a.shutdown_write()
     assert pair.a.state == PW1
@@ -84,6 +87,7 @@ def test_fig22_active_close_3a_by_shutdown(pair: Pair) -> None:
     assert pair.a.receive(9) == b"still"
 
 
+@pytest.mark.rfc("4.8.1/5", "4.8.1/6")
 @pytest.mark.parametrize("how", ["close", "shutdown_write"])
 def test_fig22_active_close_3a_pending_until_the_data_is_sent(pair: Pair, how: str) -> None:
     send(pair.a, b"under way")
@@ -97,6 +101,7 @@ def test_fig22_active_close_3a_pending_until_the_data_is_sent(pair: Pair, how: s
     assert pair.b.at_eof
 
 
+@pytest.mark.rfc("4.8.1/4")
 def test_fig22_active_close_3a_with_unread_data_is_abnormal(pair: Pair) -> None:
     send(pair.b, b"nobody reads this")
     pair.settle()
@@ -108,6 +113,7 @@ def test_fig22_active_close_3a_with_unread_data_is_abnormal(pair: Pair) -> None:
         pair.b.receive(1)
 
 
+@pytest.mark.rfc("4.8.1/7")
 def test_fig22_active_close_3b(pair: Pair) -> None:
     pair.a.shutdown_write()
     pair.settle()
@@ -119,6 +125,7 @@ def test_fig22_active_close_3b(pair: Pair) -> None:
     assert pair.a.at_eof
 
 
+@pytest.mark.rfc("4.8.1/2", "4.8.1/3", "4.8.1/8", "4.4.2/1")
 @pytest.mark.parametrize("state", [PW1, PW2])
 def test_fig22_active_close_3c(pair: Pair, state: str) -> None:
     """The application has closed, too: to CLOSED at once."""
@@ -135,6 +142,7 @@ def test_fig22_active_close_3c(pair: Pair, state: str) -> None:
     ended(pair)
 
 
+@pytest.mark.rfc("4.8.1/9")
 @pytest.mark.parametrize("state", [PW1, PW2])
 def test_fig22_active_close_3c_and_3d_by_way_of_app_fin_close_wait(pair: Pair, state: str) -> None:
     pair.a.shutdown_write()
@@ -154,6 +162,7 @@ def test_fig22_active_close_3c_and_3d_by_way_of_app_fin_close_wait(pair: Pair, s
     ended(pair)
 
 
+@pytest.mark.rfc("4.8.1/10")
 @pytest.mark.parametrize("how", ["close", "shutdown_write"])
 def test_fig22_passive_close_4a(pair: Pair, how: str) -> None:
     woken: list[str] = []
@@ -165,6 +174,7 @@ def test_fig22_passive_close_4a(pair: Pair, how: str) -> None:
     assert pair.b.at_eof
 
 
+@pytest.mark.rfc("4.8.1/11")
 def test_fig22_passive_close_4a_with_data_to_be_written_is_a_reset(pair: Pair) -> None:
     send(pair.b, b"not delivered")
     pair.a.close()
@@ -177,6 +187,7 @@ def test_fig22_passive_close_4a_with_data_to_be_written_is_a_reset(pair: Pair) -
         pair.b.send(memoryview(b"x"))
 
 
+@pytest.mark.rfc("4.8.1/12")
 def test_fig22_passive_close_4b(pair: Pair) -> None:
     pair.a.shutdown_write()
     pair.settle()
@@ -188,6 +199,7 @@ def test_fig22_passive_close_4b(pair: Pair) -> None:
     assert flags(pair.ba) == [0, D]
 
 
+@pytest.mark.rfc("4.8.1/13")
 @pytest.mark.parametrize("state", [AW1, AW2])
 def test_fig22_passive_close_4c_to_closed(pair: Pair, state: str) -> None:
     """The peer has said C already."""
@@ -204,6 +216,7 @@ def test_fig22_passive_close_4c_to_closed(pair: Pair, state: str) -> None:
     assert flags(pair.ba) == ([C] if state == AW1 else [D, D | C])
 
 
+@pytest.mark.rfc("4.8.1/13", "4.8.1/14")
 @pytest.mark.parametrize("state", [AW1, AW2])
 def test_fig22_passive_close_4c_and_4d_by_way_of_peer_fin_close_wait(
     pair: Pair, state: str
@@ -224,6 +237,7 @@ def test_fig22_passive_close_4c_and_4d_by_way_of_peer_fin_close_wait(
     ended(pair)
 
 
+@pytest.mark.rfc("4.8.1/18")
 def test_fig22_both_close_at_once(pair: Pair) -> None:
     """The last note of 4.8.1: both follow path 3."""
     pair.a.close()
@@ -249,6 +263,7 @@ def test_fig22_both_shut_down_at_once(pair: Pair, first: str) -> None:
     ended(pair)
 
 
+@pytest.mark.rfc("4.8.1/15", "4.8.1/16", "4.8.1/17")
 @pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
 def test_fig22_the_timer_of_one_who_waits_for_ever(pair: Pair, state: str) -> None:
     """4.8.1, note on stranded states: TCP is reset, nothing is written, the peer is told by TCP."""
@@ -274,6 +289,7 @@ def test_fig22_the_timer_of_one_who_waits_for_ever(pair: Pair, state: str) -> No
     assert pair.b.error.errno == errno.ECONNRESET
 
 
+@pytest.mark.rfc("4.8.2/1")
 def test_fig22_a_close_that_never_gets_its_data_across(pair: Pair) -> None:
     """4.8.2, second bullet: the termination has stalled."""
     send(pair.a, b"x" * RING)
@@ -286,6 +302,7 @@ def test_fig22_a_close_that_never_gets_its_data_across(pair: Pair) -> None:
         pair.b.receive(1)
 
 
+@pytest.mark.rfc("4.4.2/1", "4.8.1/3")
 def test_fig22_the_element_goes_back_when_both_are_done(pair: Pair) -> None:
     send(pair.b, b"first")
     pair.settle()
@@ -329,6 +346,7 @@ def lead(pair: Pair, state: str) -> None:
     assert pair.a.state == state.partition(" ")[0]
 
 
+@pytest.mark.rfc("4.8.2/3", "4.8.2/5", "4.8.2/6")
 @pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
 def test_fig23_active_abort_1a_and_1b(pair: Pair, state: str) -> None:
     lead(pair, state)
@@ -353,6 +371,7 @@ def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) ->
     ended(pair, RST, FIN)
 
 
+@pytest.mark.rfc("4.8.2/4")
 def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
     pair.a.abort()
     send(pair.b, b"new data")
@@ -364,6 +383,7 @@ def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
     ended(pair, RST, FIN)
 
 
+@pytest.mark.rfc("4.8.2/7")
 def test_fig23_active_abort_timer(pair: Pair) -> None:
     """4.8.2 (1): the element is free after a time, whatever becomes of the peer."""
     pair.a.abort()
@@ -372,6 +392,7 @@ def test_fig23_active_abort_timer(pair: Pair) -> None:
     assert pair.hosts[0].calls == RST
 
 
+@pytest.mark.rfc("4.8.2/9", "4.8.2/11")
 @pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
 def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
     lead(pair, state)
@@ -389,6 +410,7 @@ def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
     ended(pair, FIN, RST)
 
 
+@pytest.mark.rfc("4.8.2/9")
 def test_fig23_passive_abort_2a_wakes_everybody(pair: Pair) -> None:
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
@@ -399,6 +421,7 @@ def test_fig23_passive_abort_2a_wakes_everybody(pair: Pair) -> None:
     assert sorted(woken) == ["reader", "urgent", "writer"]
 
 
+@pytest.mark.rfc("4.8.2/10")
 def test_fig23_passive_abort_2a_purges_both_directions(pair: Pair) -> None:
     send(pair.b, b"to be sent")
     send(pair.a, b"to be read")
@@ -410,6 +433,7 @@ def test_fig23_passive_abort_2a_purges_both_directions(pair: Pair) -> None:
     assert list(pair.b.replay()) == []
 
 
+@pytest.mark.rfc("4.8.2/11")
 def test_fig23_passive_abort_2b_waits_for_no_application(pair: Pair) -> None:
     pair.a.abort()
     pair.settle()
@@ -427,6 +451,7 @@ def test_fig23_passive_abort_timer(pair: Pair) -> None:
     assert pair.hosts[1].calls == RST
 
 
+@pytest.mark.rfc("4.8.2/12")
 def test_fig23_tcp_reset_starts_an_abort(pair: Pair) -> None:
     """The end of 4.8.2."""
     pair.a.tcp_reset()
@@ -438,6 +463,7 @@ def test_fig23_tcp_reset_starts_an_abort(pair: Pair) -> None:
     ended(pair, RST, FIN)
 
 
+@pytest.mark.rfc("4.8.2/12")
 def test_fig23_tcp_reset_after_the_peers_abort_changes_nothing(pair: Pair) -> None:
     pair.a.abort()
     pair.ab.deliver()
@@ -457,6 +483,7 @@ def test_fig23_tcp_reset_on_both_sides(pair: Pair) -> None:
     ended(pair, RST, RST)
 
 
+@pytest.mark.rfc("4.8.2/13")
 def test_fig23_both_abort_at_once(pair: Pair) -> None:
     """The end of 4.8.2: each takes the other's A as the answer, and answers none."""
     pair.a.abort()
@@ -467,6 +494,7 @@ def test_fig23_both_abort_at_once(pair: Pair) -> None:
     assert flags(pair.ab) == flags(pair.ba) == [A]
 
 
+@pytest.mark.rfc("4.8.2/8", "A.4/17")
 @pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
 def test_fig23_not_after_c(pair: Pair, state: str) -> None:
     """ "Any state (before setting PeerConnectionClosed indicator in peer's RMBE)": nothing can
@@ -503,6 +531,7 @@ def test_fig23_close_against_abort(pair: Pair, first: str) -> None:
     assert (flags(pair.ab), flags(pair.ba)) == ([C], [A])
 
 
+@pytest.mark.rfc("4.8.2/2")
 def test_fig23_abort_with_a_full_link(pair: Pair) -> None:
     """A is owed, and the element kept, until there is room for it."""
     pair.ab.room = 0
@@ -515,6 +544,7 @@ def test_fig23_abort_with_a_full_link(pair: Pair) -> None:
     ended(pair, RST, FIN)
 
 
+@pytest.mark.rfc("4.8.2/2")
 def test_fig23_abort_with_writes_under_way(pair: Pair) -> None:
     """They arrive before A, so none meets an element that was given back."""
     send(pair.a, b"x" * 1000)
@@ -543,6 +573,7 @@ def test_no_link_is_left(pair: Pair, state: str) -> None:
     assert pair.a.error.errno == errno.ECONNABORTED
 
 
+@pytest.mark.rfc("4.4.2/3")
 @pytest.mark.parametrize("state", WAYS)
 def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
     """4.4.2: no write and no message goes to it any more."""
@@ -554,6 +585,7 @@ def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
     assert len(pair.ab.log) == posted
 
 
+@pytest.mark.rfc("4.4.2/4")
 def test_the_peer_gave_the_element_to_another_and_data_is_unread(pair: Pair) -> None:
     """4.4.2: the data is not looked at any more, and its element is free."""
     send(pair.b, b"not read")

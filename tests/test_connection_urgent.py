@@ -77,6 +77,7 @@ def test_the_byte_stays_in_the_stream(pair: Pair) -> None:
     assert pair.a.send(view(b"d")) == 1
 
 
+@pytest.mark.rfc("4.7.5/3")
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_byte_alone(pair: Pair, inline: bool) -> None:
     pair.b.urgent_inline = inline
@@ -131,6 +132,7 @@ def test_a_second_urgent_byte_waits_and_takes_the_place_of_the_first(pair: Pair)
     assert flags(pair.ab) == [P | U, P | U]
 
 
+@pytest.mark.rfc("4.7.5/4")
 def test_unread_data_before_it_has_to_be_read_first(pair: Pair) -> None:
     assert pair.a.send(view(b"x" * 30)) == 30
     pair.settle()
@@ -258,6 +260,7 @@ def test_both_ways_at_once(pair: Pair) -> None:
     assert pair.b.can_send
 
 
+@pytest.mark.rfc("4.7.5/2", "4.7.6/2")
 def test_the_waiter_is_called_for_each_news(pair: Pair) -> None:
     woken: list[str] = []
 

@@ -13,6 +13,7 @@ rings = st.tuples(st.integers(1, 1 << 29), st.sampled_from([0, 4]))
 counts = st.integers(0, 1 << 50)
 
 
+@pytest.mark.rfc("4.3/3", "A.4/10")
 @pytest.mark.parametrize(
     ("count", "usable", "first", "wire"),
     [
@@ -91,6 +92,7 @@ def test_the_limit_itself_is_allowed() -> None:
     assert advance_untrusted(100, 0, 104, usable=9996, first=4, limit=100) == 100
 
 
+@pytest.mark.rfc("4.3/5", "A.4/7")
 def test_a_full_ring_is_told_by_the_wrap_sequence_number_alone() -> None:
     """Figure 19, row 4: the cursor is the same, the wrap sequence number is one more."""
     count = 9996 + 1000

@@ -107,7 +107,7 @@ def test_every_bit_is_a_field_or_reserved(kind: type) -> None:
             assert message.reserved == b"" or byte == 4 + (kind is llc.AddLinkContinuation)
 
 
-@pytest.mark.rfc("A.3/3", "A.3/4")
+@pytest.mark.rfc("A.3/3", "A.3/4", "A.3/5")
 @pytest.mark.parametrize("kind", range(256))
 def test_types(kind: int) -> None:
     data = bytes((kind, llc.MESSAGE_SIZE)) + bytes(42)

@@ -62,7 +62,7 @@ def test_figure_8_with_the_second_link_rejected() -> None:
         assert [line(each) for each in at_client.messages()[7:]] == ["out CDC", "in CDC"]
 
 
-@pytest.mark.rfc("A.3.1/2")
+@pytest.mark.rfc("A.3.1/2", "A.4/6")
 def test_what_figure_8_says_in_its_brackets() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -156,6 +156,7 @@ def test_the_client_has_nothing_before_accept_came() -> None:
         world.finish()
 
 
+@pytest.mark.rfc("4.2/2")
 @pytest.mark.parametrize("catchers", [(False, False), (True, False), (False, True), (True, True)])
 def test_each_side_lays_out_its_elements_as_it_said(catchers: tuple[bool, bool]) -> None:
     """The dialects of the two directions are independent."""

@@ -232,6 +232,7 @@ def test_every_peer_has_a_group_of_its_own() -> None:
 # --- 4.4.2 and RKeys ------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.4.2/2", "4.4.2/3", "4.4.2/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> None:
     """4.4.2: without a write to it; then the new connection goes on."""

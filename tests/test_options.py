@@ -182,6 +182,7 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
 # --- buffers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.1/1", "4.1/2")
 async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
     async with trio_smc.open_stack():
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
@@ -243,6 +244,7 @@ def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_option_actions, "HOLD", NEVER)
 
 
+@pytest.mark.rfc("4.5.2/3")
 @pytest.mark.usefixtures("no_timer")
 @pytest.mark.parametrize("option", [socket.TCP_CORK, socket.TCP_NODELAY])
 async def test_a_cork_holds_until_it_is_pulled(
@@ -265,6 +267,7 @@ async def test_a_cork_holds_until_it_is_pulled(
     assert await server.receive_some() == b"at once"
 
 
+@pytest.mark.rfc("4.5.2/2")
 async def test_a_cork_holds_for_a_bounded_time(
     pair: tuple[RdmaStream, RdmaStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +313,7 @@ async def test_large_writes_are_not_held(
         assert await read(server, SMALL_RING) == data[-SMALL_RING:]
 
 
+@pytest.mark.rfc("4.5.2/1")
 @pytest.mark.usefixtures("no_timer")
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
 async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str) -> None:

@@ -106,6 +106,7 @@ def test_the_port_on_the_interface(
     assert chosen(route, address, network) == [expected]
 
 
+@pytest.mark.rfc("5/1")
 def test_never_an_unrelated_port() -> None:
     assert chosen("lo", "127.0.0.1", "127.0.0.0/8") == []
     # The adapter below a VLAN would send untagged frames.
@@ -184,6 +185,7 @@ async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
 # --- one link group ------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("5/1")
 @pytest.mark.parametrize(
     ("one", "other", "networks", "table", "expected"),
     [
@@ -305,6 +307,7 @@ def served(rnics: StackRnics, local: str, remote: str) -> str:
     return found.value if isinstance(found, FallbackReason) else found.name
 
 
+@pytest.mark.rfc("5/1")
 async def test_a_stack_chooses(world: World) -> None:
     rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
     first = served(rnics, "192.0.2.1", "192.0.2.9")
@@ -389,6 +392,7 @@ async def test_same_host_over_roce_only_by_the_table(world: World) -> None:
 # --- a server's look at a Proposal ----------------------------------------------------------------
 
 
+@pytest.mark.rfc("5/2")
 @pytest.mark.parametrize(
     ("subnet", "length", "expected"),
     [

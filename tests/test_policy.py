@@ -79,6 +79,7 @@ def test_bad_entries(name: str, entry: object) -> None:
         Config(**{name: (entry,)})  # type: ignore[arg-type]
 
 
+@pytest.mark.rfc("5/3")
 async def test_a_client_that_may_not() -> None:
     config = Config(deny=("127.0.0.0/8",))
     async with trio_smc.open_stack(), listening() as listener:
@@ -88,6 +89,7 @@ async def test_a_client_that_may_not() -> None:
     assert server.reason is FallbackReason.PEER_NOT_CAPABLE
 
 
+@pytest.mark.rfc("5/3")
 async def test_a_server_that_may_not() -> None:
     config = Config(allow=("192.0.2.0/24",))
     async with trio_smc.open_stack(), listening(config) as listener:

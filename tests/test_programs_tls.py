@@ -57,6 +57,7 @@ async def tls_pair(
         await trio.aclose_forcefully(server)
 
 
+@pytest.mark.rfc("5/4")
 async def test_contract_of_a_two_way_stream(
     client_context: ssl.SSLContext, server_context: ssl.SSLContext
 ) -> None:
@@ -79,6 +80,7 @@ async def test_contract_of_a_two_way_stream(
     await trio.testing.check_two_way_stream(maker, None)
 
 
+@pytest.mark.rfc("5/4")
 async def test_many_bytes_both_ways_at_once(
     client_context: ssl.SSLContext, server_context: ssl.SSLContext
 ) -> None:

@@ -37,6 +37,7 @@ def make(
     return Rmb(memories[-1], size, count, eye_catcher=eye_catcher)
 
 
+@pytest.mark.rfc("4.2/1", "4.2/2", "4.4.1/1")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_elements_lie_side_by_side_and_share_no_byte(
     memories: list[Memory], eye_catcher: bool
@@ -70,6 +71,7 @@ def test_without_an_eye_catcher_there_is_nothing_to_overwrite(memories: list[Mem
     assert rmbe.check_eye_catcher()
 
 
+@pytest.mark.rfc("4.2/1")
 def test_bad_divisions_are_refused(memories: list[Memory]) -> None:
     memories.append(Memory(SIZE))
     for size, count in ((SIZE, 2), (SIZE, 0), (16, 256), (4, 1)):
@@ -107,6 +109,7 @@ def test_all_255_elements_are_handed_out_once(memories: list[Memory]) -> None:
     assert (pool.allocated, pool.reused) == (256, 1)
 
 
+@pytest.mark.rfc("4.1/3")
 def test_sizes_are_rounded_up_to_their_class_and_not_mixed(memories: list[Memory]) -> None:
     pool = RmbPool()
     small, large = make(memories, SIZE, 1), make(memories, 4 * SIZE, 2)
@@ -130,6 +133,7 @@ def take(pool: RmbPool, size: int = SIZE) -> Rmbe:
     return rmbe
 
 
+@pytest.mark.rfc("4.4.1/1", "4.4.1/2")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 @pytest.mark.parametrize("used", [0, 1, 100, 4092, 4096, 9000, SIZE - 4, None])
 def test_what_was_used_is_zero_before_reuse(
@@ -152,6 +156,7 @@ def test_what_was_used_is_zero_before_reuse(
     assert right.check_eye_catcher()
 
 
+@pytest.mark.rfc("4.4.1/2")
 def test_an_element_in_use_is_never_handed_out_again(
     memories: list[Memory], rng: random.Random
 ) -> None:

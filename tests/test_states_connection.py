@@ -65,6 +65,7 @@ def test_kernel_numbers() -> None:
     assert {CONNECTION.values[state] for state in CONNECTION.states} == {1, 2, 7, *range(20, 28)}
 
 
+@pytest.mark.rfc("4.8.2/8", "A.4/17")
 @pytest.mark.parametrize("state", ["PEERCLOSEWAIT1", "PEERCLOSEWAIT2", "PEERFINCLOSEWAIT"])
 def test_nothing_is_sent_after_c(state: str) -> None:
     """A.4, C-bit: once C was sent no edge sends a CDC, whatever else holds."""
@@ -76,6 +77,7 @@ def test_nothing_is_sent_after_c(state: str) -> None:
             assert not SENDS & set(connection.log), (event, facts)
 
 
+@pytest.mark.rfc("A.4/18")
 @pytest.mark.parametrize("state", ["PEERABORTWAIT", "PROCESSABORT", "CLOSED"])
 def test_nothing_is_sent_after_an_abort(state: str) -> None:
     edges = [e for (s, _), row in CONNECTION.edges.items() if s == state for e in row]
@@ -128,6 +130,7 @@ def test_flows(state: str, facts: str, events: str, outcome: str) -> None:
     assert run(connection, *events.split()) == outcome
 
 
+@pytest.mark.rfc("4.4.2/3")
 def test_rmbe_conflict_ends_every_state_without_a_cdc() -> None:
     for state in CONNECTION.states:
         connection = Connection(state)

@@ -383,6 +383,7 @@ async def test_the_end_stays_the_end(pairs: Pairs) -> None:
     await b.aclose()
 
 
+@pytest.mark.rfc("A.4/16")
 async def test_half_close_keeps_the_other_direction(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"question")

@@ -56,6 +56,7 @@ async def close_both(pair: tuple[SmcStream, SmcStream]) -> None:
         await stream.aclose()
 
 
+@pytest.mark.rfc("4.7.5/2")
 async def test_an_urgent_byte_beside_the_stream(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     await a.send_urgent(b"abc!")
@@ -137,6 +138,7 @@ async def test_inline_by_socket_option(pairs: Pairs) -> None:
     await close_both(pair)
 
 
+@pytest.mark.rfc("4.7.6/2")
 async def test_a_closed_window_is_pending_until_it_is_read(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(bytes(SMALL_RING))
@@ -149,6 +151,7 @@ async def test_a_closed_window_is_pending_until_it_is_read(smc: Pairs) -> None:
     await close_both(pair)
 
 
+@pytest.mark.rfc("4.7.5/4")
 async def test_writes_wait_for_the_acknowledgement(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_urgent(b"ab!")

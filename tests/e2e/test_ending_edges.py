@@ -148,6 +148,7 @@ async def test_both_half_close_at_once(slow: Ends) -> None:
             await both(a, b, "aclose")
 
 
+@pytest.mark.rfc("4.8.1/4")
 async def test_close_with_unread_data(slow: Ends) -> None:
     for way in WAYS:
         async with slow.joined(way) as (a, b):
@@ -178,6 +179,7 @@ async def test_data_that_comes_after_the_close_has_no_reader(slow: Ends) -> None
             assert await b.send() == BROKEN_BY_US
 
 
+@pytest.mark.rfc("4.8.1/11")
 async def test_the_peer_closes_while_data_waits_to_be_written(slow: Ends) -> None:
     """4A: the data is in the peer's memory, and the message that tells of it is not."""
     for way in WAYS:
@@ -265,6 +267,7 @@ async def test_close_against_abort(slow: Ends) -> None:
 # --- the TCP connection ------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.8.2/12")
 async def test_tcp_rst_is_an_abort(slow: Ends) -> None:
     for way in WAYS:
         async with slow.joined(way) as (a, b):
@@ -300,6 +303,7 @@ async def test_data_on_the_tcp_connection_is_an_abort(slow: Ends) -> None:
 # --- timers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("4.8.1/15", "4.8.1/17")
 async def test_close_timer_a_peer_that_never_closes(quick: Ends) -> None:
     """4.8.1, last but one note: RST only, as C was sent."""
     for way in WAYS:
@@ -315,6 +319,7 @@ async def test_close_timer_a_peer_that_never_closes(quick: Ends) -> None:
             assert await b.send() == BROKEN_BY_PEER
 
 
+@pytest.mark.rfc("4.8.1/15", "4.8.1/17")
 async def test_close_timer_after_a_half_close_of_the_peer(quick: Ends) -> None:
     for way in WAYS:
         async with quick.joined(way) as (a, b):
@@ -339,6 +344,7 @@ async def test_a_half_close_has_no_timer(quick: Ends) -> None:
             await a.aclose()
 
 
+@pytest.mark.rfc("4.8.2/7")
 async def test_abort_timer(quick: Ends) -> None:
     """4.8.2, 1: the peer is stopped, so its answer comes when nobody waits for it any more."""
     here, there = await quick.new()
