@@ -85,6 +85,7 @@ SAID = {
 }
 
 
+@pytest.mark.rfc("C.1/1")
 @pytest.mark.parametrize("word", SAID)
 async def test_a_server_declines(word: int) -> None:
     async def peer(stream: trio.SocketStream) -> None:
@@ -139,6 +140,7 @@ async def declined_by_us(answer: clc.Message) -> tuple[Fallback | None, clc.Mess
     return outcome.stream.fallback, said[0]
 
 
+@pytest.mark.rfc("C.4/1", "C.6/4")
 @pytest.mark.parametrize(
     ("answer", "reason", "word"),
     [
@@ -158,7 +160,7 @@ async def test_our_client_declines(answer: clc.Message, reason: Reason, word: in
 # --- what this side finds, as server --------------------------------------------------------------
 
 
-@pytest.mark.rfc("5/2")
+@pytest.mark.rfc("5/2", "3.5.1.2/5", "3.5.1.2/8")
 @pytest.mark.parametrize(
     ("sent", "reason", "word"),
     [

@@ -17,7 +17,7 @@ from trio_smc.datapath import cdc
 VECTORS = pytest.mark.parametrize(("message", "data"), vectors.CDC.values(), ids=vectors.CDC)
 
 
-@pytest.mark.rfc("A.4/1", "A.4/2")
+@pytest.mark.rfc("A.4/1", "A.4/2", "3.4/1", "3.4/2")
 @VECTORS
 def test_hand_typed(message: cdc.CdcMessage, data: bytes) -> None:
     assert message.encode() == data
@@ -55,6 +55,7 @@ def test_captured() -> None:
     assert flags == {(0, 0), (0, cdc.CONNECTION_CLOSED)}
 
 
+@pytest.mark.rfc("3.4/1")
 @given(wire.CDC_MESSAGES)
 def test_round_trip(message: cdc.CdcMessage) -> None:
     data = message.encode()

@@ -29,6 +29,7 @@ def patch(data: bytes, at: int, new: bytes) -> bytes:
     return data[:at] + new + data[at + len(new) :]
 
 
+@pytest.mark.rfc("A.2.2/1", "A.2.3/1", "A.2.4/1", "A.2.5/1")
 @pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
 def test_hand_typed(message: clc.Message, data: bytes) -> None:
     assert message.encode() == data
@@ -51,6 +52,7 @@ def test_captured() -> None:
         assert clc.message_length_untrusted(item.data[: clc.HEADER_SIZE]) == len(item.data)
 
 
+@pytest.mark.rfc("A.2.2/3")
 def test_proposal_of_a_newer_kernel() -> None:
     message = clc.decode_untrusted(PROPOSAL92)
     assert isinstance(message, clc.Proposal)
@@ -96,6 +98,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
             clc.decode_untrusted(candidate)
 
 
+@pytest.mark.rfc("A.2/2")
 @pytest.mark.parametrize("data", [ACCEPT, CONFIRM, DECLINE], ids=["Accept", "Confirm", "Decline"])
 def test_every_bit_is_a_field_or_reserved(data: bytes) -> None:
     """Flip each bit of a message: a reserved one must change nothing but ``reserved``, any other
@@ -155,12 +158,14 @@ MALFORMED = {
 }
 
 
+@pytest.mark.rfc("A.2/3", "A.2.2/1", "A.2.3/1", "A.2.4/1", "A.2.5/1")
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_malformed(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="CLC"):
         clc.decode_untrusted(data)
 
 
+@pytest.mark.rfc("A.2.2/5")
 def test_nine_prefixes() -> None:
     prefix = bytes(16) + b"\x40"
     body = patch(PROPOSAL[:48], 47, b"\x09") + 9 * prefix + clc.EYE_CATCHER
@@ -182,6 +187,7 @@ def test_the_header_alone_tells_the_length(data: bytes) -> None:
     assert clc.message_length_untrusted(data[:8] + b"GET / HTTP/1.1") == len(data)
 
 
+@pytest.mark.rfc("A.2/3")
 @given(st.binary(min_size=8, max_size=8))
 def test_application_data_is_no_header(header: bytes) -> None:
     with pytest.raises(ProtocolError, match="eye catcher"):
@@ -192,6 +198,7 @@ def test_application_data_is_no_header(header: bytes) -> None:
         clc.message_length_untrusted(header)
 
 
+@pytest.mark.rfc("A.2/4")
 @pytest.mark.parametrize(("nibble", "answer"), [(1, 1), (2, 1), (15, 1)])
 def test_version(nibble: int, answer: int) -> None:
     for data in (PROPOSAL, ACCEPT, CONFIRM, DECLINE):
@@ -200,6 +207,7 @@ def test_version(nibble: int, answer: int) -> None:
         assert message.answer_version == answer
 
 
+@pytest.mark.rfc("A.2.3/8")
 def test_mtu_values() -> None:
     """A reserved MTU is no protocol error: it is what a Decline is for (RFC 7609, C.6)."""
     sizes = []
@@ -212,6 +220,7 @@ def test_mtu_values() -> None:
     assert sizes == [256, 512, 1024, 2048, 4096]
 
 
+@pytest.mark.rfc("A.2.3/4")
 def test_buffer_sizes() -> None:
     for code in range(16):
         message = clc.decode_untrusted(patch(ACCEPT, 50, bytes((code << 4 | 5,))))
@@ -250,6 +259,7 @@ def _accept(**changes: Any) -> clc.Message:
     return dataclasses.replace(vectors.CLC["Accept, first contact"][0], **changes)
 
 
+@pytest.mark.rfc("A.2.2/5")
 @pytest.mark.parametrize(
     ("build", "text"),
     [

@@ -224,6 +224,7 @@ async def _one_damaged_handshake(client: Stack, proxy: Proxy) -> tuple[str, byte
     return mode, bytes(got)
 
 
+@pytest.mark.rfc("3.2/1")
 @pytest.mark.timeout(150)
 async def test_damaged_handshakes_through_a_proxy(
     rng: random.Random, full: bool, caplog: pytest.LogCaptureFixture
@@ -377,6 +378,7 @@ async def test_a_server_declines_and_speaks_first(pieces: int) -> None:
         await stream.aclose()
 
 
+@pytest.mark.rfc("C.6/1")
 @pytest.mark.parametrize(
     "data",
     [b"220 ready\r\n", b"\0" * 100, clc.EYE_CATCHER + b"\2\0\x44", clc.EYE_CATCHER + b"\7" * 100],

@@ -66,6 +66,7 @@ def lose_once(
     "3.5.1.6.1/2",
     "3.5.1.6.1/3",
     "3.5.1.6.1/4",
+    "2.2.1/7",
 )
 @pytest.mark.parametrize(
     ("rnics", "kind", "client_paths", "server_paths"),
@@ -154,7 +155,7 @@ def test_figure_9() -> None:
         assert (ends[0].peer_user_id, ends[1].peer_user_id) == (ends[1].user_id, ends[0].user_id)
 
 
-@pytest.mark.rfc("3.5.1.6/1")
+@pytest.mark.rfc("3.5.1.6/1", "3.5.1.1/5")
 def test_no_data_before_the_second_link() -> None:
     """3.5.1.6: the connection is not established while ADD LINK is under way."""
     with World() as world:
@@ -183,7 +184,7 @@ def test_the_lower_link_limit_counts(limit: int, links: int) -> None:
         assert len(server.group.links) == links
 
 
-@pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1")
+@pytest.mark.rfc("A.3.3/1", "A.3.3/2", "A.3.3/3", "A.3.3/4", "3.5.5.2.3/1", "2.1/7")
 @pytest.mark.parametrize("counts", [(1, 1), (3, 8), (8, 3), (5, 1), (1, 6)])
 def test_all_rtokens_are_told_whatever_their_numbers(counts: tuple[int, int]) -> None:
     """3.5.5.2.3, A.3.3: two in a message; who has told all sends empty ones."""

@@ -52,7 +52,7 @@ def alternative(**fields: Any) -> Config:
 # --- TEST LINK ------------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("4.5.3/1", "A.3.8/1")
+@pytest.mark.rfc("4.5.3/1", "A.3.8/1", "3.5.1.5/5")
 def test_an_idle_link_is_tested() -> None:
     """4.5.3: after 30 s without a sign of life; the reply echoes the request."""
     with World() as world:
@@ -494,7 +494,7 @@ def test_an_unambiguously_wrong_message_costs_the_link(end: int, data: bytes) ->
         assert [is_broken(each) for each in call.connections] == [True, True]
 
 
-@pytest.mark.rfc("A.3/4", "C.7.1/messages/11")
+@pytest.mark.rfc("A.3/4", "C.7.1/messages/11", "3.3/3")
 def test_unknown_optional_messages_are_discarded() -> None:
     """A.3: type bits b10."""
     with World() as world:

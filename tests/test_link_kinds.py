@@ -247,7 +247,7 @@ def test_new_connections_send_on_the_least_loaded_link() -> None:
         assert [link.load for link in server.group.links.values()] == [0, 0, 0]
 
 
-@pytest.mark.rfc("2.3/1")
+@pytest.mark.rfc("2.3/1", "3.5.2/13")
 def test_the_two_sides_choose_their_links_independently() -> None:
     with World() as world:
         client, server = world.side(rnics=2), world.side(rnics=2)

@@ -21,7 +21,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.rfc("2.2/3", "3.5.5.2/1", "3.5.5.2/2")
+@pytest.mark.rfc("2.2/3", "3.5.5.2/1", "3.5.5.2/2", "2.1/2")
 def test_every_link_leads_to_every_rmb(world: World) -> None:
     stage = Stage(world, (4, 4), down=1)
     for size in (SIZE, BIG, BIG, 1 << 14):
@@ -83,7 +83,7 @@ def test_a_clients_limit_does_not_exceed_its_servers(world: World, limit: int) -
     assert len(stage.links()) == min(limit, 4)
 
 
-@pytest.mark.rfc("3.5.3/2", "3.5.3/3")
+@pytest.mark.rfc("3.5.3/2", "3.5.3/3", "3.5.1.3/1", "3.5.2/7", "3.5.3/4", "3.5.3/5")
 def test_two_groups_share_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without room for RMBs opens a second group with the same client."""
     monkeypatch.setattr(own_rmbs, "MAX_RMBS", 2)
@@ -92,6 +92,7 @@ def test_two_groups_share_nothing(world: World, monkeypatch: pytest.MonkeyPatch)
         world.connect(client, server, size=BIG)
     for side in (client, server):
         first, second = side.groups
+        assert [link.state for link in second.links.values()] == ["ACTIVE", "ACTIVE"]
         assert not {link.qp.qp_num for link in first.links.values()} & {
             link.qp.qp_num for link in second.links.values()
         }

@@ -122,6 +122,7 @@ def test_types(kind: int) -> None:
             llc.decode_untrusted(data)
 
 
+@pytest.mark.rfc("3.3/1")
 @pytest.mark.parametrize("size", [0, 1, 2, 43, 45, 48, 1000])
 @pytest.mark.parametrize("kind", [1, 7, 0x80])
 def test_size(size: int, kind: int) -> None:
@@ -130,6 +131,7 @@ def test_size(size: int, kind: int) -> None:
         llc.decode_untrusted(data)
 
 
+@pytest.mark.rfc("3.3/1")
 def test_length_byte() -> None:
     with pytest.raises(ProtocolError, match="length byte 43"):
         llc.decode_untrusted(b"\x07\x2b" + bytes(42))

@@ -73,6 +73,7 @@ def check_both_failed(call: Call, *numbers: int) -> None:
 # --- C.1: in lieu of an expected CLC message -----------------------------------------------------
 
 
+@pytest.mark.rfc("3.2/5", "3.5.1.2/8", "A.2/1", "A.2.5/1", "A.2.5/3", "C.1/1")
 @pytest.mark.parametrize(
     ("reason", "code"),
     [
@@ -98,6 +99,7 @@ def test_the_server_refuses_a_proposal(reason: FallbackReason, code: int) -> Non
         check_both_fell_back(world, call, by_client=False, reason=reason, code=code)
 
 
+@pytest.mark.rfc("3.2/5", "3.5.1.2/8", "C.1/1")
 @pytest.mark.parametrize("lack", ["memory", "qps"])
 def test_a_server_without_resources_declines(lack: str) -> None:
     with World() as world:
@@ -116,6 +118,7 @@ def test_a_server_without_resources_declines(lack: str) -> None:
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
 
 
+@pytest.mark.rfc("3.2/5", "C.1/1")
 @pytest.mark.parametrize("lack", ["memory", "qps"])
 def test_a_client_without_resources_declines_in_lieu_of_confirm(lack: str) -> None:
     with World() as world:
@@ -155,6 +158,7 @@ def test_a_client_may_decline_instead_of_proposing() -> None:
         world.finish()
 
 
+@pytest.mark.rfc("C.1/3")
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_decline_may_not_chase_another_message(end: int) -> None:
     """C.1.  Proposal or Accept, and then a Decline before there was an answer."""
@@ -167,6 +171,7 @@ def test_a_decline_may_not_chase_another_message(end: int) -> None:
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.1/3")
 def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
     """C.3: the server is established, and the client's bytes on TCP are a violation."""
     with World() as world:
@@ -215,7 +220,7 @@ def test_the_client_may_decline_where_it_is_waited_for(state: str) -> None:
 # --- C.2, C.3: LLC messages and the point of no return -------------------------------------------
 
 
-@pytest.mark.rfc("3.5.1.6.4/1", "C.7/5")
+@pytest.mark.rfc("3.5.1.6.4/1", "C.7/5", "C.2/1")
 @pytest.mark.parametrize("tells_death", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reply", "by_client"),
@@ -236,6 +241,7 @@ def test_the_side_whose_send_failed_declines(
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.3/1", "C.3/2")
 def test_the_point_of_no_return() -> None:
     """C.3: the server's is the completion of ADD LINK, the client's its rejection."""
     with World() as world:
@@ -261,6 +267,7 @@ def test_the_point_of_no_return() -> None:
             call.client.connection.receive(1)
 
 
+@pytest.mark.rfc("C.3/3")
 def test_a_link_lost_past_the_point_of_no_return_resets() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -336,6 +343,7 @@ def test_nothing_comes_before_confirm_link(message: llc.Message) -> None:
         check_both_failed(call, RESET, RESET)
 
 
+@pytest.mark.rfc("3.3/3")
 def test_optional_messages_may_come_even_then() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -347,6 +355,7 @@ def test_optional_messages_may_come_even_then() -> None:
 # --- C.4: out of sync ----------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("A.2.5/2", "C.4/1")
 def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
     with World(tells_death=False) as world:
         client, server = world.side(), world.side()
@@ -382,6 +391,7 @@ def test_out_of_sync_at_first_contact_means_nothing_more() -> None:
 # --- C.5: time-outs of CLC -----------------------------------------------------------------------
 
 
+@pytest.mark.rfc("C.5/1", "C.5/2")
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_peer_costs_six_seconds_and_the_connection(silent: int) -> None:
     """Never a fallback; and nothing is sent any more."""
@@ -395,6 +405,7 @@ def test_a_silent_peer_costs_six_seconds_and_the_connection(silent: int) -> None
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.5/1", "C.5/2")
 def test_a_confirm_that_does_not_come() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -407,6 +418,7 @@ def test_a_confirm_that_does_not_come() -> None:
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.5/1")
 def test_a_message_in_drops_does_not_get_more_time() -> None:
     """The deadline is one for the message, however slowly it drips."""
     with World() as world:
@@ -435,11 +447,28 @@ def test_messages_in_pieces_are_as_good_as_whole_ones(pieces: int) -> None:
 # --- C.6: protocol errors and reserved values ----------------------------------------------------
 
 
+@pytest.mark.rfc("C.6/1", "C.6/2")
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize(
     "data",
-    [b"GET / HTTP/1.1\r\n\r\n", bytes(68), b"\xe2\xd4\xc3\xd9\x07" + bytes(80)],
-    ids=["http", "zeros", "unknown type"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(68),
+        b"\xe2\xd4\xc3\xd9\x07" + bytes(80),
+        b"\xe2\xd4\xc3\xd9\x01\x00\x33\x10" + bytes(39) + b"\xe2\xd4\xc3\xd9",
+        b"\xe2\xd4\xc3\xd9\x02\x00\x43\x18" + bytes(55) + b"\xe2\xd4\xc3\xd9",
+        b"\xe2\xd4\xc3\xd9\x01\x00\x34\x10" + bytes(44),
+        b"\xe2\xd4\xc3\xd9\x02\x00\x44\x18" + bytes(60),
+    ],
+    ids=[
+        "http",
+        "zeros",
+        "unknown type",
+        "Proposal of 51 bytes",
+        "Accept of 67 bytes",
+        "Proposal without end",
+        "Accept without end",
+    ],
 )
 def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
     """It ends the TCP connection; no Decline, no fallback."""
@@ -453,6 +482,7 @@ def test_application_data_in_place_of_a_message(end: int, data: bytes) -> None:
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("C.6/1")
 @pytest.mark.parametrize("refusal", [None, FallbackReason.PREFIX_MISMATCH])
 def test_a_proposal_followed_at_once_by_data(refusal: FallbackReason | None) -> None:
     """The client had to wait for the answer; also a server that declines must not hand it over."""
@@ -464,6 +494,7 @@ def test_a_proposal_followed_at_once_by_data(refusal: FallbackReason | None) -> 
         check_both_failed(call, RESET, RESET)
 
 
+@pytest.mark.rfc("C.6/1")
 def test_an_accept_followed_at_once_by_data_that_the_client_declines() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -474,6 +505,7 @@ def test_an_accept_followed_at_once_by_data_that_the_client_declines() -> None:
         check_both_failed(call, RESET, RESET)
 
 
+@pytest.mark.rfc("A.2.3/6", "A.2.4/5", "C.6/4")
 @pytest.mark.parametrize("mtu", [0, 6, 15])
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_reserved_mtu_is_declined_at_first_contact(end: int, mtu: int) -> None:
@@ -499,6 +531,7 @@ def test_a_reserved_mtu_is_declined_at_first_contact(end: int, mtu: int) -> None
         assert not any(world.fabric.held.values())
 
 
+@pytest.mark.rfc("A.2.3/6", "A.2.4/5")
 @pytest.mark.parametrize("end", [0, 1])
 def test_later_contacts_do_not_look_at_the_mtu(end: int) -> None:
     """A.2.3: it counts on first contact only."""
@@ -552,7 +585,7 @@ def test_the_tcp_connection_ends_in_each_state(end: int, state: str, how: str) -
 # --- C.7: time-outs of LLC -----------------------------------------------------------------------
 
 
-@pytest.mark.rfc("C.7/1", "C.7/2", "C.7/4", "C.7.1/time-outs/1")
+@pytest.mark.rfc("C.7/1", "C.7/2", "C.7/4", "C.7.1/time-outs/1", "3.5.1.3/3")
 def test_confirm_link_from_the_server_is_lost() -> None:
     """C.7: the client breaks the TCP connection after 5 s, the server (C.7.1) too."""
     with World() as world:
@@ -563,7 +596,7 @@ def test_confirm_link_from_the_server_is_lost() -> None:
         check_both_failed(call, TIMEOUT, TIMEOUT)
 
 
-@pytest.mark.rfc("C.7/6", "C.7.1/time-outs/1")
+@pytest.mark.rfc("C.7/6", "C.7.1/time-outs/1", "3.5.1.5/3")
 def test_confirm_link_from_the_client_is_lost() -> None:
     """C.7.1, CONFIRM LINK from server, and CONFIRM LINK reply from client."""
     with World() as world:

@@ -37,7 +37,7 @@ class QpRecorder(Recorder):
         self.qps.append((line(self.events[-1]), states))
 
 
-@pytest.mark.rfc("3.5.1.6/3", "3.5.1.6/5", "3.5.1.6.1/1", "A.3.2/2")
+@pytest.mark.rfc("3.5.1.6/3", "3.5.1.6/5", "3.5.1.6.1/1", "A.3.2/2", "3.5.1.3/2", "3.5.1.5/1")
 def test_figure_8_with_the_second_link_rejected() -> None:
     """The whole transcript of both sides, in order (figures 8 and 9; 3.5.1.6.1)."""
     with World() as world:
@@ -62,7 +62,25 @@ def test_figure_8_with_the_second_link_rejected() -> None:
         assert [line(each) for each in at_client.messages()[7:]] == ["out CDC", "in CDC"]
 
 
-@pytest.mark.rfc("A.3.1/2", "A.4/6")
+@pytest.mark.rfc(
+    "A.3.1/2",
+    "A.4/6",
+    "2.1/6",
+    "3.2/3",
+    "3.2/4",
+    "3.5.1.2/6",
+    "3.5.1.3/2",
+    "3.5.1.5/1",
+    "3.5.1.5/2",
+    "3.5.1.5/4",
+    "A.2/1",
+    "A.2.3/1",
+    "A.2.3/2",
+    "A.2.3/3",
+    "A.2.3/4",
+    "A.2.4/1",
+    "A.2.4/2",
+)
 def test_what_figure_8_says_in_its_brackets() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -79,6 +97,7 @@ def test_what_figure_8_says_in_its_brackets() -> None:
         assert isinstance(accept, clc.Accept)
         assert isinstance(confirm, clc.Confirm)
         assert (data[1][7], data[2][7]) == (0x18, 0x18)
+        assert not any(accept.reserved + confirm.reserved)
         for message, side, qp in ((accept, server, server_qp), (confirm, client, client_qp)):
             group, rmb = side.group, side.group.own_rmbs.pool.rmbs[0]
             region = group.own_rmbs.region(rmb, group.links[1])
@@ -107,6 +126,7 @@ def test_what_figure_8_says_in_its_brackets() -> None:
         assert rejection.link_number == 2
 
 
+@pytest.mark.rfc("3.5.1.2/6", "3.5.1.3/2", "3.5.1.4/1", "3.5.1.5/4")
 def test_queue_pairs_take_their_states_when_the_peer_counts_on_them() -> None:
     """3.5.1.2-3.5.1.5: server INIT before Accept; client RTR before Confirm; server RTS on
     Confirm; client RTS on CONFIRM LINK.  The spare of ADD LINK is freed with its rejection."""
@@ -145,6 +165,7 @@ def test_receives_are_posted_before_the_peer_may_send() -> None:
         assert qp.receives == client.rnic.receive_depth
 
 
+@pytest.mark.rfc("3.5.1.2/2")
 def test_the_client_has_nothing_before_accept_came() -> None:
     """3.5.1.2: at this point the client makes no local commitments of resources."""
     with World() as world:
@@ -300,6 +321,7 @@ def test_the_link_limit_is_at_least_2(limit: int) -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
 
 
+@pytest.mark.rfc("A.2/4")
 def test_a_proposal_of_version_2_is_answered_as_version_1() -> None:
     """92 bytes, as newer kernels send them even when they offer version 1 only."""
     with World() as world:

@@ -51,7 +51,16 @@ def works(world: World, call: Call) -> bool:
 # --- transcripts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("3.5.2/1", "3.5.2/2", "2.2.3/3")
+@pytest.mark.rfc(
+    "3.5.2/1",
+    "3.5.2/2",
+    "2.2.3/3",
+    "3.5.1.2/4",
+    "3.5.2/5",
+    "3.5.2/8",
+    "3.5.2/14",
+    "A.2.3/2",
+)
 def test_a_subsequent_contact_with_room_in_the_rmbs() -> None:
     """3.5.2: no LLC message at all."""
     with World() as world:
@@ -70,10 +79,12 @@ def test_a_subsequent_contact_with_room_in_the_rmbs() -> None:
         assert not accept.first_contact
         assert (accept.rmbe_index, confirm.rmbe_index) == (2, 2)
         assert at_client.messages()[2][2][7] == 0x10
+        assert len(client.rnic.qps) == len(server.rnic.qps) == 1
         assert works(world, call)
+        assert [line(each) for each in at_client.messages()[3:]] == ["out CDC", "in CDC"]
 
 
-@pytest.mark.rfc("3.5.5.2.1/3")
+@pytest.mark.rfc("3.5.5.2.1/3", "3.5.2/6", "3.5.2/9")
 def test_figure_13_with_a_new_rmb_on_both_sides() -> None:
     """The client's half is the figure; the server's CONFIRM RKEY comes before SMC Accept."""
     with World() as world:
@@ -151,7 +162,7 @@ def test_many_connections_wait_for_one_new_rmb() -> None:
 # --- 3.5.2.4 --------------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("3.5.2/3")
+@pytest.mark.rfc("3.5.2/3", "3.5.2/15", "3.5.2/16")
 def test_data_that_outruns_confirm_waits_for_it() -> None:
     with World() as world:
         client, server = world.side(), world.side()
@@ -219,6 +230,7 @@ def test_link_groups_are_separate_by_role() -> None:
             assert works(world, call)
 
 
+@pytest.mark.rfc("3.5.1.2/4")
 def test_every_peer_has_a_group_of_its_own() -> None:
     with World() as world:
         server, *clients = (world.side() for _ in range(4))
@@ -232,7 +244,7 @@ def test_every_peer_has_a_group_of_its_own() -> None:
 # --- 4.4.2 and RKeys ------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("4.4.2/2", "4.4.2/3", "4.4.2/5")
+@pytest.mark.rfc("4.4.2/2", "4.4.2/3", "4.4.2/5", "3.5.2/10", "3.5.2/11")
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> None:
     """4.4.2: without a write to it; then the new connection goes on."""
@@ -281,6 +293,7 @@ def test_an_rkey_that_was_never_confirmed(end: int, field: slice) -> None:
         assert works(world, before)
 
 
+@pytest.mark.rfc("3.5.2/12")
 @pytest.mark.parametrize("place", [16, 32, 38], ids=["gid", "mac", "qp"])
 def test_confirm_must_name_an_active_link(place: int) -> None:
     """3.5.2.3."""
@@ -527,6 +540,7 @@ def test_a_group_that_ends_while_the_server_prepares() -> None:
         assert works(world, call)
 
 
+@pytest.mark.rfc("C.1/1")
 def test_a_group_that_ends_while_the_client_prepares() -> None:
     """C.1: it can still decline, in lieu of SMC Confirm."""
     with World() as world:
@@ -540,6 +554,7 @@ def test_a_group_that_ends_while_the_client_prepares() -> None:
         assert not server.groups
 
 
+@pytest.mark.rfc("C.1/4", "C.3/4")
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_group_that_ends_after_accept(knows: bool) -> None:
     """The server cannot decline any more (C.1): it resets, unless the client declines."""
@@ -568,6 +583,7 @@ def test_a_group_that_ends_after_accept(knows: bool) -> None:
         assert not client.groups
 
 
+@pytest.mark.rfc("C.1/5", "C.3/4")
 def test_a_group_that_ends_while_confirm_is_on_its_way_out() -> None:
     with World() as world:
         client, server = world.side(), world.side()

@@ -11,7 +11,9 @@ import pytest
 import trio
 
 import trio_smc
+from tests.memory_rnic import Fabric, MemoryRnic
 from trio_smc import Config, FallbackReason, VerbsRnic, _rnics
+from trio_smc._accept import _admit
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
@@ -392,7 +394,7 @@ async def test_same_host_over_roce_only_by_the_table(world: World) -> None:
 # --- a server's look at a Proposal ----------------------------------------------------------------
 
 
-@pytest.mark.rfc("5/2")
+@pytest.mark.rfc("5/2", "3.5.1.2/7")
 @pytest.mark.parametrize(
     ("subnet", "length", "expected"),
     [
@@ -409,6 +411,8 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
     assert prefixes.is_on_network("192.0.2.1", proposal) is expected
+    refusal = _admit(proposal, MemoryRnic(Fabric(), kind="roce"), "192.0.2.1")
+    assert refusal is (None if expected else FallbackReason.PREFIX_MISMATCH)
 
 
 # --- what the kernel says -------------------------------------------------------------------------

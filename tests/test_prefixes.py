@@ -99,6 +99,7 @@ def test_link_local_prefixes_are_never_proposed() -> None:
     assert own not in prefixes.interface_prefixes("fe80::7%eth0")
 
 
+@pytest.mark.rfc("3.5.1.2/5")
 @pytest.mark.usefixtures("example_host")
 @pytest.mark.parametrize(
     ("subnet", "length", "attached"),
@@ -115,6 +116,7 @@ def test_server_check_of_a_subnet(subnet: str, length: int, attached: bool) -> N
     assert prefixes.has_subnet(socket.inet_aton(subnet), length) is attached
 
 
+@pytest.mark.rfc("3.5.1.2/5")
 @pytest.mark.usefixtures("example_host")
 @pytest.mark.parametrize(
     ("listed", "attached"),

@@ -446,7 +446,7 @@ def test_a_pair_for_an_rmb_that_was_just_deleted_is_ignored() -> None:
             server.group.rkeys.learn_pairs_untrusted(old, new, [changed])
 
 
-@pytest.mark.rfc("3.5.5.2/2", "3.5.5.2.3/1", "A.3.3/5")
+@pytest.mark.rfc("3.5.5.2/2", "3.5.5.2.3/1", "A.3.3/5", "2.1/2", "2.1/7")
 @settings(max_examples=15)
 @given(
     links=st.lists(st.integers(2, 255), min_size=1, max_size=7, unique=True),

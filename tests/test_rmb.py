@@ -37,7 +37,7 @@ def make(
     return Rmb(memories[-1], size, count, eye_catcher=eye_catcher)
 
 
-@pytest.mark.rfc("4.2/1", "4.2/2", "4.4.1/1")
+@pytest.mark.rfc("4.2/1", "4.2/2", "4.4.1/1", "2.1/5", "2.1/8")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 def test_elements_lie_side_by_side_and_share_no_byte(
     memories: list[Memory], eye_catcher: bool
@@ -94,6 +94,7 @@ def test_elements_of_a_new_rmb(size: int, kind: str, count: int) -> None:
     assert rmb_elements(size, "software" if kind == "software" else "roce") == count
 
 
+@pytest.mark.rfc("2.1/3")
 def test_all_255_elements_are_handed_out_once(memories: list[Memory]) -> None:
     pool = RmbPool()
     assert pool.take(SIZE) is None
@@ -109,7 +110,7 @@ def test_all_255_elements_are_handed_out_once(memories: list[Memory]) -> None:
     assert (pool.allocated, pool.reused) == (256, 1)
 
 
-@pytest.mark.rfc("4.1/3")
+@pytest.mark.rfc("4.1/3", "2.1/5")
 def test_sizes_are_rounded_up_to_their_class_and_not_mixed(memories: list[Memory]) -> None:
     pool = RmbPool()
     small, large = make(memories, SIZE, 1), make(memories, 4 * SIZE, 2)
@@ -156,7 +157,7 @@ def test_what_was_used_is_zero_before_reuse(
     assert right.check_eye_catcher()
 
 
-@pytest.mark.rfc("4.4.1/2")
+@pytest.mark.rfc("4.4.1/2", "2.1/3")
 def test_an_element_in_use_is_never_handed_out_again(
     memories: list[Memory], rng: random.Random
 ) -> None:
@@ -213,6 +214,7 @@ def test_an_empty_rmb_can_be_removed_and_a_used_one_not(memories: list[Memory]) 
     assert [pool.is_empty(rmb) for rmb in pool.rmbs] == [True]
 
 
+@pytest.mark.rfc("2.1/1")
 def test_a_pool_holds_at_most_255_rmbs(memories: list[Memory]) -> None:
     pool = RmbPool()
     for _ in range(MAX_RMBS):

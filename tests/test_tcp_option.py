@@ -86,6 +86,7 @@ def tcp(
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("3.1/1", "3.1/2", "3.5.1.1/1", "3.5.1.1/2", "3.5.1.1/3", "3.5.1.1/4", "A.1/1")
 @pytest.mark.parametrize("host", [HOST, "::1"])
 @pytest.mark.parametrize("offers", [True, False])
 @pytest.mark.parametrize("accepts", [True, False])
@@ -102,10 +103,12 @@ def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: boo
         segments = wire.segments(port)
     with_option = [each.flags & SYN_ACK for each in segments if 254 in each.kinds]
     assert with_option == [SYN] * offers + [SYN_ACK] * (offers and accepts)
+    assert b"\xfe\x06" + "SMCR".encode("cp037") == OPTION  # the letters are those of IBM-1047
     assert {each.kinds[254] for each in segments if 254 in each.kinds} <= {OPTION}
     assert len(segments) > 4, "data was seen as well"
 
 
+@pytest.mark.rfc("3.1/1", "A.1/1")
 @pytest.mark.tshark
 def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
     tshark_reader.require_tshark()
@@ -229,6 +232,7 @@ async def listening(config: Config = STRICT) -> AsyncIterator[tuple[Stack, SmcLi
             yield stack, listener
 
 
+@pytest.mark.rfc("3.1/2")
 async def test_streams() -> None:
     """SMC-R by the TCP option alone; a plain socket of this process carries nothing."""
     with Wire.open() as wire:
@@ -267,6 +271,7 @@ async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
     assert [e.flags for e in segments if 254 in e.kinds] == [SYN, SYN_ACK]
 
 
+@pytest.mark.rfc("3.1/3", "3.5.1.1/4")
 async def test_peers_that_have_never_heard_of_it() -> None:
     """No byte of CLC is sent to a server, none expected of a client."""
     with Wire.open() as wire:
