@@ -283,7 +283,11 @@ async def test_a_client_that_has_a_link_group_proposes_as_before() -> None:
 
 
 @pytest.mark.rfc("3.5.1.2/5", "3.5.1.2/8")
-@pytest.mark.parametrize(("text", "welcome"), [(bytes(15) + b"\1", True), (b"\xfd" * 16, False)])
+@pytest.mark.parametrize(
+    ("text", "welcome"),
+    [(bytes(15) + b"\1", True), (b"\xfd" * 16, False)],
+    ids=["own", "foreign"],
+)
 async def test_a_server_looks_for_one_of_the_listed_prefixes(text: bytes, welcome: bool) -> None:
     foreign = clc.Ipv6Prefix(prefix=b"\xfc" * 16, length=128)
     sent = proposal(
