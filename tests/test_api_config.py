@@ -111,6 +111,7 @@ def test_refused(field: str, value: object) -> None:
         Config(**{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.rfc("A.2.3/9")
 @pytest.mark.parametrize(
     ("wanted", "software", "roce"),
     [
