@@ -91,3 +91,12 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     finds_and_replays(link_groups.run, text, seed=seed, step=50, most=2000)
+
+
+# A link that left in the moment in which it came was never replaced.
+ONCE_FAILED = [(3605910523, 9591)]
+
+
+@pytest.mark.parametrize(("first_seed", "case"), ONCE_FAILED)
+def test_schedules_that_once_failed(first_seed: int, case: int) -> None:
+    assert not link_groups.run(1, first_seed, first=case).failures

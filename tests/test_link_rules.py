@@ -182,3 +182,22 @@ def test_the_smaller_mtu_counts_on_the_second_link(world: World, place: int) -> 
     rnic.port_up()
     world.settle()
     assert {qp.mtu for side in world.sides for qp in side.rnics[1].qps.values()} == {3}
+
+
+def test_a_link_that_leaves_as_soon_as_it_comes_is_replaced(world: World) -> None:
+    """Its RNIC was taken out while the link was being added, and put back at once."""
+    stage = Stage(world, (2, 2), down=1)
+    rnics = stage.client.stack.rnic_set
+    taken = next(each for each in stage.client.rnics if each is not stage.client.group.rnic)
+
+    def flap() -> None:
+        rnics.drain(taken)
+        rnics.undrain(taken)
+
+    stage.wire.watch("S1 ADD_LINK_CONTINUATION", flap)
+    stage.server.rnics[-1].port_up()
+    world.pass_time(70.0)
+    assert "C1 DELETE_LINK 2" in stage.log or "C1 DELETE_LINK 1" in stage.log
+    assert len(stage.links()) == 2
+    assert stage.server.group.kind == stage.client.group.kind == "symmetric"
+    assert stage.works()

@@ -149,8 +149,13 @@ class LinkDeletion:
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
                 self._group.seeking.hold()
             # 3.5.5.1.3: only now the server frees what the link had.
+            link = self._group.links.get(number)
+            had_come = link is not None and link.confirmed
             self._group.remove_link(number)
             if self._group.state != "GONE":
+                if had_come:
+                    # If it left as soon as it came, it has never counted: nobody else asks then.
+                    self._group.seeking.seek(news=False)
                 self._group.exchanges.done()
 
     def _reply(self, link: Link, number: int, reason: int) -> None:
