@@ -59,7 +59,7 @@ class Rings:
             link.number = number
             link.group = group
             link.rnic = SimpleNamespace(name=f"rnic{number}")  # type: ignore[assignment]
-            link.qp = SimpleNamespace(qp_num=number)  # type: ignore[assignment]
+            link.qp = SimpleNamespace(qp_num=number, to_err=lambda: None)  # type: ignore[assignment]
             link.machine = SimpleNamespace(state="ACTIVE")  # type: ignore[assignment]
             link.failing = False
             link._behind = None
@@ -68,7 +68,8 @@ class Rings:
             link._received, link._replenish = 0, 1000
             self.links.append(link)
             self.rings[number] = deque(content)
-        group.links = dict(enumerate(self.links, 1))
+        self.mover: GroupMover = group.mover
+        self.group_links = group.links = dict(enumerate(self.links, 1))
 
     def drain(self, _: Any, qp: Any) -> None:
         link = next(each for each in self.links if each.qp is qp)
@@ -142,3 +143,23 @@ def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
     rings.take(1)
     assert not one.lost
     assert sorted(two.given) == [1, 2]
+
+
+def test_the_rest_of_a_link_that_ends_is_found() -> None:
+    """The group has forgotten the link; what one of its messages sets off looks at the others."""
+    one, two = Reader(), Reader()
+    rings = Rings(
+        {1: one, 2: two}, [validation(2, 3)], [message(1, 1), message(2, 3), message(1, 2)]
+    )
+    take = one.on_cdc_untrusted
+
+    def catches_up(data: bytes) -> None:
+        take(data)
+        if one.last == 1:
+            rings.mover.catch_up()
+
+    one.on_cdc_untrusted = catches_up  # type: ignore[method-assign]
+    del rings.group_links[2]
+    rings.mover.link_ends(rings.links[1])
+    assert (one.given, one.lost) == ([1, 2], [])
+    assert (two.given, two.lost) == ([3], [])

@@ -55,6 +55,7 @@ class GroupMover:
         # Links with a validation message that misses something; what is behind it waits, too.
         self._waiting: list[Link] = []
         self._judging = False
+        self._ending: list[Link] = []
 
     # --- rendezvous.group_host.Mover ----------------------------------------------------------
 
@@ -113,7 +114,12 @@ class GroupMover:
         """Take what the link still brought: the peer counts it as delivered."""
         with contextlib.suppress(RnicError):
             link.qp.to_err()
-        self._drain(link.rnic, link.qp)
+        # The group may have forgotten it, but what is taken now may have to be judged by the rest.
+        self._ending.append(link)
+        try:
+            self._drain(link.rnic, link.qp)
+        finally:
+            self._ending.remove(link)
 
     def link_stays(self, link: Link) -> None:
         """The link is the only one that is left: its connections need not go."""
@@ -124,7 +130,7 @@ class GroupMover:
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
-        for link in list(self._group.links.values()):
+        for link in [*self._group.links.values(), *self._ending]:
             self._drain(link.rnic, link.qp)
 
     def judge(self, link: Link) -> None:
