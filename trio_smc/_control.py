@@ -30,7 +30,12 @@ from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._snapshot import Snapshots
 from trio_smc.capture.stream import send_capture
-from trio_smc.rendezvous._local_directory import DirectoryUnusable, open_private
+from trio_smc.rendezvous._local_directory import (
+    HIDDEN,
+    DirectoryUnusable,
+    listen_as,
+    open_private,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +51,6 @@ _CLIENTS: Final = 8
 _PATIENCE: Final = 5.0
 """Seconds a client may take for its request and for taking the answer."""
 _CAPACITY_PAUSE: Final = 0.5
-_HIDDEN: Final = "."
 
 
 class ControlSocket:
@@ -83,17 +87,10 @@ class ControlSocket:
             return None
 
     def _listen(self) -> socket.socket:
-        hidden, directory = _HIDDEN + self._name, self._directory
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listener.bind(f"/proc/self/fd/{directory}/{hidden}")
-            try:
-                listener.listen(_CLIENTS)
-                os.rename(hidden, self._name, src_dir_fd=directory, dst_dir_fd=directory)
-            except BaseException:
-                os.unlink(hidden, dir_fd=directory)
-                raise
+            listen_as(listener, self._directory, self._name, _CLIENTS)
         except BaseException:
             listener.close()
             raise
@@ -103,7 +100,7 @@ class ControlSocket:
         """Remove the names of processes that are gone."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._directory):
-                pid = control.pid_of_name(name.removeprefix(_HIDDEN))
+                pid = control.pid_of_name(name.removeprefix(HIDDEN))
                 # Only then is it worth a connection, which wakes a process that is there.
                 if pid is not None and not os.path.exists(f"/proc/{pid}"):
                     with contextlib.suppress(OSError):

@@ -34,10 +34,12 @@ from pathlib import Path
 from trio_smc._base.reasons import FallbackReason
 
 __all__ = [
+    "HIDDEN",
     "DirectoryUnusable",
     "Listeners",
     "Listings",
     "NewSocket",
+    "listen_as",
     "listener_name",
     "namespace_path",
     "open_private",
@@ -46,7 +48,7 @@ __all__ = [
 
 if sys.platform == "linux":  # elsewhere nobody comes here
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_HIDDEN = "."  # names of sockets that do not listen yet start so
+HIDDEN = "."  # names of sockets that do not listen yet start so
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
 _TICKS_NS = 100_000_000
@@ -119,6 +121,21 @@ def wildcard_names(address: str, port: int) -> tuple[str, ...]:
     )
 
 
+def listen_as(listener: socket.socket, directory: int, name: str, backlog: int) -> None:
+    """Let a Unix socket listen; it gets its name only then, so a name that refuses is stale.
+
+    directory: open; it stays so.
+    """
+    hidden = HIDDEN + name
+    listener.bind(_reach(directory, hidden))
+    try:
+        listener.listen(backlog)
+        os.rename(hidden, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        os.unlink(hidden, dir_fd=directory)
+        raise
+
+
 class NewSocket:
     """A listening Unix socket in the directory `name`, reachable until `remove`."""
 
@@ -169,19 +186,10 @@ class NewSocket:
                 os.close(root)
 
     def _listen(self, backlog: int) -> socket.socket:
-        hidden = _HIDDEN + self._name
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             listener.setblocking(False)
-            listener.bind(_reach(self._directory, hidden))
-            try:
-                listener.listen(backlog)
-                os.rename(
-                    hidden, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory
-                )
-            except BaseException:
-                os.unlink(hidden, dir_fd=self._directory)
-                raise
+            listen_as(listener, self._directory, self._name, backlog)
         except BaseException:
             listener.close()
             raise
@@ -314,6 +322,6 @@ def _sockets(directory: int) -> list[str]:
         with contextlib.suppress(OSError):
             mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
             # A symbolic link could lead out of the private directory.
-            if stat.S_ISSOCK(mode) and not name.startswith(_HIDDEN):
+            if stat.S_ISSOCK(mode) and not name.startswith(HIDDEN):
                 found.append(name)
     return found
