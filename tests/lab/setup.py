@@ -47,7 +47,7 @@ PACKAGES: Final = {
 FOR_BOOT: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "virtio_rng")
 MODULES: Final = (
     *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",
-    "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem",
+    "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem", "bonding",
 )  # fmt: skip
 KERNEL: Final = "kernel"
 """The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version."""
