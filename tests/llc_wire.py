@@ -63,6 +63,15 @@ class Wire:
 
         self._rules.append((re.compile(name), 1, look))
 
+    def watch_and_lose(self, name: str, call: Callable[[], object]) -> None:
+        """The same, but the message does not arrive."""
+
+        def look(_: bytes) -> list[bytes]:
+            call()
+            return []
+
+        self._rules.append((re.compile(name), 1, look))
+
     def _pass(self, qp: PlainQueuePair, data: bytes) -> list[bytes] | None:
         if data[0] == CDC_TYPE:
             return [data]

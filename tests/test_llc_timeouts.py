@@ -276,6 +276,86 @@ def test_a_client_that_never_answers_for_a_lost_link_costs_no_connection(world: 
     assert stage.works()
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_delete_link_of_a_lost_link_is_sent_again_over_the_last_one(
+    world: World, place: int
+) -> None:
+    """Linux drops requests that come in the middle of another exchange of its own."""
+    stage = Stage(world, (2, 2))
+    letter = "CS"[place]
+    stage.wire.lose(f"{letter}2 DELETE_LINK 1")
+    rnic = stage.end(place).rnics[0]
+    rnic.port_down()
+    world.pass_time(9.0)
+    assert stage.log.count(f"{letter}2 DELETE_LINK 1") >= 2
+    assert 1 not in stage.links()
+    rnic.port_up()
+    world.pass_time(1.0)
+    assert stage.server.group.links.kind == "symmetric"
+    assert stage.works()
+
+
+# --- a client that takes its agreement back, as Linux does ----------------------------------------
+
+
+def take_back(stage: Stage, lost: str) -> None:
+    """The client does what Linux's does when it cannot have a link that it agreed to: instead of
+    listening to ``lost`` it forgets the link and rejects it."""
+
+    def reject() -> None:
+        group = stage.client.group
+        number = group.adding.number
+        group.exchanges.stop_reply_timer()
+        group.exchanges.machine.send("superseded")
+        group.links[1].send_llc(
+            llc.AddLink(
+                reply=True, rejected=True, reason=llc.AddLinkReason.NO_ALTERNATE_PATH,
+                mac=bytes(6), gid=bytes(16), link_number=number,
+            )
+        )  # fmt: skip
+
+    stage.wire.watch_and_lose(lost, reject)
+
+
+@pytest.mark.rfc("3.5.1.6.2/5")
+@pytest.mark.parametrize(
+    "lost", ["S1 ADD_LINK_CONTINUATION", "S3 CONFIRM_LINK", "S1 DELETE_LINK 3"]
+)
+def test_a_link_that_the_client_agreed_to_and_then_rejects(world: World, lost: str) -> None:
+    """The connection lives, nothing waits for the client, and the link is added later."""
+    stage = later(world)
+    if "DELETE" in lost:
+        stage.wire.fail("S3 CONFIRM_LINK")
+    take_back(stage, lost)
+    stage.server.rnics[1].port_up()
+    world.pass_time(1.5)  # no reply time-out is needed
+    assert any(each.startswith("C1 ADD_LINK 3 reply negative") for each in stage.log), stage.log
+    assert stage.server.group.exchanges.state == "IDLE"
+    assert stage.links() == [1]
+    assert stage.works()
+    world.pass_time(400.0)
+    assert stage.server.group.links.kind == "asymmetric"
+    assert stage.works()
+
+
+def test_a_late_rejection_of_a_deleted_link_is_no_violation(world: World) -> None:
+    """It names a link whose DELETE LINK was answered, while the next one is offered."""
+    stage = later(world)
+    stage.wire.lose("C3 CONFIRM_LINK reply")
+    stage.server.rnics[1].port_up()
+    world.pass_time(3.0)
+    assert "C1 DELETE_LINK 3 reply" in stage.log
+    rejection = llc.AddLink(
+        reply=True, rejected=True, reason=llc.AddLinkReason.NO_ALTERNATE_PATH,
+        mac=bytes(6), gid=bytes(16), link_number=3,
+    )  # fmt: skip
+    stage.wire.watch("C1 ADD_LINK 4 reply", lambda: stage.client.group.links[1].send_llc(rejection))
+    world.pass_time(400.0)
+    assert "C1 ADD_LINK 3 reply negative" in stage.log
+    assert stage.links() == [1, 4]
+    assert stage.works()
+
+
 @pytest.mark.rfc("C.7.1/time-outs/14")
 @pytest.mark.parametrize("place", [0, 1])
 def test_delete_link_for_the_group_is_tried_on_other_links(world: World, place: int) -> None:

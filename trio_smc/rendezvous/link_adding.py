@@ -51,6 +51,7 @@ class LinkAdding:
         self._own: list[llc.RTokenPair] = []
         self._peer_left: int | None = None
         self._given_up: set[int] = set()
+        self._dropped: set[int] = set()
 
     # --- the new link --------------------------------------------------------------------------
 
@@ -58,6 +59,8 @@ class LinkAdding:
         """Make the new link's end on ``rnic``; whether that worked."""
         group = self._group
         self.number = number
+        self._given_up.discard(number)
+        self._dropped.discard(number)
         try:
             link = Link(group, number, rnic)
             try:
@@ -77,6 +80,7 @@ class LinkAdding:
         """Free the new link; it carried nothing."""
         link, self.new = self.new, None
         if link is not None:
+            self._dropped.add(link.number)
             self._group.forget_link(link)
 
     def give_up(self) -> None:
@@ -130,12 +134,27 @@ class LinkAdding:
                     self._group.delete_link(
                         number, orderly=False, reason=llc.DeleteLinkReason.LOST_PATH
                     )
-            elif number != self.number or exchanges.state != "ADD_LINK":
-                # Linux rejects as well when a link that it had agreed to was not confirmed.
-                if number != self.number or not message.rejected:
-                    raise ProtocolError("ADD LINK reply without a request")
-            else:
+            elif number == self.number and exchanges.state == "ADD_LINK":
                 self._on_reply(link, message)
+            elif message.rejected:
+                self._on_late_rejection_untrusted(number)
+            else:
+                raise ProtocolError("ADD LINK reply without a request")
+
+    def _on_late_rejection_untrusted(self, number: int) -> None:
+        """The client takes its agreement to the new link back, as Linux does when anything fails
+        after it: it has no such link.  Then it does not answer the DELETE LINK that crossed this.
+        """
+        exchanges = self._group.exchanges
+        if number in self._dropped:
+            self._dropped.discard(number)
+            self._group.deletion.client_has_none(number)
+        elif number == self.number and exchanges.state in (
+            "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM",
+        ):  # fmt: skip
+            exchanges.machine.send("refused")
+        elif number != self.number:
+            raise ProtocolError("ADD LINK reply without a request")
 
     def _answer(self, link: Link, message: llc.AddLink) -> None:
         group, exchanges = self._group, self._group.exchanges

@@ -158,6 +158,10 @@ class LinkDeletion:
                     self._group.seeking.seek(news=False)
                 self._group.exchanges.done()
 
+    def client_has_none(self, number: int) -> None:
+        """The client has said otherwise that it has no such link: as good as a reply."""
+        self._on_reply(number)
+
     def _reply(self, link: Link, number: int, reason: int) -> None:
         link.send_llc(llc.DeleteLink(reply=True, link_number=number, reason=reason))
 
@@ -271,12 +275,17 @@ class LinkDeletion:
         LOGGER.info("%r: DELETE LINK was not answered", link)
         if number != link.number and self._group.usable_links() == [link]:
             # Linux answers only when all it has sent over the lost link has failed, which over
-            # soft-RoCE may be never.  The last link took our message, so it works: no connection
-            # is to die of it, and TEST LINK watches it (4.5.3).
+            # soft-RoCE may be never; and it drops requests that come in the middle of another
+            # exchange.  The last link took our message, so it works: no connection is to die of
+            # it, and TEST LINK watches it (4.5.3).  Ask again.
             timer = self._group.timers.call_later(
                 _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
             )
             self._asked[number] = asked._replace(timer=timer)
+            wanted = asked.wanted
+            link.send_llc(
+                llc.DeleteLink(orderly=wanted.orderly, link_number=number, reason=wanted.reason)
+            )
             return
         # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
         link.machine.send("failed")

@@ -78,6 +78,11 @@ class LlcExchangeChart(Chart):
          rfc="C.7.1 (ADD LINK reply, ADD LINK CONTINUATION and its reply, not first contact: the "
              "link that the exchange is using has failed)")
 
+    # The client rejects what it has agreed to (Linux).
+    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "refused", IDLE, when="!client",
+         do="stop_reply_timer drop_new_link retry_failed settle start_next",
+         rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: go on with those there are), C.8")
+
     # CONFIRM LINK on the new link.
     edge(ADD_LINK_CONFIRM, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.1.6.2")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="!client",
@@ -109,7 +114,7 @@ class LlcExchangeChart(Chart):
     edge(DELETE_LINK, "delete_link", when="client", do="leave_link", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "link_left", do="send_delete_link start_reply_timer", rfc="3.5.5.1.3")
     edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "timeout", when="only_carrier", do="start_reply_timer",
+    edge(DELETE_LINK, "timeout", when="only_carrier", do="send_delete_link start_reply_timer",
          rfc="4.5.3, 4.8.3 (of a link that is lost; the last one took the message, so it works)")
     edge(DELETE_LINK, "timeout", when="!only_carrier", do="fail_carrier",
          rfc="C.7.1 (DELETE LINK: the link it was sent over is not usable either)")
