@@ -20,7 +20,7 @@ from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import Endpoint
-from trio_smc._rnics import RnicChange
+from trio_smc._rnic_life import RnicChange
 from trio_smc._stack_core import StackCore
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous import clc

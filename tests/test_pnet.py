@@ -12,14 +12,14 @@ import trio
 
 import trio_smc
 from tests.memory_rnic import Fabric, MemoryRnic
-from trio_smc import Config, FallbackReason, VerbsRnic, _rnics
+from trio_smc import Config, FallbackReason, VerbsRnic, _rnic_life, _rnics
 from trio_smc._accept import _admit
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rendezvous.prefixes import Prefix
-from trio_smc.rnic import roce
 from trio_smc.rnic._pyverbs import Gid
+from trio_smc.rnic._roceports import active_ports
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import Rnic
 
@@ -434,22 +434,27 @@ def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- "auto" ---------------------------------------------------------------------------------------
 
 
-def test_active_roce_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_roce_ports(tmp_path: Path) -> None:
     """As sysfs lists them: Ethernet, and up; what is going away is left out."""
     for name, layer, state in (
         ("rxe0/ports/1", "Ethernet", "4: ACTIVE"),
         ("rxe1/ports/1", "Ethernet", "1: DOWN"),
         ("mlx5_0/ports/1", "InfiniBand", "4: ACTIVE"),
         ("mlx5_0/ports/2", "Ethernet", "4: ACTIVE"),
+        ("deleted/ports/1", "Ethernet", "4: ACTIVE"),
     ):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "link_layer").write_text(f"{layer}\n")
-        (tmp_path / name / "state").write_text(f"{state}\n")
-    (tmp_path / "gone/ports/1").mkdir(parents=True)
-    monkeypatch.setattr(roce, "_DEVICES", tmp_path)
-    assert [each.name for each in roce.active_ports()] == ["mlx5_0/2", "rxe0"]
-    monkeypatch.setattr(roce, "_DEVICES", tmp_path / "nothing")
-    assert roce.active_ports() == []
+        port = tmp_path / "infiniband" / name
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(f"{layer}\n")
+        (port / "state").write_text(f"{state}\n")
+    (tmp_path / "infiniband/gone/ports/1").mkdir(parents=True)
+    for number, device in enumerate(("rxe0", "rxe1", "mlx5_0", "gone")):
+        verbs = tmp_path / f"infiniband_verbs/uverbs{number}"
+        verbs.mkdir(parents=True)
+        (verbs / "ibdev").write_text(f"{device}\n")
+    (tmp_path / "infiniband_verbs/uverbs9").mkdir()
+    assert active_ports(tmp_path) == [("mlx5_0", 2), ("rxe0", 1)]
+    assert active_ports(tmp_path / "nothing") == []
 
 
 async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +464,11 @@ async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) ->
         def open(self, directory: Path) -> None:
             raise OSError(errno.ENOSYS, "pyverbs cannot be imported")
 
-    monkeypatch.setattr(_rnics, "active_ports", lambda: [Broken("mlx5_0"), world.port("rxe0")])
+    def make_port(name: str, port: int) -> FakePort:
+        return world.port(name) if name == "rxe0" else Broken(name, port)
+
+    monkeypatch.setattr(_rnic_life, "active_ports", lambda: [("mlx5_0", 1), ("rxe0", 1)])
+    monkeypatch.setattr(StackRnics, "make_port", staticmethod(make_port))
     monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
     monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)
     async with trio_smc.open_stack() as stack:

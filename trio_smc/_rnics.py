@@ -1,4 +1,4 @@
-"""The RNICs of a stack: which there are, which one serves a connection, which are taken out.
+"""The RNICs of a stack: which one serves a connection, which are taken out.
 
 A link group uses RNICs of one kind only.  An RNIC that an operator has drained stays open but
 carries nothing until it is undrained; one whose port is down carries nothing until it is up.
@@ -6,47 +6,30 @@ carries nothing until it is undrained; one whose port is down carries nothing un
 
 from __future__ import annotations
 
-import errno
 import ipaddress
-import logging
 import time
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._rnic_life import RnicChange, RnicLife
 from trio_smc.rendezvous import pnet
 from trio_smc.rendezvous.pnet import PnetTable
 from trio_smc.rendezvous.prefixes import is_same_host, local_prefix, plain_address
-from trio_smc.rnic.roce import VerbsRnic, active_ports
-from trio_smc.rnic.software import SoftRnic
-from trio_smc.rnic.verbs import Rnic, RnicEvent
+from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.verbs import Rnic
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc.rendezvous.discovery import Discovery
     from trio_smc.rnic.pump import Pump
 
-__all__ = ["RnicChange", "StackRnics", "pnet_table"]
-
-LOGGER = logging.getLogger("trio_smc.rnic")
+__all__ = ["StackRnics", "pnet_table"]
 
 _T = TypeVar("_T")
 _RECENT: Final = 0.25
 """Seconds for which interfaces and routes are taken to be as they were."""
-
-
-class RnicChange(Enum):
-    """What happened to an RNIC, as far as link groups care."""
-
-    AVAILABLE = auto()
-    """Its port came up, or it was undrained: links may be added on it."""
-    DRAINED = auto()
-    """An operator takes it out: its links are to be deleted in order."""
-    LOST = auto()
-    """Its port went down, or the device failed: its links are dead or dying."""
 
 
 def _address_of(rnic: VerbsRnic) -> str:
@@ -59,33 +42,16 @@ def pnet_table(setting: PnetTable | Path | str) -> PnetTable:
     return setting if isinstance(setting, tuple) else pnet.read_table(Path(setting))
 
 
-class StackRnics:
-    """Opens, chooses and closes the RNICs of one stack.
-
-    Attributes:
-      opened: in the order of the configuration.
-      on_change: called on the Trio thread when an RNIC comes or goes.
-    """
+class StackRnics(RnicLife):
+    """Opens, chooses and closes the RNICs of one stack."""
 
     def __init__(
         self, config: Config, discovery: Discovery, pump: Pump,
         on_change: Callable[[Rnic, RnicChange], None],
     ) -> None:  # fmt: skip
-        self.opened: list[Rnic] = []
-        self.on_change = on_change
-        self._config = config
-        self._discovery = discovery
-        self._pump = pump
-        self._drained: set[Rnic] = set()
-        self._none = FallbackReason.NO_RNIC
+        super().__init__(config, discovery, pump, on_change)
         self._table: PnetTable = ()
         self._looked: dict[object, tuple[float, Any]] = {}
-        # A port's RNICs that were opened for further GIDs, and the one they are of.
-        self._port_of: dict[Rnic, Rnic] = {}
-        # Names of those that could not be opened.
-        self._refused: set[str] = set()
-
-    # --- life ------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Open what the configuration names.
@@ -95,45 +61,7 @@ class StackRnics:
           ValueError: the PNET table cannot be read.
         """
         self._table = pnet_table(self._config.pnet)
-        automatic = self._config.rnics == "auto"
-        rnics: Sequence[Rnic] = (
-            (SoftRnic(), *active_ports())
-            if isinstance(self._config.rnics, str)
-            else self._config.rnics
-        )
-        directory = Path(self._config.private_directory())
-        for rnic in rnics:
-            try:
-                rnic.open(directory)
-            except OSError as error:
-                if not automatic:
-                    for opened in self.opened:
-                        opened.close()
-                    raise
-                if rnic.kind == "software":
-                    self._none = self._why_not(error)
-                LOGGER.warning("%s cannot be used: %s", rnic.name, error)
-                continue
-            self.adopt(rnic)
-
-    def adopt(self, rnic: Rnic) -> None:
-        """Use an RNIC that is open."""
-        self.opened.append(rnic)
-        rnic.on_event = partial(self._event, rnic)
-        self._pump.add(rnic)
-
-    def close(self) -> None:
-        """Close all of them; what used them is gone."""
-        for rnic in self.opened:
-            self._pump.remove(rnic)
-            rnic.on_event = None
-            rnic.close()
-
-    def _why_not(self, error: OSError) -> FallbackReason:
-        """What to tell users of a software RNIC that cannot be opened."""
-        if error.errno == errno.ENOTSUP:
-            return FallbackReason.UNSUPPORTED_PLATFORM
-        return self._discovery.unusable() or FallbackReason.OUT_OF_RESOURCES
+        self.open_rnics()
 
     @property
     def table(self) -> PnetTable:
@@ -226,14 +154,10 @@ class StackRnics:
                 return rnic if self._is_usable(rnic) else None
         other = port.with_gid(gid.number)
         try:
-            other.open(Path(self._config.private_directory()))
+            other.open(self._directory)
         except OSError as error:
-            # Each connection tries again, and that is no news.
-            level = logging.DEBUG if other.name in self._refused else logging.WARNING
-            self._refused.add(other.name)
-            LOGGER.log(level, "%s cannot be used: %s", other.name, error)
+            self._complain(other, error)
             return None
-        self._refused.discard(other.name)
         self._port_of[other] = port
         self.adopt(other)
         return other
@@ -287,10 +211,6 @@ class StackRnics:
                 return rnic
         raise ValueError(f"the stack has no RNIC {name!r}")
 
-    def is_drained(self, rnic: Rnic) -> bool:
-        """Whether an operator has taken it out, or the port that it is on."""
-        return rnic in self._drained or self._port_of.get(rnic) in self._drained
-
     def drain(self, rnic: Rnic) -> None:
         """Take it out: nothing new goes over it, and `on_change` is told.  Idempotent."""
         if rnic not in self._drained:
@@ -309,12 +229,3 @@ class StackRnics:
     def on_port(self, rnic: Rnic) -> list[Rnic]:
         """It, and what was opened for further GIDs of it."""
         return [rnic, *(each for each, port in self._port_of.items() if port is rnic)]
-
-    def _event(self, rnic: Rnic, event: RnicEvent) -> None:
-        LOGGER.info("%s: %s", rnic.name, event)
-        if event is not RnicEvent.FATAL and rnic.port_active is not (event is RnicEvent.PORT_UP):
-            return  # old news: the links that are there by now know nothing of it
-        if event is not RnicEvent.PORT_UP:
-            self.on_change(rnic, RnicChange.LOST)
-        elif not self.is_drained(rnic):
-            self.on_change(rnic, RnicChange.AVAILABLE)

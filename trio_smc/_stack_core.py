@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -20,7 +21,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._endpoint import Endpoint
 from trio_smc._policy import ShortConnections
-from trio_smc._rnics import RnicChange
+from trio_smc._rnic_life import RnicChange
 from trio_smc._stack_life import StackLife
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
@@ -61,6 +62,7 @@ class StackCore(StackLife):
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._closed_totals: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
+        self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
         opened = self.rnic_set.opened
         mac = opened[0].mac if opened else b"\x02" + secrets.token_bytes(5)
         self.peer_id = secrets.token_bytes(2) + mac
@@ -78,13 +80,22 @@ class StackCore(StackLife):
         return self.rnic_set.serving(local, remote)
 
     def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
-        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may."""
+        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may.
+
+        Under "auto" that is when there is a RoCE port, so perhaps later.
+        """
+        if config.discovery == "auto":
+            self._offering.add(sock)
         remote = any(rnic.kind == "roce" for rnic in self.rnic_set.opened)
         if config.discovery == "tcp-option" or (config.discovery == "auto" and remote):
             self.tcp_option.offer(sock)
 
     def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
         """An RNIC came or went: link groups of its kind are told."""
+        if change is RnicChange.AVAILABLE and rnic.kind == "roce":
+            for sock in list(self._offering):
+                if sock.fileno() >= 0:
+                    self.tcp_option.offer(sock)
         for group in list(self._groups):
             if group.rnic.kind != rnic.kind:
                 continue

@@ -36,7 +36,8 @@ import trio
 
 from trio_smc._base.config import Config
 from trio_smc._control import ControlSocket
-from trio_smc._rnics import RnicChange, StackRnics
+from trio_smc._rnic_life import RnicChange
+from trio_smc._rnics import StackRnics
 from trio_smc._tcp_watch import TcpWatch
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
@@ -122,6 +123,7 @@ class StackLife:
                     if self._supported:
                         self.tcp_watch = TcpWatch()
                         await nursery.start(self.pump.run)
+                        nursery.start_soon(self.rnic_set.follow)
                         nursery.start_soon(self.tcp_watch.run)
                     nursery.start_soon(self._run_timers)
                     self._open_control_socket(nursery)

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .verbs import RnicError
 
-__all__ = ["ROCE_V2", "Channel", "Closable", "Context", "Cq", "Gid", "Mr", "Qp", "RecvWr", "SendWr",
-           "Sge", "Verbs", "Wc", "load"]  # fmt: skip
+__all__ = ["ROCE_V1", "ROCE_V2", "Channel", "Closable", "Context", "Cq", "Gid", "Mr", "Qp",
+           "RecvWr", "SendWr", "Sge", "Verbs", "Wc", "load"]  # fmt: skip
 
 _T = TypeVar("_T")
 
+ROCE_V1 = 1
 ROCE_V2 = 2
 """``enum ibv_gid_type`` as `ibv_query_gid_table` gives it."""
 

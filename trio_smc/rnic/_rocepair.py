@@ -1,4 +1,4 @@
-"""A queue pair of a RoCE adapter, and the memory that adapters read and write.
+"""A queue pair of a RoCE adapter.
 
 Each queue pair owns one registered piece of memory:
 
@@ -19,8 +19,8 @@ import errno
 from typing import TYPE_CHECKING, Final
 
 from . import _pyverbs
+from ._rocememory import PinnedMemory
 from ._sendring import PostedSends
-from .memory import Memory
 from .verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -32,29 +32,14 @@ from .verbs import (
 )
 
 if TYPE_CHECKING:
-    from .roce import Domain, VerbsRnic
+    from ._rocememory import Domain
+    from .roce import VerbsRnic
 
-__all__ = ["PinnedMemory", "RoceQueuePair"]
+__all__ = ["RoceQueuePair"]
 
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
-
-
-class PinnedMemory(Memory):
-    """Memory whose pages an adapter may have pinned."""
-
-    def zero(self, start: int, length: int) -> None:
-        """Zero a range in place.
-
-        Pages given back to the system would be replaced by new ones at the next access, while
-        the adapter went on writing into the old ones.
-        """
-        end = start + length
-        while start < end:
-            piece = min(end - start, 1 << 16)
-            self.view[start : start + piece] = bytes(piece)
-            start += piece
 
 
 class RoceQueuePair(QueuePair):
@@ -120,7 +105,7 @@ class RoceQueuePair(QueuePair):
             raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
         if not 1 <= mtu <= self._rnic.mtu:
             raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
-        index = self._rnic.current_gid_index()
+        index = self._rnic.gid_index_towards(gid)
         with self._lib.refusals("ibv_modify_qp to RTR"):
             self._lib.modify_to_rtr(
                 self._qp, port=self._rnic.port, gid_index=index,
@@ -140,7 +125,7 @@ class RoceQueuePair(QueuePair):
         if self._closed:
             return
         if self.state is not QpState.RESET:  # nothing is posted there, and verbs refuse it
-            with self._lib.refusals("ibv_modify_qp to ERR"):
+            with self._rnic.releasing("ibv_modify_qp to ERR"):
                 self._lib.modify_to_err(self._qp)
         self.state = QpState.ERR
 
@@ -157,7 +142,7 @@ class RoceQueuePair(QueuePair):
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
         if len(data) > RECEIVE_SIZE:
-            raise ValueError(f"a message has at most {RECEIVE_SIZE} bytes")
+            raise RnicError(errno.EMSGSIZE, f"a message has at most {RECEIVE_SIZE} bytes")
         if self.state is not QpState.RTS:
             self._expect(QpState.ERR)
         posted = self._posted
@@ -251,10 +236,11 @@ class RoceQueuePair(QueuePair):
         self.state = QpState.ERR
         self._rnic.detach(self)
         self._pd.pairs.discard(self)
-        with self._lib.refusals("ibv_destroy_qp"):
+        with self._rnic.releasing("ibv_destroy_qp"):
             self._qp.close()
         for request in self._receives:
             request.close()
         self._sge.close()  # the two reusable requests use it and have nothing of their own
-        self._mr.close()
+        with self._rnic.releasing("ibv_dereg_mr"):
+            self._mr.close()
         self._memory.close()

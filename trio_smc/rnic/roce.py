@@ -8,106 +8,38 @@ level-triggered, so that it stays readable until `service` has taken the event.
 Verbs have no way to look whether something has completed without taking it, so `arm` keeps what
 it finds for the next `poll`.
 
+A device may fail or be pulled out at any moment: then every verb is refused.  That is told as
+FATAL, by `service` or at the latest by `arm`; from then on what is closed keeps quiet about
+refusals, and `poll` gives nothing.
+
 Everything closes exactly once and in the order queue pair, region, domain, completion queue,
 channel, device: a call on a closed object of pyverbs crashes the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
 import select
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from . import _pyverbs
-from ._rocepair import PinnedMemory, RoceQueuePair
+from . import _pyverbs, _roceports
+from ._rocememory import Domain, PinnedMemory
+from ._rocepair import RoceQueuePair
 from .memory import Memory
-from .verbs import (
-    Completion,
-    MemoryRegion,
-    ProtectionDomain,
-    QueuePair,
-    Rnic,
-    RnicError,
-    RnicEvent,
-)
+from .verbs import Completion, ProtectionDomain, QueuePair, Rnic, RnicError, RnicEvent
 
-__all__ = ["VerbsRnic", "active_ports"]
+__all__ = ["VerbsRnic"]
 
-_DEVICES: Final = Path("/sys/class/infiniband")
-_ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
+_log = logging.getLogger("trio_smc.rnic")
+
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
-
-
-def active_ports() -> list[VerbsRnic]:
-    """An RNIC, not open, for every RoCE port of this host that is active now.
-
-    Asked of sysfs, so that a host without any need not load pyverbs.
-    """
-    found = []
-    for port in sorted(_DEVICES.glob("*/ports/*")):
-        with contextlib.suppress(OSError):  # it is just going
-            layer = (port / "link_layer").read_text(encoding="ascii").strip()
-            state = (port / "state").read_text(encoding="ascii")
-            if layer == "Ethernet" and state.startswith(_ACTIVE):
-                found.append(VerbsRnic(port.parents[1].name, int(port.name)))
-    return found
-
-
-class Region(MemoryRegion):
-    def __init__(self, pd: Domain, memory: PinnedMemory) -> None:
-        lib = pd.lib
-        with lib.refusals("ibv_reg_mr"):
-            self._mr: _pyverbs.Mr | None = lib.mr(
-                pd.pd, memory.address, memory.size, remote_write=True
-            )
-        self._pd = pd
-        self._memory = memory  # pinned pages stay writable for peers: outlives the region
-        self.rkey = self._mr.rkey
-        self.address = memory.address
-        self.length = memory.size
-        pd.regions.add(self)
-
-    def close(self) -> None:
-        if self._mr is None:
-            return
-        mr, self._mr = self._mr, None
-        self._pd.regions.discard(self)
-        with self._pd.lib.refusals("ibv_dereg_mr"):
-            mr.close()
-
-
-class Domain(ProtectionDomain):
-    def __init__(self, rnic: VerbsRnic, context: _pyverbs.Context, lib: _pyverbs.Verbs) -> None:
-        self.rnic = rnic
-        self.lib = lib
-        with lib.refusals("ibv_alloc_pd"):
-            self.pd = lib.pd(context)
-        self.regions: set[Region] = set()
-        self.pairs: set[RoceQueuePair] = set()
-        self.closed = False
-
-    def register(self, memory: Memory) -> MemoryRegion:
-        if self.closed:
-            raise RnicError(errno.EBADF, "the protection domain is closed")
-        if not isinstance(memory, PinnedMemory):
-            raise TypeError("only memory from VerbsRnic.alloc_memory can be registered")
-        return Region(self, memory)
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        # pyverbs would close them too, and their next call would then crash.
-        if self.regions or self.pairs:
-            raise RnicError(errno.EBUSY, "regions or queue pairs of the domain are still open")
-        self.closed = True
-        self.rnic.forget(self)
-        with self.lib.refusals("ibv_dealloc_pd"):
-            self.pd.close()
 
 
 class VerbsRnic(Rnic):
@@ -133,6 +65,9 @@ class VerbsRnic(Rnic):
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
         self._found: list[Completion] = []
+        self._refusal = ""
+        self.failed = False
+        self.port_active = False
 
     def open(self, directory: Path) -> None:
         if self._lib is not None:
@@ -141,6 +76,8 @@ class VerbsRnic(Rnic):
         with lib.refusals(f"opening {self.device}"):
             self._context, self._async_fd = lib.context(self.device)
         self._lib = lib
+        self._refusal = ""
+        self.failed = False
         self._channel: _pyverbs.Channel | None = None
         self._cq: _pyverbs.Cq | None = None
         self._epoll = select.epoll()
@@ -163,7 +100,7 @@ class VerbsRnic(Rnic):
             table = lib.gids(self._context, self.port)
         self.port_active = port.state == lib.port_active
         self.mtu = port.active_mtu
-        gid = _choose(table, self._gid_index)
+        gid = _roceports.choose(table, self._gid_index)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
         self._gid = gid
@@ -196,14 +133,18 @@ class VerbsRnic(Rnic):
         other.name = f"{self.name}#{number}"
         return other
 
-    def current_gid_index(self) -> int:
-        """Where our GID stands now: an address that goes and comes back changes its index."""
+    def gid_index_towards(self, peer: bytes) -> int:
+        """Index of our GID's entry with the encapsulation that this peer speaks.
+
+        Raises RnicError when the GID is not in the table any more.
+        """
         lib = self._opened()
         with lib.refusals("ibv_query_gid_table"):
-            for gid in lib.gids(self._context, self.port):
-                if gid[1:] == self._gid[1:]:
-                    return gid.number
-        raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
+            table = lib.gids(self._context, self.port)
+        gid = _roceports.towards(peer, table, self._gid, fixed=self.gid_is_fixed)
+        if gid is None:
+            raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
+        return gid.number
 
     def _opened(self) -> _pyverbs.Verbs:
         if self._lib is None:
@@ -219,15 +160,26 @@ class VerbsRnic(Rnic):
             for region in list(domain.regions):
                 region.close()
             domain.close()
-        lib, self._lib = self._lib, None
+        opened = (self._cq, self._channel, self._context)
+        self._cq = self._channel = None
         self._found.clear()
         self._epoll.close()
-        with lib.refusals(f"closing {self.device}"):
-            if self._cq is not None:
-                self._cq.close()
-            if self._channel is not None:
-                self._channel.close()
-            self._context.close()
+        for each in opened:
+            if each is not None:
+                with self.releasing(f"closing {self.device}"):
+                    each.close()
+        self._lib = None
+        self.port_active = False
+
+    @contextmanager
+    def releasing(self, what: str) -> Iterator[None]:
+        """Around giving something back, which a device that has failed refuses."""
+        lib = self._opened()
+        try:
+            yield
+        except lib.error as refused:
+            if not self.failed:
+                raise lib.refusal(what, refused) from refused
 
     def alloc_memory(self, size: int) -> Memory:
         return PinnedMemory(size)
@@ -246,6 +198,8 @@ class VerbsRnic(Rnic):
         self._opened()
         if not isinstance(pd, Domain) or pd.rnic is not self or pd.closed or self._cq is None:
             raise RnicError(errno.EINVAL, f"not an open protection domain of {self.name}")
+        if self.failed:
+            raise RnicError(errno.EIO, f"{self.name} has failed")
         each = self.send_depth + self.receive_depth
         if (len(self._pairs) + 1) * each > self._cq_size:
             raise RnicError(errno.ENOMEM, f"{self.name} has no completion queue room left")
@@ -270,15 +224,16 @@ class VerbsRnic(Rnic):
         return found
 
     def _take(self, found: list[Completion]) -> None:
-        cq, pairs = self._cq, self._pairs
-        if cq is None or self._lib is None:
+        cq, lib, pairs = self._cq, self._lib, self._pairs
+        if cq is None or lib is None or self.failed:
             return
         count = _BATCH
         while count == _BATCH:
             try:
                 count, completions = cq.poll(_BATCH)
-            except self._lib.error as refused:
-                raise self._lib.refusal("ibv_poll_cq", refused) from refused
+            except lib.error as refused:
+                self._refusal = f"ibv_poll_cq: {refused}"  # this may be deep inside of anything
+                return
             for wc in completions:
                 pair = pairs.get(wc.qp_num)
                 if pair is not None:
@@ -286,13 +241,19 @@ class VerbsRnic(Rnic):
 
     def arm(self) -> bool:
         lib = self._opened()
+        if self.failed:
+            return not self._found
         if self._cq is not None:
+            # For every completion: no rule makes a peer's messages solicited.
             try:
                 self._cq.req_notify(0)
             except lib.error as refused:
-                raise lib.refusal("ibv_req_notify_cq", refused) from refused
+                self._refusal = f"ibv_req_notify_cq: {refused}"
         # What completed before arming raises no event.
         self._take(self._found)
+        if self._refusal:
+            self._fail(self._refusal)
+            return False
         return not self._found
 
     def wait_fd(self) -> int:
@@ -302,53 +263,60 @@ class VerbsRnic(Rnic):
     def service(self) -> None:
         lib = self._opened()
         # Until nothing is readable: a sleeper that waits for edges sees no second event otherwise.
-        while ready := self._epoll.poll(0):
+        while not self.failed and (ready := self._epoll.poll(0)):
             for fd, _ in ready:
-                if fd == self._async_fd:
-                    self._take_event(lib)
-                else:
-                    self._take_notification(lib)
+                try:
+                    if fd == self._async_fd:
+                        self._take_event(lib)
+                    else:
+                        self._take_notification(lib)
+                except lib.error as refused:
+                    self._fail(str(refused))
 
     def _take_notification(self, lib: _pyverbs.Verbs) -> None:
-        if self._channel is None or self._cq is None:
+        if self._channel is None or self._cq is None or self.failed:
             return
         try:
             self._channel.get_cq_event(self._cq)
         except lib.error as refused:
             if not lib.would_block(refused):
-                raise lib.refusal("ibv_get_cq_event", refused) from refused
+                raise
         else:
             self._cq.ack_events(1)
 
     def _take_event(self, lib: _pyverbs.Verbs) -> None:
-        with lib.refusals("ibv_get_async_event"):
-            event = self._context.get_async_event()
-            kind = event.event_type
-            event.ack()
+        event = self._context.get_async_event()
+        kind = event.event_type
+        event.ack()
         if kind in lib.fatal_events:
-            self._tell(RnicEvent.FATAL)
-            return
-        # The event names neither port nor GID, so the port is asked; it may also be gone.
+            self._fail(f"event {kind}")
+        else:
+            self.look_at_port()  # the event names neither port nor GID
+
+    def look_at_port(self) -> None:
+        """See whether the port went down or came up, and what its MTU is: `RnicEvent` tells."""
+        lib = self._opened()
         before = self.port_active
         try:
-            self.port_active = self._context.query_port(self.port).state == lib.port_active
-        except lib.error:
-            self.port_active = False
-            self._tell(RnicEvent.FATAL)
+            port = self._context.query_port(self.port)
+        except lib.error as refused:  # the device is gone
+            self._fail(str(refused))
             return
+        self.mtu = port.active_mtu
+        self.port_active = port.state == lib.port_active
         if self.port_active != before:
             self._tell(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
+
+    def _fail(self, why: str) -> None:
+        if self.failed:
+            return
+        _log.warning("%s has failed: %s", self.name, why)
+        self.failed = True
+        self.port_active = False
+        for fd in (self._channel_fd, self._async_fd):
+            self._epoll.unregister(fd)
+        self._tell(RnicEvent.FATAL)
 
     def _tell(self, event: RnicEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
-
-
-def _choose(table: list[_pyverbs.Gid], index: int | None) -> _pyverbs.Gid | None:
-    if index is not None:
-        return next((gid for gid in table if gid.number == index), None)
-    # Global before link-local: it can be routed.  False sorts before True.
-    order = sorted(
-        table, key=lambda gid: (gid.kind != _pyverbs.ROCE_V2, gid.value[:2] == b"\xfe\x80")
-    )
-    return order[0] if order else None
