@@ -167,6 +167,11 @@ def established_stream(
     endpoint = stack.endpoint_of(outcome.connection)
     if endpoint is None:
         raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
+    if endpoint.reset:
+        # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
+        # abort needs no stream.
+        endpoint.closed_by_user = True
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
     amortised = config.checkpoints == "amortised"
     endpoint.connection.set_policy(
         close_timeout=config.close_timeout,

@@ -50,7 +50,7 @@ class Endpoint:
     """
 
     __slots__ = ("_stack", "_timer", "abandoned", "closed_by_user", "connection", "group",
-                 "rmbe", "sock")  # fmt: skip
+                 "reset", "rmbe", "sock")  # fmt: skip
 
     connection: Connection
 
@@ -61,6 +61,8 @@ class Endpoint:
         self.rmbe = rmbe
         self.sock: trio.socket.SocketType | None = None
         """The TCP connection, once it belongs to SMC-R; None before and after."""
+        self.reset = False
+        """The TCP connection is to end by RST, or has; it may not have been adopted yet."""
         self.closed_by_user = False
         """Its stream was closed; what is left to do happens here."""
         self.abandoned = False
@@ -94,7 +96,8 @@ class Endpoint:
             self._timer = self._stack.timers.call_later(seconds, connection.on_timer)
 
     def reset_tcp(self, connection: Connection) -> None:
-        """End the TCP connection by RST."""
+        """End the TCP connection by RST; whoever has it still must not let it be adopted."""
+        self.reset = True
         sock = self._let_go()
         if sock is not None:
             close_with_reset(sock)
