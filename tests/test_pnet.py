@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,62 +11,15 @@ import trio
 
 import trio_smc
 from tests.memory_rnic import Fabric, MemoryRnic
-from trio_smc import Config, FallbackReason, VerbsRnic, _rnic_life, _rnics
+from tests.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
+from trio_smc import Config, FallbackReason, _rnics
 from trio_smc._accept import _admit
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
-from trio_smc.rendezvous.prefixes import Prefix
-from trio_smc.rnic._pyverbs import Gid
 from trio_smc.rnic._roceports import active_ports
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import Rnic
-
-V1, V2 = 1, 2
-
-HOST = {
-    each.index: each
-    for each in (
-        Interface(index=1, name="lo"),
-        Interface(index=2, name="eth0"),
-        Interface(index=3, name="eth1"),
-        Interface(index=4, name="eth0.7", vlan=7, lower=2),
-        Interface(index=5, name="eth1.7", vlan=7, lower=3),
-        Interface(index=6, name="bond0", bond=True),
-        Interface(index=7, name="eth2", master=6),
-        Interface(index=8, name="eth3", master=6),
-        Interface(index=9, name="bond0.7", vlan=7, lower=6),
-    )
-}
-NAMED = {each.name: each for each in HOST.values()}
-
-
-def gid(address: str) -> bytes:
-    parsed = ipaddress.ip_address(address)
-    return parsed.packed if parsed.version == 6 else bytes(10) + b"\xff\xff" + parsed.packed
-
-
-def entry(port: str, number: int, interface: str, address: str, kind: int = V2) -> PortGid:
-    return PortGid(port, number, kind, NAMED[interface].index, gid(address))
-
-
-def prefix(network: str) -> Prefix:
-    parsed = ipaddress.ip_network(network)
-    return Prefix(network=parsed.network_address.packed, length=parsed.prefixlen)
-
-
-GIDS = [
-    entry("rxe0", 0, "eth0", "fe80::1"),
-    entry("rxe0", 1, "eth0", "192.0.2.1"),
-    entry("rxe0", 2, "eth0", "2001:db8::1"),
-    entry("rxe0", 3, "eth0.7", "fe80::1"),
-    entry("rxe0", 4, "eth0.7", "198.51.100.1"),
-    entry("rxe1", 0, "eth1", "fe80::2"),
-    entry("rxe1", 1, "eth1", "203.0.113.1"),
-    entry("rxe1", 2, "eth1.7", "fe80::2"),
-    entry("rxe2", 0, "eth2", "fe80::3"),
-    entry("rxe3", 0, "eth3", "fe80::4"),
-]
 
 
 def chosen(
@@ -223,69 +175,9 @@ def test_who_may_share_a_link_group(
 # --- a stack's RNICs ------------------------------------------------------------------------------
 
 
-class FakePort(VerbsRnic):
-    """A port with a GID table of its own; nothing of verbs behind it."""
-
-    table: list[Gid]
-    opened: list[FakePort]
-
-    def open(self, directory: Path) -> None:
-        number = self._gid_index
-        self._gid = next(each for each in self.table if number in (None, each.number))
-        self.gid, self.mac, self.mtu, self.port_active = self._gid.value, bytes(6), 3, True
-        self.opened.append(self)
-
-    def close(self) -> None:
-        self.opened.remove(self)
-
-    def gid_table(self) -> list[Gid]:
-        return self.table
-
-    def with_gid(self, number: int) -> VerbsRnic:
-        other = fake_port(self.device, self.table, self.opened, number)
-        other.name = f"{self.name}#{number}"
-        return other
-
-
-def fake_port(
-    name: str, table: list[Gid], opened: list[FakePort], number: int | None = None
-) -> FakePort:
-    port = FakePort(name, gid_index=number)
-    port.table, port.opened = table, opened
-    return port
-
-
-@dataclass
-class World:
-    """Two made-up ports, rxe0 on eth0 and eth0.7, and rxe1 on eth1."""
-
-    opened: list[FakePort] = field(default_factory=list)
-    route: str = "eth0"
-
-    def port(self, name: str, number: int | None = None) -> FakePort:
-        table = [
-            Gid(each.number, each.kind, each.interface, each.value)
-            for each in GIDS
-            if each.port == name
-        ]
-        return fake_port(name, table, self.opened, number)
-
-
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World()
-    owned = [
-        (2, "192.0.2.1", "192.0.2.0/24"), (4, "198.51.100.1", "198.51.100.0/24"),
-        (3, "203.0.113.1", "203.0.113.0/24"),
-    ]  # fmt: skip
-    addresses = [
-        prefixes._Owned(interface=index, address=address, prefix=prefix(network))
-        for index, address, network in owned
-    ]
-    monkeypatch.setattr(prefixes, "_addresses", lambda: addresses)
-    monkeypatch.setattr(pnet, "interfaces", lambda: HOST)
-    monkeypatch.setattr(pnet, "route_interface", lambda local, remote: NAMED[made.route].index)
-    return made
+    return World.made(monkeypatch)
 
 
 async def rnics_of(*ports: Rnic, table: pnet.PnetTable = ()) -> StackRnics:
@@ -467,7 +359,7 @@ async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) ->
     def make_port(name: str, port: int) -> FakePort:
         return world.port(name) if name == "rxe0" else Broken(name, port)
 
-    monkeypatch.setattr(_rnic_life, "active_ports", lambda: [("mlx5_0", 1), ("rxe0", 1)])
+    world.come("mlx5_0", "rxe0")
     monkeypatch.setattr(StackRnics, "make_port", staticmethod(make_port))
     monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
     monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)

@@ -167,6 +167,7 @@ class Verbs:
         self.error: type[Exception] = pyverbs_error.PyverbsError
         self.signaled: int = enums.IBV_SEND_SIGNALED
         self.solicited: int = enums.IBV_SEND_SOLICITED
+        self.inline: int = enums.IBV_SEND_INLINE
         self.port_active: int = enums.IBV_PORT_ACTIVE
         self.fatal_events = {enums.IBV_EVENT_DEVICE_FATAL, enums.IBV_EVENT_CQ_ERR}
 
@@ -221,15 +222,21 @@ class Verbs:
         made: Mr = self._lib.mr.MR(pd, length, access, address=address)
         return made
 
-    def qp(self, pd: Closable, cq: Cq, *, send_depth: int, receive_depth: int) -> Qp:
-        """A reliably connected queue pair in state RESET; two gather entries at most."""
+    def qp(
+        self, pd: Closable, cq: Cq, *, send_depth: int, receive_depth: int, inline: int
+    ) -> tuple[Qp, int]:
+        """A reliably connected queue pair in state RESET; two gather entries at most.
+
+        Returns it and how many bytes it sends inline, which may be more than ``inline``.
+        """
         cap = self._lib.qp.QPCap(
-            max_send_wr=send_depth, max_recv_wr=receive_depth, max_send_sge=2, max_recv_sge=1
-        )
+            max_send_wr=send_depth, max_recv_wr=receive_depth, max_send_sge=2, max_recv_sge=1,
+            max_inline_data=inline,
+        )  # fmt: skip
         kind = self._enums.IBV_QPT_RC
         init = self._lib.qp.QPInitAttr(qp_type=kind, scq=cq, rcq=cq, cap=cap, sq_sig_all=0)
         made: Qp = self._lib.qp.QP(pd, init)
-        return made
+        return made, int(init.max_inline_data)
 
     def modify_to_init(self, qp: Qp, port: int) -> None:
         e = self._enums

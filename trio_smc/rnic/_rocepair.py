@@ -16,6 +16,7 @@ changed and posted again (`_pyverbs`).
 from __future__ import annotations
 
 import errno
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from . import _pyverbs
@@ -40,6 +41,9 @@ __all__ = ["RoceQueuePair"]
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
+_INLINE: Final = 64
+"""Bytes that are asked for to be sent inline: LLC and CDC messages have 44.  The adapter then need
+not fetch them from memory after it was told of them."""
 
 
 class RoceQueuePair(QueuePair):
@@ -68,9 +72,7 @@ class RoceQueuePair(QueuePair):
             self._mr = lib.mr(self._pd.pd, self._base, self._memory.size, remote_write=False)
         try:
             with lib.refusals("ibv_create_qp"):
-                self._qp = lib.qp(
-                    self._pd.pd, cq, send_depth=rnic.send_depth, receive_depth=rnic.receive_depth
-                )
+                self._qp, self._inline_limit = self._create(cq)
         except BaseException:
             self._mr.close()
             raise
@@ -84,7 +86,17 @@ class RoceQueuePair(QueuePair):
         self._sge = lib.sge(self._base, 0, lkey)
         self._send_wr = lib.send_wr(self._sge, write=False)
         self._write_wr = lib.send_wr(self._sge, write=True)
-        self._signaled, self._solicited = lib.signaled, lib.solicited
+        self._signaled, self._solicited, self._inline = lib.signaled, lib.solicited, lib.inline
+
+    def _create(self, cq: _pyverbs.Cq) -> tuple[_pyverbs.Qp, int]:
+        make = partial(
+            self._lib.qp, self._pd.pd, cq, send_depth=self._rnic.send_depth,
+            receive_depth=self._rnic.receive_depth,
+        )  # fmt: skip
+        try:
+            return make(inline=_INLINE)
+        except self._lib.error:  # the adapter cannot send so much inline
+            return make(inline=0)
 
     def _expect(self, *states: QpState) -> None:
         if self._closed:
@@ -151,7 +163,10 @@ class RoceQueuePair(QueuePair):
         self._view[start : start + len(data)] = data
         sge = self._sge
         sge.addr, sge.length = self._base + start, len(data)
-        self._post(self._send_wr, wr_id, WcOpcode.SEND, 0, signaled)
+        flags = self._solicited
+        if len(data) <= self._inline_limit:
+            flags |= self._inline
+        self._post(self._send_wr, wr_id, WcOpcode.SEND, 0, flags, signaled)
 
     def post_write(
         self,
@@ -173,18 +188,19 @@ class RoceQueuePair(QueuePair):
         if more is not None:
             self._copy((start + len(data)) % _RING_SIZE, more)
         first = min(length, _RING_SIZE - start)
+        flags = self._inline if length <= self._inline_limit else 0
         sge = self._sge
         sge.addr, sge.length = self._base + self._ring + start, first
         if first == length:
             self._write_wr.set_wr_rdma(rkey, address)
-            self._post(self._write_wr, wr_id, WcOpcode.RDMA_WRITE, length, signaled)
+            self._post(self._write_wr, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
         else:
             # Once per turn of the ring; a reusable request can point at one entry only.
             rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
             request = self._lib.gather_wr([sge, rest], write=True)
             try:
                 request.set_wr_rdma(rkey, address)
-                self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, signaled)
+                self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
             finally:
                 request.close()
                 rest.close()
@@ -197,12 +213,17 @@ class RoceQueuePair(QueuePair):
             view[ring : ring + len(data) - first] = data[first:]
 
     def _post(
-        self, request: _pyverbs.SendWr, wr_id: int, opcode: int, length: int, wanted: bool
+        self,
+        request: _pyverbs.SendWr,
+        wr_id: int,
+        opcode: int,
+        length: int,
+        flags: int,
+        wanted: bool,
     ) -> None:
         posted = self._posted
         signaled = wanted or posted.due(length)
         request.wr_id = posted.next_id
-        flags = self._solicited if opcode == WcOpcode.SEND else 0
         request.send_flags = flags | self._signaled if signaled else flags
         try:
             self._qp.post_send(request)

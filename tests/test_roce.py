@@ -1,0 +1,318 @@
+"""What `VerbsRnic` makes of a device, its GID table and its end, with verbs made up for it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trio_smc.rnic import _pyverbs, _roceports, roce
+from trio_smc.rnic._portwatch import is_news
+from trio_smc.rnic._pyverbs import ROCE_V1, ROCE_V2, Gid
+from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.verbs import RnicError, RnicEvent
+
+# --- which entry of the GID table -----------------------------------------------------------------
+
+
+def gid(text: str) -> bytes:
+    """An address as a GID."""
+    address = ipaddress.ip_address(text)
+    return address.packed if address.version == 6 else bytes(10) + b"\xff\xff" + address.packed
+
+
+LOCAL = gid("fe80::5054:ff:fe00:1")
+OTHER = gid("fe80::5054:ff:fe00:2")
+PRIVATE = gid("fe80::1234:5678:9abc:def0")
+IPV4 = gid("192.0.2.1")
+# As an adapter has it: each GID for both encapsulations.
+TABLE = [
+    Gid(0, ROCE_V1, 2, LOCAL),
+    Gid(1, ROCE_V2, 2, LOCAL),
+    Gid(2, ROCE_V1, 2, IPV4),
+    Gid(3, ROCE_V2, 2, IPV4),
+    Gid(4, ROCE_V1, 7, LOCAL),  # of a VLAN on it
+    Gid(5, ROCE_V2, 7, LOCAL),
+]
+V2_ONLY = [each for each in TABLE if each.kind == ROCE_V2]
+V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
+
+
+@pytest.mark.parametrize(
+    ("peer", "own", "expected"),
+    [
+        (gid("192.0.2.9"), 3, 3),  # made from an IPv4 address: RoCE v2
+        (gid("2001:db8::9"), 3, 3),
+        (PRIVATE, 3, 3),  # an address of its own, not made from the MAC address
+        (OTHER, 3, 2),  # Linux for SMC-R version 1: RoCE v1, be our GID what it is
+        (OTHER, 1, 0),
+        (OTHER, 0, 0),
+        (gid("192.0.2.9"), 0, 1),
+        (OTHER, 5, 4),  # the VLAN's, although the GID is the same
+    ],
+)
+def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
+    found = _roceports.towards(peer, TABLE, TABLE[own], fixed=False)
+    assert found == TABLE[expected]
+
+
+@pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
+def test_the_entry_that_there_is(peer: bytes) -> None:
+    """Soft-RoCE has v2 only; there may be adapters with v1 only."""
+    for table in (V2_ONLY, V1_ONLY):
+        for own in table:
+            assert _roceports.towards(peer, table, own, fixed=False) == own
+
+
+@pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
+def test_the_entry_that_the_user_chose(peer: bytes) -> None:
+    for own in TABLE:
+        assert _roceports.towards(peer, TABLE, own, fixed=True) == own
+    assert _roceports.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
+
+
+def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
+    moved = [each._replace(number=each.number + 8) for each in TABLE]
+    found = _roceports.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
+    assert found is not None
+    assert found.number == 11
+    gone = [each for each in TABLE if each.value != IPV4]
+    assert _roceports.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
+
+
+def test_the_gid_of_a_port() -> None:
+    assert _roceports.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
+    assert _roceports.choose(V1_ONLY, None) == TABLE[2]
+    assert _roceports.choose(TABLE, 4) == TABLE[4]
+    assert _roceports.choose(TABLE, 6) is None
+    assert _roceports.choose([], None) is None
+
+
+# --- a device that fails --------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """What the made-up verbs raise."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.error_code = errno.EIO
+
+
+class Device:
+    """Verbs of one device, as `_pyverbs.Verbs` gives them; `closed` has what was closed."""
+
+    error = Refused
+    port_active = 4
+    fatal_events = frozenset({8})
+    signaled = solicited = inline = 0
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.closed: list[str] = []
+        self.events: list[int] = []
+        self.state, self.mtu = 4, 3
+        self.modified: list[dict[str, Any]] = []
+        self.fds = [os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)]
+
+    @contextmanager
+    def refusals(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refused:
+            raise self.refusal(what, refused) from refused
+
+    refusal = staticmethod(_pyverbs.Verbs.refusal)
+
+    def do(self, result: object = None) -> Any:
+        if self.gone:
+            raise Refused("no such device")
+        return result
+
+    def thing(self, name: str, **more: object) -> Any:
+        def close() -> None:
+            if name != "request":  # the library's own memory
+                self.closed.append(name)
+                self.do()
+
+        return SimpleNamespace(close=close, **more)
+
+    def event(self, kind: int) -> None:
+        self.events.append(kind)
+        os.eventfd_write(self.fds[0], 1)
+
+    def take_event(self) -> Any:
+        self.do()
+        os.eventfd_read(self.fds[0])
+        return SimpleNamespace(event_type=self.events.pop(0), ack=lambda: None)
+
+    def context(self, name: str) -> tuple[Any, int]:
+        context = self.thing(
+            "context",
+            query_port=lambda port: self.do(SimpleNamespace(state=self.state, active_mtu=self.mtu)),
+            query_device=lambda: SimpleNamespace(max_cqe=32767),
+            get_async_event=self.take_event,
+        )
+        return self.do((context, self.fds[0]))
+
+    def gids(self, context: object, port: int) -> list[Gid]:
+        return self.do([each._replace(ifindex=1) for each in TABLE])
+
+    def channel(self, context: object) -> tuple[Any, int]:
+        return self.thing("channel"), self.fds[1]
+
+    def cq(self, context: object, size: int, channel: object) -> Any:
+        return self.thing(
+            "cq", poll=lambda count: self.do((0, ())), req_notify=lambda solicited: self.do()
+        )
+
+    def pd(self, context: object) -> Any:
+        return self.thing("pd")
+
+    def mr(self, *args: object, **more: object) -> Any:
+        return self.thing("mr", lkey=1, rkey=2)
+
+    def qp(self, pd: object, cq: object, *, inline: int, **more: object) -> tuple[Any, int]:
+        if inline:
+            raise Refused("so much is not sent inline")
+        return self.thing("qp", qp_num=77), 0
+
+    def sge(self, address: int, length: int, lkey: int) -> Any:
+        return self.thing("request", addr=address, length=length)
+
+    def recv_wr(self, wr_id: int, sge: object) -> Any:
+        return self.thing("request")
+
+    def send_wr(self, sge: object, *, write: bool) -> Any:
+        return self.thing("request")
+
+    def modify_to_init(self, qp: object, port: int) -> None:
+        self.do()
+
+    def modify_to_rtr(self, qp: object, **attributes: Any) -> None:
+        self.modified.append(self.do(attributes))
+
+    def modify_to_err(self, qp: object) -> None:
+        self.do()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    monkeypatch.setattr(roce._pyverbs, "load", lambda: made)
+    yield made
+    for fd in made.fds:
+        os.close(fd)
+
+
+@pytest.fixture
+def rnic(device: Device, tmp_path: Path) -> Iterator[VerbsRnic]:
+    made = VerbsRnic("made_up0")
+    made.open(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRnic) -> None:
+    with pytest.raises(RnicError, match="beyond"):
+        to_peer(rnic, OTHER, mtu=4)
+    to_peer(rnic, OTHER, mtu=3)
+    to_peer(rnic, gid("192.0.2.9"), mtu=1)
+    assert [(each["gid_index"], each["mtu"]) for each in device.modified] == [(2, 3), (3, 1)]
+
+
+def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
+    pd = rnic.alloc_pd()
+    qp = rnic.create_qp(pd)
+    try:
+        qp.to_init()
+        qp.to_rtr(gid=peer, qp_num=5, psn=1, mtu=mtu)
+    finally:
+        qp.close()
+        pd.close()
+
+
+def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
+    told: list[RnicEvent] = []
+    rnic.on_event = told.append
+    for state, mtu in ((1, 3), (1, 3), (4, 5), (4, 4)):
+        device.state, device.mtu = state, mtu
+        device.event(10)
+        rnic.service()
+        assert (rnic.port_active, rnic.mtu) == (state == 4, mtu)
+    assert told == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+
+
+@pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
+def test_a_device_that_fails(device: Device, rnic: VerbsRnic, how: str) -> None:
+    """It is told once, nothing is raised, and what it had is given back."""
+    told: list[RnicEvent] = []
+    rnic.on_event = told.append
+    pd = rnic.alloc_pd()
+    qp = rnic.create_qp(pd)
+    qp.to_init()
+    memory = rnic.alloc_memory(4096)
+    region = pd.register(memory)
+    device.gone = how != "event"
+    if how in ("event", "event refused"):
+        device.event(8)
+        rnic.service()
+    elif how == "port":
+        rnic.look_at_port()
+    elif how == "poll":
+        assert rnic.poll() == []
+        assert told == [], "who polls may be in the middle of something"
+        assert not rnic.arm(), "look again"
+    else:
+        assert not rnic.arm()
+    device.gone = True
+    assert told == [RnicEvent.FATAL]
+    assert rnic.failed
+    assert not rnic.port_active
+    assert rnic.poll() == []
+    assert rnic.arm()
+    rnic.service()
+    with pytest.raises(RnicError):
+        rnic.create_qp(pd)
+    qp.to_err()
+    qp.close()
+    region.close()
+    pd.close()
+    memory.close()
+    rnic.close()
+    assert told == [RnicEvent.FATAL]
+    assert device.closed == ["qp", "mr", "mr", "pd", "cq", "channel", "context"]
+
+
+def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsRnic) -> None:
+    pd = rnic.alloc_pd()
+    device.gone = True
+    with pytest.raises(RnicError, match="ibv_dealloc_pd"):
+        pd.close()
+    device.gone = False
+
+
+# --- news -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uevent", "expected"),
+    [
+        (b"add@/devices/virtual/infiniband/rxe1\0ACTION=add\0SUBSYSTEM=infiniband\0", True),
+        (b"remove@/devices/virtual/infiniband_verbs/uverbs1\0ACTION=remove\0", True),
+        (b"add@/devices/pci0000:00/0000:00:02.0/infiniband/mlx5_0\0", True),
+        (b"add@/devices/virtual/net/veth0\0INTERFACE=veth0\0", False),
+        (b"change@/devices/virtual/block/loop0\0NAME=/infiniband\0", False),
+        (b"libudev\0\xfe\xed\xca\xfe", False),
+        (b"", False),
+    ],
+)
+def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
+    assert is_news(uevent) is expected
