@@ -15,7 +15,13 @@ from pathlib import Path
 
 import trio
 
-from tests.lab import interop_endings, interop_fallbacks, interop_links, interop_streams
+from tests.lab import (
+    interop_endings,
+    interop_fallbacks,
+    interop_links,
+    interop_programs,
+    interop_streams,
+)
 from tests.lab.interop_world import CONFIG, World
 from tests.lab.kernel import Kernel
 from trio_smc import VerbsRnic
@@ -36,6 +42,8 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_fallbacks.kernel_declines,
         interop_fallbacks.we_decline,
         interop_fallbacks.plain_peer,
+        interop_programs.c_programs,
+        interop_programs.python_programs,
         interop_streams.many_connections,
         interop_streams.loss,
     ),

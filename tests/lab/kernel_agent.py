@@ -35,6 +35,7 @@ class Agent:
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
         self._numbers = itertools.count(1)
+        self._programs: dict[int, subprocess.Popen[str]] = {}
 
     def _keep(self, sock: socket.socket) -> int:
         number = next(self._numbers)
@@ -215,6 +216,31 @@ class Agent:
         if done.returncode:
             raise OSError(done.returncode, done.stdout)
         return done.stdout
+
+    def program(self, command: list[str], by: str, library: str) -> int:
+        """Start a program whose TCP sockets become SMC sockets, by "family" or "protocol"."""
+        number = next(self._numbers)
+        self._programs[number] = subprocess.Popen(
+            command, env={**os.environ, "LD_PRELOAD": library, "SMC_BY": by},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        return number
+
+    def modes_of(self, number: int) -> list[str]:
+        """What smc_diag says of the program's open connections (states of TCP: 1 is open)."""
+        place = f"/proc/{self._programs[number].pid}/fd"
+        names = [os.readlink(f"{place}/{each}") for each in os.listdir(place)]
+        known = smc_netlink.sockets()
+        found = (known.get(int(name[8:-1])) for name in names if name.startswith("socket:["))
+        return [info["mode"] for info in found if info and info["state"] == 1]
+
+    def ended(self, number: int, stop: bool = False) -> list[Any]:
+        """Wait for the program's end, or bring it about: status and output."""
+        program = self._programs.pop(number)
+        if stop:
+            program.terminate()
+        output = program.communicate()[0]
+        return [program.returncode, output]
 
     def pnet(self, name: str, interface: str | None = None, device: str | None = None) -> None:
         smc_netlink.pnet_add(name, interface=interface, device=device)

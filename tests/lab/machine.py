@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.lab import setup
+from tests.lab import captures, setup
 
 __all__ = ["ARTEFACTS", "REPOSITORY", "Finished", "run_guest", "run_pair"]
 
@@ -81,7 +81,10 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
 def run_pair(
     name: str, commands: str, *, seconds: float, memory: int = 1024, mtu: int = 1500
 ) -> Finished:
-    """Run the same shell commands in two guests; keeps ``build/interop/NAME.pcapng``."""
+    """Run the same shell commands in two guests; keeps ``build/interop/NAME.pcapng``.
+
+    A frame there that tshark cannot read makes the status 1; what it reads is in the output.
+    """
     with _lab(name) as (kernel, place, console):
         guests = [_Guest(each, kernel, place, memory) for each in "ab"]
         for guest, role in zip(guests, ("server", "client"), strict=True):
@@ -96,6 +99,10 @@ def run_pair(
             thin_out(wire)
         merged = ARTEFACTS / f"{name}.pcapng"
         subprocess.run(["mergecap", "-F", "pcapng", "-w", merged, *wires], check=True)
+        reading = captures.read(merged)
+        for line in (f"tshark reads {reading}", *(f"malformed: {at}" for at in reading.malformed)):
+            console.add("wire", line)
+        status = status or int(bool(reading.malformed))
         return Finished(status, console.text())
 
 
@@ -128,10 +135,13 @@ class _Console:
             asked = _CABLE.search(line)
             if asked:
                 guest.monitor(f"set_link n{asked[1]} {asked[2]}")
-            with self._lock:
-                self._lines.append(f"[{name}] {line.rstrip()}\n")
-                self._log.write(self._lines[-1])
-                self._log.flush()
+            self.add(name, line.rstrip())
+
+    def add(self, name: str, line: str) -> None:
+        with self._lock:
+            self._lines.append(f"[{name}] {line}\n")
+            self._log.write(self._lines[-1])
+            self._log.flush()
 
     def text(self) -> str:
         with self._lock:

@@ -5,10 +5,10 @@
 Everything lies in ``$XDG_CACHE_HOME/trio-smc-lab`` (else ``~/.cache/trio-smc-lab``); nothing is
 installed but the packages that `PACKAGES` names.  A second run does nothing.
 
-The kernel is Debian's own binary.  One module is built again: `net/smc`, whose SMC-R version 1
-takes RoCE v1 GIDs alone, of which soft-RoCE has none.  `relax` makes it take soft-RoCE's GIDs too
-while its parameter ``lab_gids`` is set; nothing else of the peer is touched.  docs/interop.md says
-it in words.
+The kernel is Debian's own binary.  One module is built again: `net/smc`, for soft-RoCE's sake.
+`relax` gives it two parameters: ``lab_gids`` makes SMC-R version 1, which takes RoCE v1 GIDs alone,
+take soft-RoCE's too, and ``lab_retries`` is how often its queue pairs send again before they fail,
+where it asks for 7, which soft-RoCE reads as "for ever".  docs/interop.md says it in words.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ MODULES: Final = (
     "smc_diag", "dummy", "macvlan", "8021q", "garp", "mrp", "sch_netem", "bonding",
 )  # fmt: skip
 KERNEL: Final = "kernel"
-"""The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version."""
+"""The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version, `PROGRAMS`."""
+PROGRAMS: Final = {"plain_echo.c": (), "smc_sockets.c": ("-shared", "-fPIC", "-ldl")}
+"""C programs for the guests' side of the kernel, with the compiler's options."""
 _HERE = Path(__file__).resolve().parent
 
 
@@ -68,7 +70,7 @@ def make() -> Path:
     """Return the kernel's directory, made now unless it is there.  Raises LabError."""
     cache = cache_directory()
     stamp = cache / KERNEL / "made-by"
-    inputs = (Path(__file__), _HERE / "early-init.sh")
+    inputs = (Path(__file__), _HERE / "early-init.sh", *map(_HERE.joinpath, PROGRAMS))
     mark = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     install_packages()
     if stamp.exists() and stamp.read_text() == mark:
@@ -79,6 +81,7 @@ def make() -> Path:
         made = lay_out_kernel(cache, work)
         build_smc(cache, work, made)
         make_initrd(work, made)
+        build_programs(made)
         (made / "made-by").write_text(mark)
         shutil.rmtree(cache / KERNEL, ignore_errors=True)
         made.rename(cache / KERNEL)
@@ -186,6 +189,9 @@ _SWITCH: Final = """
 static bool lab_gids;
 module_param(lab_gids, bool, 0644);
 MODULE_PARM_DESC(lab_gids, "SMC-Rv1 over RoCE v2 GIDs of IPv4 addresses, for soft-RoCE");
+static unsigned char lab_retries;
+module_param(lab_retries, byte, 0644);
+MODULE_PARM_DESC(lab_retries, "how often to send again: 1 to 6; 0: as ever");
 
 static bool lab_takes(const struct ib_gid_attr *entry)
 {
@@ -197,16 +203,20 @@ static bool lab_takes(const struct ib_gid_attr *entry)
 
 
 def relax(source: str) -> str:
-    """Make `smc_ib.c` take soft-RoCE's GIDs for SMC-R version 1 while ``lab_gids`` is set.
+    """Make `smc_ib.c` take soft-RoCE's GIDs for SMC-R version 1 while ``lab_gids`` is set, and
+    its queue pairs fail after ``lab_retries`` when that is not 0.
 
     Raises LabError when the source is not as expected.
     """
     rule = re.compile(r"!smcrv2 && (attr->gid_type == IB_GID_TYPE_ROCE)(?=\))")
-    function = re.compile(r"^static int smc_ib_determine_gid_rcu\(", re.MULTILINE)
-    if len(rule.findall(source)) != 2 or len(function.findall(source)) != 1:
-        raise LabError("this kernel's smc_ib.c chooses GIDs in another way: see tests.lab.setup")
+    retries = re.compile(r"(\w+\.retry_cnt = )(\w+);")
+    function = re.compile(r"^int smc_ib_modify_qp_rts\(", re.MULTILINE)
+    found = [len(each.findall(source)) for each in (rule, retries, function)]
+    if found != [2, 1, 1]:
+        raise LabError("this kernel's smc_ib.c works in another way: see tests.lab.setup")
     source = rule.sub(r"!smcrv2 && (\1 || lab_takes(attr))", source)
-    return function.sub(lambda found: _SWITCH.lstrip() + found[0], source)
+    source = retries.sub(r"\1lab_retries ? lab_retries : \2;", source)
+    return function.sub(lambda place: _SWITCH.lstrip() + place[0], source)
 
 
 def build_smc(cache: Path, work: Path, made: Path) -> None:
@@ -236,6 +246,13 @@ def build_smc(cache: Path, work: Path, made: Path) -> None:
     for name in ("smc.ko", "smc_diag.ko"):
         run("strip", "--strip-debug", "-o", place / name, smc / name)
     run("depmod", "-b", made, release)
+
+
+def build_programs(made: Path) -> None:
+    """Compile `PROGRAMS`, each to a file without its suffix."""
+    for name, options in PROGRAMS.items():
+        source = _HERE / name
+        run(COMPILER, "-O1", "-Wall", "-Werror", "-o", made / source.stem, source, *options)
 
 
 def relocate(headers: Path) -> None:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["fallback_counts", "links", "pnet_add", "socket_info"]
+__all__ = ["fallback_counts", "links", "pnet_add", "socket_info", "sockets"]
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST, _ACK, _DUMP = 1, 4, 0x300
@@ -80,18 +80,21 @@ def socket_info(fd: int) -> dict[str, Any] | None:
     ``mode`` is "SMCR" or "TCP"; ``reason`` and ``peer_reason`` are the diagnosis words of a
     fallback.
     """
-    wanted = os.fstat(fd).st_ino
+    return sockets().get(os.fstat(fd).st_ino)
+
+
+def sockets() -> dict[int, dict[str, Any]]:
+    """The same of all SMC sockets, by inode."""
+    found = {}
     request = struct.pack("=BxxB48x", 43, 0xFF)  # AF_SMC; every extension
     for answer in _ask(_SOCK_DIAG, 20, _DUMP, request):
         _, state, mode, _, _, _, _, _, _, _, _, inode = _SOCKET.unpack_from(answer)
-        if inode != wanted:
-            continue
         info: dict[str, Any] = {"state": state, "mode": _MODES[mode]}
         fallback = _attributes(answer[_SOCKET.size :]).get(_FALLBACK)
         if fallback:
             info["reason"], info["peer_reason"] = struct.unpack_from("=II", fallback)
-        return info
-    return None
+        found[inode] = info
+    return found
 
 
 def _text(value: bytes) -> str:
