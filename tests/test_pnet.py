@@ -12,7 +12,7 @@ import trio
 import trio_smc
 from tests.memory_rnic import Fabric, MemoryRnic
 from tests.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
-from trio_smc import Config, FallbackReason, _rnics
+from trio_smc import Config, FallbackReason
 from trio_smc._accept import _admit
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
@@ -215,19 +215,6 @@ async def test_a_stack_chooses(world: World) -> None:
     assert served(rnics, "192.0.2.1", "192.0.2.2") == "no-rnic"
     rnics.close()
     assert world.opened == []
-
-
-async def test_what_was_asked_of_the_kernel_is_kept_for_a_moment(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A burst of connections asks once, and what changes is seen soon."""
-    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
-    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
-    world.route = "lo"
-    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1", "too soon"
-    monkeypatch.setattr(_rnics, "_RECENT", -1.0)
-    assert served(rnics, "192.0.2.1", "192.0.2.9") == "no-rnic"
-    rnics.close()
 
 
 async def test_a_gid_that_the_user_chose(world: World) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous._netlink import Remembering
 from trio_smc.rnic._portwatch import PortWatch
 from trio_smc.rnic._roceports import active_ports, present_devices
 from trio_smc.rnic.roce import VerbsRnic
@@ -80,6 +81,7 @@ class RnicLife:
         # Those of the configuration whose devices are gone.
         self._away: list[VerbsRnic] = []
         self._failure = trio.Event()
+        self._network = Remembering()
 
     # --- opening and closing ---------------------------------------------------------------
 
@@ -110,9 +112,11 @@ class RnicLife:
                 self._complain(rnic, error)
                 continue
             self.adopt(rnic)
+        self._network.open()
 
     def close(self) -> None:
         """Close all of them; what used them is gone."""
+        self._network.close()
         for rnic in self.opened:
             self._close(rnic)
 

@@ -7,10 +7,9 @@ carries nothing until it is undrained; one whose port is down carries nothing un
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._rnic_life import RnicChange, RnicLife
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
 
 __all__ = ["StackRnics", "pnet_table"]
-
-_T = TypeVar("_T")
-_RECENT: Final = 0.25
-"""Seconds for which interfaces and routes are taken to be as they were."""
 
 
 def _address_of(rnic: VerbsRnic) -> str:
@@ -51,7 +46,6 @@ class StackRnics(RnicLife):
     ) -> None:  # fmt: skip
         super().__init__(config, discovery, pump, on_change)
         self._table: PnetTable = ()
-        self._looked: dict[object, tuple[float, Any]] = {}
 
     def open(self) -> None:
         """Open what the configuration names.
@@ -93,10 +87,8 @@ class StackRnics(RnicLife):
         ports = {rnic.name: rnic for rnic in self._ports()}
         if not ports:
             return FallbackReason.NO_RNIC
-        known = self._recent("interfaces", pnet.interfaces)
-        route = known.get(
-            self._recent((local, remote), lambda: pnet.route_interface(local, remote)) or 0
-        )
+        known = pnet.interfaces()
+        route = known.get(pnet.route_interface(local, remote) or 0)
         if route is None:
             return FallbackReason.NO_RNIC
         chosen = pnet.choose_gids(
@@ -118,21 +110,6 @@ class StackRnics(RnicLife):
                 if rnic is not None:
                     return rnic
         return FallbackReason.RNIC_DOWN if chosen else FallbackReason.NO_RNIC
-
-    def _recent(self, key: object, look: Callable[[], _T]) -> _T:
-        """What ``look`` found not long ago.
-
-        Asking the kernel takes milliseconds, and a burst of connections asks the same.
-        """
-        now = time.monotonic()
-        found = self._looked.get(key)
-        if found is None or now - found[0] > _RECENT:
-            self._looked = {
-                each: kept for each, kept in self._looked.items() if now - kept[0] <= _RECENT
-            }
-            found = self._looked[key] = (now, look())
-        value: _T = found[1]
-        return value
 
     def _ports(self) -> list[VerbsRnic]:
         return [

@@ -231,7 +231,7 @@ def _within(value: bytes, network: Prefix) -> bool:
 
 def interfaces() -> dict[int, Interface]:
     """The network interfaces of this host by index; empty where there is no netlink."""
-    found = (_interface(message) for message in ask(lambda route: route.get_links()))
+    found = ask(lambda route: route.get_links(), _interface, "interfaces")
     return {interface.index: interface for interface in found}
 
 
@@ -241,10 +241,12 @@ def route_interface(local: str, remote: str) -> int | None:
     if ipaddress.ip_address(destination).is_link_local:
         # Ambiguous without the interface, which is the one that has our own address.
         return address_interface(source)
-    for message in ask(lambda route: route.route("get", dst=destination, src=source)):
-        index = message.get_attr("RTA_OIF")
-        return None if index is None else int(index)
-    return None
+    found = ask(
+        lambda route: route.route("get", dst=destination, src=source),
+        lambda message: message.get_attr("RTA_OIF"),
+        ("route", source, destination),
+    )
+    return found[0] if found else None
 
 
 def _interface(message: Any) -> Interface:

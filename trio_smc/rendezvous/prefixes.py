@@ -4,12 +4,12 @@ A client proposes the subnet or prefixes of the interface its connection leaves 
 accepts a first contact only from a network that it is attached to itself.  Addresses are text as
 `socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
 
-Theory of operation: networks are read from a fresh dump of the kernel's addresses each time,
-because they may change at any moment; that is one synchronous exchange with the kernel (about half
-a millisecond).  Loopback, where most same-host connections are, is answered without asking: its
-networks are the same everywhere.  Whether an address is this host's own is asked for every
-connection, and two sockets can nearly always tell (20 microseconds).  Where there is no netlink
-the host has no networks: every answer is None, False or empty.
+Theory of operation: networks are read from a dump of the kernel's addresses; they may change at any
+moment, and `_netlink` knows for how long a dump is good.  Loopback, where most same-host
+connections are, is answered without asking: its networks are the same everywhere.  Whether an
+address is this host's own is asked for every connection, and two sockets can nearly always tell (20
+microseconds).  Where there is no netlink the host has no networks: every answer is None, False or
+empty.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _parse(address: str) -> _Address:
 
 def _addresses() -> list[_Owned]:
     """Every address of this host, as the kernel tells now."""
-    return [_owned(message) for message in ask(lambda route: route.get_addr())]
+    return ask(lambda route: route.get_addr(), _owned, "addresses")
 
 
 def _owned(message: Any) -> _Owned:

@@ -1,0 +1,161 @@
+"""Answers of the kernel are kept until it reports a change, and never longer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from trio_smc.rendezvous import _netlink, pnet
+from trio_smc.rendezvous._netlink import Remembering, ask
+
+
+class Kernel:
+    """A kernel that counts what it is asked, and reports changes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        self.answer: list[int] | None = [1, 2]
+        self.subscribers = 0
+        self.ours: socket.socket | None = None
+        monkeypatch.setattr(_netlink, "_ask", self._ask)
+        monkeypatch.setattr(_netlink, "_subscribe", self._subscribe)
+
+    def _ask(self, question: object) -> list[int] | None:
+        self.asked += 1
+        return self.answer
+
+    def _subscribe(self) -> socket.socket:
+        self.subscribers += 1
+        self.close()
+        theirs, self.ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        theirs.setblocking(False)
+        return theirs
+
+    def change(self) -> None:
+        assert self.ours is not None
+        self.ours.send(b"something has changed")
+
+    def close(self) -> None:
+        if self.ours is not None:
+            self.ours.close()
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    made = Kernel(monkeypatch)
+    yield made
+    made.close()
+
+
+def double(key: str = "numbers") -> list[int]:
+    return ask(lambda route: (), lambda number: 2 * number, key)
+
+
+def test_without_anybody_who_remembers(kernel: Kernel) -> None:
+    assert double() == double() == [2, 4]
+    assert kernel.asked == 2
+    assert kernel.subscribers == 0
+
+
+def test_kept_until_something_changes(kernel: Kernel) -> None:
+    with closing(Remembering()) as memory:
+        memory.open()
+        assert double() == double() == [2, 4]
+        assert kernel.asked == 1
+        double("others")
+        assert kernel.asked == 2, "another question"
+        kernel.answer = [7]
+        assert double() == [2, 4]
+        kernel.change()
+        kernel.change()
+        assert double() == double() == [14]
+        assert double("others") == [14]
+        assert kernel.asked == 4
+    assert double() == [14]
+    assert kernel.asked == 5, "nobody listens to changes any more"
+
+
+def test_two_that_remember_share(kernel: Kernel) -> None:
+    one, other = Remembering(), Remembering()
+    one.open()
+    other.open()
+    double()
+    one.close()
+    one.close()
+    double()
+    assert (kernel.asked, kernel.subscribers) == (1, 1)
+    other.close()
+    double()
+    assert kernel.asked == 2
+
+
+def test_no_answer_is_not_kept(kernel: Kernel) -> None:
+    with closing(Remembering()) as memory:
+        memory.open()
+        kernel.answer = None
+        assert double() == []
+        kernel.answer = [1]
+        assert double() == [2]
+
+
+def test_a_change_while_it_is_asked(kernel: Kernel) -> None:
+    """Be it read by this thread afterwards, or by another one in between."""
+    with closing(Remembering()) as memory:
+        memory.open()
+        _, times = Remembering.recall("numbers")
+        kernel.change()
+        Remembering.keep("numbers", [1], times)
+        assert Remembering.recall("numbers")[0] is None
+        _, times = Remembering.recall("numbers")
+        kernel.change()
+        Remembering.recall("others")
+        Remembering.keep("numbers", [1], times)
+        assert Remembering.recall("numbers")[0] is None
+
+
+def test_not_more_than_so_many(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_netlink, "_MOST_KEPT", 3)
+    with closing(Remembering()) as memory:
+        memory.open()
+        for number in range(10):
+            double(str(number))
+            assert len(Remembering._kept) <= 3
+
+
+def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> socket.socket:
+        raise PermissionError
+
+    monkeypatch.setattr(_netlink, "_subscribe", refuse)
+    with closing(Remembering()) as memory:
+        memory.open()
+        double()
+        double()
+        assert kernel.asked == 2
+
+
+def test_a_forked_child_leaves_the_reports_to_its_parent(kernel: Kernel) -> None:
+    with closing(Remembering()) as memory:
+        memory.open()
+        double()
+        child = os.fork()
+        if child == 0:
+            forgotten = not Remembering._kept and Remembering._changes is None
+            os._exit(0 if forgotten else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert double() == [2, 4]
+        assert kernel.asked == 1
+
+
+def test_the_real_kernel() -> None:
+    """It takes the subscription, and reports nothing while nothing changes."""
+    before = pnet.interfaces()
+    with closing(Remembering()) as memory:
+        memory.open()
+        assert Remembering._changes is not None
+        assert pnet.interfaces() == pnet.interfaces() == before
+        assert pnet.route_interface("127.0.0.1", "127.0.0.1") in before
