@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic import _pyverbs, _roceports, roce
+from trio_smc.rnic import _pyverbs, _roceports
 from trio_smc.rnic._portwatch import is_news
 from trio_smc.rnic._pyverbs import ROCE_V1, ROCE_V2, Gid
 from trio_smc.rnic.roce import VerbsRnic
@@ -160,10 +160,12 @@ class Device:
             query_device=lambda: SimpleNamespace(max_cqe=32767),
             get_async_event=self.take_event,
         )
-        return self.do((context, self.fds[0]))
+        self.do()
+        return context, self.fds[0]
 
     def gids(self, context: object, port: int) -> list[Gid]:
-        return self.do([each._replace(ifindex=1) for each in TABLE])
+        self.do()
+        return [each._replace(ifindex=1) for each in TABLE]
 
     def channel(self, context: object) -> tuple[Any, int]:
         return self.thing("channel"), self.fds[1]
@@ -206,7 +208,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
-    monkeypatch.setattr(roce._pyverbs, "load", lambda: made)
+    monkeypatch.setattr(_pyverbs, "load", lambda: made)
     yield made
     for fd in made.fds:
         os.close(fd)
