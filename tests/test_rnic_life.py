@@ -13,10 +13,11 @@ import trio
 import trio.testing
 
 import trio_smc
-from tests.port_world import FakePort, World
+from tests.port_world import HOST, FakePort, World
 from trio_smc import Config, FallbackReason
 from trio_smc._rnic_life import RnicChange
 from trio_smc._rnics import StackRnics
+from trio_smc.rendezvous import pnet
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicEvent
@@ -160,6 +161,22 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]
         assert port not in world.opened
+
+
+async def test_what_is_left_of_a_link_group(
+    world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first RNIC goes, and its interface with it: the others are companions still."""
+    world.come("rxe2", "rxe3")
+    async with followed(world) as stack:
+        first, second = stack.rnics.opened[-2:]
+        assert stack.rnics.companions(first) == [first, second]
+        world.go("rxe2")
+        left = {index: each for index, each in HOST.items() if each.name != "eth2"}
+        monkeypatch.setattr(pnet, "interfaces", lambda: left)
+        await tell(world)
+        assert stack.rnics.companions(first) == [second]
+        assert stack.rnics.companions(second) == [second]
 
 
 async def test_one_that_was_named_comes_back(world: World, autojump_clock: trio.abc.Clock) -> None:

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +228,19 @@ def test_a_queue_pair_takes_the_entry_of_its_peer(device: Device, rnic: VerbsRni
     to_peer(rnic, OTHER, mtu=3)
     to_peer(rnic, gid("192.0.2.9"), mtu=1)
     assert [(each["gid_index"], each["mtu"]) for each in device.modified] == [(2, 3), (3, 1)]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, 0), (3, 1)])
+def test_one_more_gid_of_a_port(
+    device: Device, tmp_path: Path, chosen: int | None, expected: int
+) -> None:
+    """It is as fixed as the one that the user gave."""
+    port = VerbsRnic("made_up0", gid_index=chosen)
+    with closing(port.with_gid(1)) as rnic:
+        rnic.open(tmp_path)
+        assert rnic.name == "made_up0#1"
+        to_peer(rnic, OTHER, mtu=1)
+    assert device.modified[0]["gid_index"] == expected
 
 
 def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:

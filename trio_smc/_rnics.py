@@ -10,12 +10,13 @@ import ipaddress
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._rnic_life import RnicChange, RnicLife
 from trio_smc.rendezvous import pnet
 from trio_smc.rendezvous.pnet import PnetTable
-from trio_smc.rendezvous.prefixes import is_same_host, local_prefix, plain_address
+from trio_smc.rendezvous.prefixes import Prefix, is_same_host, local_prefix, plain_address
 from trio_smc.rnic.roce import VerbsRnic
 from trio_smc.rnic.verbs import Rnic
 
@@ -46,6 +47,9 @@ class StackRnics(RnicLife):
     ) -> None:  # fmt: skip
         super().__init__(config, discovery, pump, on_change)
         self._table: PnetTable = ()
+        self._networks: WeakKeyDictionary[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
+            WeakKeyDictionary()
+        )
 
     def open(self) -> None:
         """Open what the configuration names.
@@ -167,17 +171,24 @@ class StackRnics(RnicLife):
             return one is other
         if not isinstance(one, VerbsRnic) or not isinstance(other, VerbsRnic):
             return True
-        known = pnet.interfaces()
-        first, second = (known.get(each.gid_entry.ifindex) for each in (one, other))
+        first, second = self._network_of(one), self._network_of(other)
         if first is None or second is None or one.gid_entry.kind != other.gid_entry.kind:
             return False
         return pnet.same_network(
-            first,
-            second,
-            networks=(local_prefix(_address_of(one)), local_prefix(_address_of(other))),
+            first[0],
+            second[0],
+            networks=(first[1], second[1]),
             ports=(self._port_of.get(one, one).name, self._port_of.get(other, other).name),
             table=self._table,
         )
+
+    def _network_of(self, rnic: VerbsRnic) -> tuple[pnet.Interface, Prefix | None] | None:
+        """Its interface and the subnet that it is in there; of one that has gone, as they were:
+        a link group whose first RNIC it was keeps to its network."""
+        interface = pnet.interfaces().get(rnic.gid_entry.ifindex) if rnic in self.opened else None
+        if interface is not None:
+            self._networks[rnic] = (interface, local_prefix(_address_of(rnic)))
+        return self._networks.get(rnic)
 
     # --- changes ---------------------------------------------------------------------------
 

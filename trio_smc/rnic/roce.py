@@ -49,6 +49,10 @@ class VerbsRnic(Rnic):
       device: the device's name, as ``rdma link`` shows it ("rxe0").
       port: its port, from 1.
       gid_index: the GID to use; None: a RoCE v2 GID made from a global address, if there is one.
+
+    Attributes:
+      failed: the device is gone or does not answer; set when FATAL is told, until the next `open`.
+      gid_is_fixed: the user chose the GID, and with it RoCE v1 or v2.
     """
 
     kind: Literal["software", "roce"] = "roce"
@@ -61,6 +65,7 @@ class VerbsRnic(Rnic):
         self.device = device
         self.port = port
         self._gid_index = gid_index
+        self.gid_is_fixed = gid_index is not None
         self._lib: _pyverbs.Verbs | None = None
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
@@ -114,11 +119,6 @@ class VerbsRnic(Rnic):
         """The entry of the GID table that this RNIC uses, as it was when it was opened."""
         return self._gid
 
-    @property
-    def gid_is_fixed(self) -> bool:
-        """Whether the user chose the GID."""
-        return self._gid_index is not None
-
     def gid_table(self) -> list[_pyverbs.Gid]:
         """The port's GIDs now; empty when the device is gone."""
         lib = self._opened()
@@ -130,6 +130,7 @@ class VerbsRnic(Rnic):
     def with_gid(self, number: int) -> VerbsRnic:
         """The same port with another GID, not open yet; its name says which."""
         other = VerbsRnic(self.device, self.port, number)
+        other.gid_is_fixed = self.gid_is_fixed
         other.name = f"{self.name}#{number}"
         return other
 
