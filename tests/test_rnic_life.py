@@ -18,6 +18,7 @@ from trio_smc import Config, FallbackReason
 from trio_smc._rnic_life import RnicChange
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import pnet
+from trio_smc.rnic._portwatch import PortWatch
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicEvent
@@ -89,6 +90,15 @@ async def test_a_port_that_comes_and_goes(world: World, autojump_clock: trio.abc
         world.come("rxe0")
         await tell(world)
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
+
+
+async def test_a_port_that_comes_while_a_stack_is_opened(
+    world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """Between the first look and the subscription to news."""
+    monkeypatch.setattr(PortWatch, "open", lambda: (world.come("rxe0"), world.watch())[1])
+    async with followed(world) as stack:
+        assert stack.names() == ["rxe0"]
 
 
 async def test_a_port_that_only_goes_down_stays(

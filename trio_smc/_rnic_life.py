@@ -167,6 +167,7 @@ class RnicLife:
 
     async def _follow(self, watch: PortWatch) -> None:
         later: Sequence[float] = ()
+        self.look()  # nobody has told what changed before this
         while True:
             patience = later[0] if later else float("inf")
             with trio.move_on_after(patience) as waiting:
