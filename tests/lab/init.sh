@@ -35,6 +35,7 @@ modules crc32_generic crc32_pclmul rdma_rxe ib_uverbs smc smc_diag
 ulimit -l unlimited
 mkdir -m 700 -p "$XDG_RUNTIME_DIR"
 cd "$REPOSITORY"
+echo 'lab: up'
 setsid bash /lab/commands < /dev/null 2>&1
 echo $? > /lab/status
 dmesg --level=emerg,alert,crit,err | tail -n 20 | sed 's/^/kernel: /'

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
 import trio
 
-from tests.lab.interop_world import World
-from trio_smc import FallbackReason, Origin
+from tests.lab.interop_world import PATIENCE, World
+from trio_smc import Fallback, FallbackReason, Origin, Stack, _connect
+from trio_smc.rendezvous import clc
+from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["kernel_declines", "plain_peer", "we_decline"]
 
@@ -14,23 +21,48 @@ PREFIX = 0x03070000
 PEER_DECLINED = 0x05000000
 
 
-async def kernel_declines(world: World) -> None:
+@contextlib.asynccontextmanager
+async def no_device(world: World) -> AsyncIterator[None]:
     """The kernel has no GID that SMC-R version 1 may use: stock behaviour over soft-RoCE."""
     switch = "echo {} > /sys/module/smc/parameters/lab_gids"
     await world.kernel.call("shell", command=switch.format(0))
     try:
-        async with world.stack() as (stack, seen):
-            both = await world.to_kernel(stack)
-            fallback, info = await world.fell_back(both, FallbackReason.NO_RNIC)
-        assert fallback.origin is Origin.PEER
-        assert fallback.peer_code == NO_DEVICE
-        assert info["reason"] == NO_DEVICE, info
-        [decline] = [m for out, m in seen.clc_messages if m[4] == 4]
-        # To a Proposal of version 1 the kernel answers with a Decline of version 1.
-        assert len(decline) == 28, decline.hex()
-        world.say(f"the kernel declined: {fallback.message}; remedy: {fallback.remedy}")
+        yield
     finally:
-        await world.kernel.call("shell", command=switch.format(1))
+        with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE):
+            await world.kernel.call("shell", command=switch.format(1))
+
+
+async def kernel_declines(world: World) -> None:
+    """Its Decline has the form of the Proposal's version; as client it declines at once."""
+    async with no_device(world):
+        for role, connect in world.both_ways():
+            fallback = await _declined(world, connect, 28)
+            world.say(f"{role}: a Decline of 28 bytes: {fallback.message}; {fallback.remedy}")
+        ours = _connect._proposal
+
+        def newer(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
+            # 92 bytes that name version 2 and offer version 1 only, as the kernel's own do.
+            return replace(ours(stack, rnic, address), version=2, flags=0x08, growth=bytes(40))
+
+        _connect._proposal = newer
+        try:
+            await _declined(world, world.to_kernel, 44)
+        finally:
+            _connect._proposal = ours
+        world.say("client: to a Proposal of version 2 a Decline of 44 bytes")
+
+
+async def _declined(world: World, connect: Any, size: int) -> Fallback:
+    async with world.stack() as (stack, seen):
+        both = await connect(stack)
+        fallback, info = await world.fell_back(both, FallbackReason.NO_RNIC)
+    assert fallback.origin is Origin.PEER
+    assert fallback.peer_code == NO_DEVICE
+    assert info["reason"] == NO_DEVICE, info
+    [decline] = [m for out, m in seen.clc_messages if m[4] == 4]
+    assert len(decline) == size, decline.hex()
+    return fallback
 
 
 async def we_decline(world: World) -> None:

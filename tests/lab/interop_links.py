@@ -109,28 +109,32 @@ async def symmetric(world: World) -> None:
             world.say(f"{role}: symmetric; LLC types {sorted(seen.types(True))} sent")
 
 
-def _tested(seen: Seen, outgoing: bool, replies: bool) -> bool:
-    return TEST_LINK in seen.types(outgoing, replies=replies)
-
-
 async def test_link(world: World) -> None:
-    """Each side tests idle links, and the other answers."""
+    """Each side tests idle links, and the other answers.
+
+    One after the other: a link that one side tests is not idle to the other.
+    """
     sysctl = "sysctl -w net.smc.smcr_testlink_time={}"
-    await world.kernel.call("shell", command=sysctl.format(1))
-    try:
+    for ours in (False, True):
+        await world.kernel.call("shell", command=sysctl.format(30 if ours else 1))
         for _, connect in world.both_ways():
-            # Sooner than the kernel, whose tests show us that the link is not idle.
-            async with world.stack(test_link_interval=0.4, **two()) as (stack, seen):
+            async with world.stack(test_link_interval=0.5 if ours else 30, **two()) as (
+                stack,
+                seen,
+            ):
                 both = await connect(stack)
                 await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
-                for outgoing in (True, False):
-                    for replies in (True, False):
-                        text = f"TEST LINK, outgoing {outgoing}, reply {replies}"
-                        await until(partial(_tested, seen, outgoing, replies), text)
+                for outgoing, replies in ((ours, False), (not ours, True)):
+                    await until(
+                        partial(_tested, seen, outgoing, replies),
+                        f"TEST LINK, outgoing {outgoing}, reply {replies}",
+                    )
                 assert all_active(both.stream)
                 await both.end()
-    finally:
-        await world.kernel.call("shell", command=sysctl.format(30))
+
+
+def _tested(seen: Seen, outgoing: bool, replies: bool) -> bool:
+    return TEST_LINK in seen.types(outgoing, replies=replies)
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,9 @@ from typing import Any
 
 import trio
 
-from tests.lab.interop_world import PATIENCE, World
+from tests.lab.interop_world import PATIENCE, PIECE, Both, World
 from tests.lab.kernel_agent import OPENING
-from trio_smc import Mode, SmcListener, Stack
+from trio_smc import Mode, SmcStream, Stack
 
 __all__ = [
     "bytes_both_ways", "first_contact", "loss", "many_connections", "second_connection",
@@ -19,6 +19,9 @@ __all__ = [
 
 MIB = 1 << 20
 CONNECTIONS = 200
+RING = 64 * 1024
+"""The kernel's RMB element (net.smc.rmem)."""
+OUR_RING = 512 * 1024
 
 
 async def first_contact(world: World) -> None:
@@ -103,32 +106,54 @@ def file_digest(world: World, size: int) -> str:
     return digest.hexdigest()
 
 
-async def window_full(world: World) -> None:
-    """A receiver that does not read stops its sender; when it reads everything comes."""
+async def window_full(world: World, size: int = 32 * MIB) -> None:
+    """Both ways at once, and either receiver waits each time until the sender has no room."""
+    wanted = file_digest(world, size)
     for role, connect in world.both_ways():
         async with world.stack() as (stack, _):
             both = await connect(stack)
             await both.confirm()
-            sent = await both.there("fill", idle=1)
-            assert sent > 512 * 1024, "their send buffer and our RMB element"
-            got, digest = await both.receive(sent)
-            assert (got, digest) == (sent, hashlib.sha256(bytes(sent)).hexdigest())
-            ours = 0
-            with trio.move_on_after(3):
-                while True:
-                    await both.stream.send_all(bytes(16384))
-                    ours += 16384
-            # What was cut off in the middle of a send is known by what arrives.
-            await both.stream.aclose()
-            got, digest, _ = await both.there("receive")
-            assert ours <= got < ours + 16384 + 1, (ours, got)
-            assert digest == hashlib.sha256(bytes(got)).hexdigest()
-            await both.there("close")
-            world.say(f"{role}: {sent} bytes went to us unread, {got} from us")
+            start = trio.current_time()
+            async with trio.open_nursery() as nursery:
+
+                async def at_theirs(both: Both = both) -> None:
+                    got = await both.there("receive_full", count=size, ring=RING, patience=300)
+                    assert got == [size, wanted], got
+
+                async def theirs(both: Both = both) -> None:
+                    await both.there("send_file", path=str(world.file), count=size, patience=300)
+
+                for each in (at_theirs, theirs):
+                    nursery.start_soon(each)
+                nursery.start_soon(both.send_file, world.file, size, 300)
+                assert await _take_full(both, size) == wanted
+            stalls = both.stream.statistics().window_stalls
+            assert stalls >= size // PIECE // 2, stalls  # at most once in each send_all
+            await both.end()
+            world.say(
+                f"{role}: {size >> 20} MiB each way in {trio.current_time() - start:.1f} s, our "
+                f"window was full {size // RING} times, the kernel's {size // OUR_RING}"
+            )
+
+
+async def _take_full(both: Both, size: int) -> str:
+    """Take the bytes whenever the ring has no room for more; their SHA-256."""
+    digest, got = hashlib.sha256(), 0
+    statistics = both.stream.statistics
+    while got < size:
+        goal = got + OUR_RING
+        with trio.fail_after(PATIENCE):
+            while statistics().bytes_received < goal:  # noqa: ASYNC110 - there is no event
+                await trio.sleep(0.001)
+        while got < goal:
+            data = await both.stream.receive_some(goal - got)
+            digest.update(data)
+            got += len(data)
+    return digest.hexdigest()
 
 
 async def many_connections(world: World) -> None:
-    """200 connections at once, an echo on each, in both roles."""
+    """200 connections open at once, data on all of them at the same time, in both roles."""
     text = "x" * 3000
     for role, run in (("server", _many_from_kernel), ("client", _many_to_kernel)):
         async with world.stack() as (stack, _):
@@ -142,15 +167,41 @@ async def many_connections(world: World) -> None:
             )
 
 
+class _Meeting:
+    """Where all connections wait for each other."""
+
+    def __init__(self) -> None:
+        self._missing = CONNECTIONS
+        self._complete = trio.Event()
+
+    async def wait(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self._complete.set()
+        await self._complete.wait()
+
+
+async def _exactly(stream: SmcStream, count: int) -> bytes:
+    got = b""
+    while len(got) < count:
+        data = await stream.receive_some()
+        assert data, "the end"
+        got += data
+    return got
+
+
 async def _many_from_kernel(world: World, stack: Stack, text: str) -> Any:
     port = next(world.ports)
+    carrying = _Meeting()
 
-    async def echo(stream: trio.abc.Stream) -> None:
-        async for data in stream:
-            await stream.send_all(data)
+    async def echo(stream: SmcStream) -> None:
+        async with stream:
+            got = await _exactly(stream, len(text))
+            await carrying.wait()
+            await stream.send_all(got)
+            assert await stream.receive_some() == b""
 
     [listener] = await stack.open_listeners(port, host=world.here, backlog=256)
-    assert isinstance(listener, SmcListener)
     async with listener, trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, echo, [listener])
         modes = await world.kernel.call(
@@ -164,33 +215,26 @@ async def _many_from_kernel(world: World, stack: Stack, text: str) -> Any:
 async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
     port = next(world.ports)
     number = await world.kernel.call("listen", kind="smc", port=port)
-    opened = 0
-    all_open = trio.Event()
+    all_open = _Meeting()
     modes: list[Any] = []
     opening = trio.Semaphore(OPENING)
 
     async def serve() -> None:
         modes.append(
-            await world.kernel.call("many_accept", number=number, count=CONNECTIONS, patience=200)
+            await world.kernel.call(
+                "many_accept", number=number, count=CONNECTIONS, size=len(text), patience=200
+            )
         )
 
     async def one() -> None:
-        nonlocal opened
         async with opening:
             stream = await stack.open_stream(world.there, port)
-        assert stream.mode is Mode.SMC_R, stream.fallback
-        opened += 1
-        if opened == CONNECTIONS:
-            all_open.set()
-        await all_open.wait()
-        await stream.send_all(text.encode())
-        got = b""
-        while len(got) < len(text):
-            got += await stream.receive_some()
-        assert got == text.encode()
-        await stream.send_eof()
-        assert await stream.receive_some() == b""
-        await stream.aclose()
+        async with stream:
+            assert stream.mode is Mode.SMC_R, stream.fallback
+            await all_open.wait()
+            await stream.send_all(text.encode())
+            assert await _exactly(stream, len(text)) == text.encode()
+            assert await stream.receive_some() == b""
 
     with trio.fail_after(200):
         async with trio.open_nursery() as nursery:

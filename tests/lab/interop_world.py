@@ -17,7 +17,7 @@ import trio_smc
 from tests.lab.kernel import Kernel
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcStream, Stack
 
-__all__ = ["CONFIG", "PATIENCE", "Both", "Seen", "World", "until"]
+__all__ = ["CONFIG", "PATIENCE", "PIECE", "Both", "Seen", "World", "until"]
 
 PATIENCE = 60
 """Seconds for a step of a guest without KVM."""
@@ -181,7 +181,7 @@ class World:
 
     async def fell_back(
         self, both: Both, reason: FallbackReason | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Fallback, dict[str, Any]]:
         """Both are TCP and carry bytes; what each says of it."""
         assert both.stream.mode is Mode.TCP
         info = await both.there("info")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from typing import Any
@@ -35,6 +37,7 @@ class Agent:
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
         self._numbers = itertools.count(1)
+        self._dump: dict[int, dict[str, Any]] = {}
         self._programs: dict[int, subprocess.Popen[str]] = {}
 
     def _keep(self, sock: socket.socket) -> int:
@@ -72,13 +75,6 @@ class Agent:
     def info(self, number: int) -> Any:
         return smc_netlink.socket_info(self._sockets[number].fileno())
 
-    def _mode(self, number: int) -> str:
-        # A dump goes by positions: sockets that come or go meanwhile may hide others.
-        while True:
-            info = self.info(number)
-            if info is not None:
-                return str(info["mode"])
-
     def links(self) -> Any:
         return smc_netlink.links()
 
@@ -107,6 +103,17 @@ class Agent:
             digest.update(data)
             got += len(data)
         return [got, digest.hexdigest(), time.monotonic() - start]
+
+    def receive_full(self, number: int, count: int, ring: int) -> Any:
+        """Receive so many bytes, but only when no more fit into the ring of so many bytes."""
+        sock, digest, got = self._sockets[number], hashlib.sha256(), 0
+        while got < count:
+            while _waiting(sock) < min(ring, count - got):
+                time.sleep(0.001)
+            data = sock.recv(ring)
+            digest.update(data)
+            got += len(data)
+        return [got, digest.hexdigest()]
 
     def send(self, number: int, text: str) -> None:
         self._sockets[number].sendall(text.encode())
@@ -163,8 +170,8 @@ class Agent:
         self._sockets.pop(number).close()
 
     def many_connect(self, kind: str, host: str, port: int, count: int, text: str) -> Any:
-        """So many connections open at once, an echo on each: their modes."""
-        barrier = threading.Barrier(count)
+        """So many connections open at once, and text on all of them: smc_diag's modes."""
+        meeting = threading.Barrier(count)
         # The kernel gives up on a handshake after six seconds, and a guest without KVM makes some
         # ten in a second: not all at the same moment, but all are open at once.
         opening = threading.Semaphore(OPENING)
@@ -174,31 +181,40 @@ class Agent:
                 with opening:
                     number = self.connect(kind, host, port)
             except OSError as refused:
-                barrier.abort()
+                meeting.abort()
                 return errno.errorcode[refused.errno or 0]
             with contextlib.suppress(threading.BrokenBarrierError):  # the result tells
-                barrier.wait(100)
-            return self._one_of_many(number, text)
+                meeting.wait(100)
+            self.send(number, text)
+            assert self.text(number, len(text)) == text
+            return self._met(meeting, number)
 
         return self._together(one, count)
 
-    def many_accept(self, number: int, count: int) -> Any:
-        """The other side: accept so many, echo on each until its end: their modes."""
+    def many_accept(self, number: int, count: int, size: int) -> Any:
+        """The other side: accept so many, send back what comes on all of them: their modes."""
         accepted = [self.accept(number) for _ in range(count)]
+        meeting = threading.Barrier(count)
 
         def one(place: int) -> str:
             each = accepted[place]
-            mode = self._mode(each)
-            self.echo(each)
-            self.close(each)
-            return mode
+            text = self.text(each, size)
+            meeting.wait(100)  # all carry data now
+            self.send(each, text)
+            return self._met(meeting, each)
 
         return self._together(one, count)
 
-    def _one_of_many(self, number: int, text: str) -> str:
-        self.send(number, text)
-        assert self.text(number, len(text)) == text
-        mode = self._mode(number)
+    def _met(self, meeting: threading.Barrier, number: int) -> str:
+        """Close the socket; what smc_diag said when all were open."""
+        sock = self._sockets[number]
+        if meeting.wait(100) == 0:
+            # One for all: a dump goes by positions, and sockets that come or go hide others.
+            self._dump = smc_netlink.sockets()
+        meeting.wait(100)
+        mode = str(self._dump[os.fstat(sock.fileno()).st_ino]["mode"])
+        self.shutdown(number)
+        assert not sock.recv(1)
         self.close(number)
         return mode
 
@@ -244,6 +260,12 @@ class Agent:
 
     def pnet(self, name: str, interface: str | None = None, device: str | None = None) -> None:
         smc_netlink.pnet_add(name, interface=interface, device=device)
+
+
+def _waiting(sock: socket.socket) -> int:
+    """Bytes that recv() would give now."""
+    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def make(kind: str) -> socket.socket:

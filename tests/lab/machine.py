@@ -34,6 +34,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ ARTEFACTS = REPOSITORY / "build" / "interop"
 WIRES = 3
 CAPTURED = 2
 NO_STATUS = 125
+BOOT_TIME = 90.0
+"""Seconds; without KVM it is some fifteen."""
 RDMA_WRITE_MIDDLE = 7
 """The opcode in InfiniBand's base transport header."""
 _CABLE = re.compile(r"lab: cable (\d) (on|off)")
@@ -74,7 +77,7 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
     with _lab(name) as (kernel, place, console):
         guest = _Guest("a", kernel, place, memory)
         guest.prepare(commands, role="server", mtu=0)
-        guest.start(console)
+        _boot([guest], console, wired=False)
         return Finished(guest.finish(seconds), console.text())
 
 
@@ -89,8 +92,7 @@ def run_pair(
         guests = [_Guest(each, kernel, place, memory) for each in "ab"]
         for guest, role in zip(guests, ("server", "client"), strict=True):
             guest.prepare(commands, role=role, mtu=mtu)
-        for guest in guests:
-            guest.start(console, wired=True)
+        _boot(guests, console, wired=True)
         status = 0
         for guest in guests:
             status = guest.finish(seconds) or status
@@ -104,6 +106,20 @@ def run_pair(
             console.add("wire", line)
         status = status or int(bool(reading.malformed))
         return Finished(status, console.text())
+
+
+def _boot(guests: Sequence[_Guest], console: _Console, *, wired: bool) -> None:
+    """Start guests; once more when one of them does not come up."""
+    for again in (False, True):
+        for guest in guests:
+            guest.start(console, wired=wired)
+        deadline = time.monotonic() + BOOT_TIME
+        up = [guest.up.wait(max(0.0, deadline - time.monotonic())) for guest in guests]
+        if all(up) or again:
+            return
+        console.add("lab", f"not all guests were up after {BOOT_TIME:.0f} s: they start again")
+        for guest in guests:
+            guest.kill()
 
 
 @contextlib.contextmanager
@@ -135,6 +151,8 @@ class _Console:
             asked = _CABLE.search(line)
             if asked:
                 guest.monitor(f"set_link n{asked[1]} {asked[2]}")
+            if "lab: up" in line:
+                guest.up.set()
             self.add(name, line.rstrip())
 
     def add(self, name: str, line: str) -> None:
@@ -154,6 +172,8 @@ class _Guest:
         self.kernel = kernel
         self.place = place
         self.memory = memory
+        self.up = threading.Event()
+        """Its commands have begun."""
         self.share = place / name
         self.share.mkdir()
 
@@ -231,16 +251,19 @@ class _Guest:
             while got.count(b"(qemu) ") < 2:  # before the command, and after it
                 got += monitor.recv(4096)
 
-    def finish(self, seconds: float) -> int:
-        """Wait for the guest's end; its status."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def kill(self) -> None:
+        """Pull its plug."""
+        self.process.kill()
+        self.process.wait()
         self._follower.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def finish(self, seconds: float) -> int:
+        """Wait for the guest's end; its status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self.kill()
         try:
             return int((self.share / "status").read_text())
         except (FileNotFoundError, ValueError):
