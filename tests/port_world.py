@@ -90,8 +90,9 @@ class FakePort(VerbsRnic):
     def look_at_port(self) -> None:
         pass
 
-    def with_gid(self, number: int) -> VerbsRnic:
-        other = fake_port(self.device, self.table, self.opened, number)
+    def with_gid(self, number: int) -> Self:
+        other = type(self)(self.device, gid_index=number)
+        other.table, other.opened = self.table, self.opened
         other.name = f"{self.name}#{number}"
         return other
 

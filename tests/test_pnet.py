@@ -17,7 +17,7 @@ from trio_smc._accept import _admit
 from trio_smc._rnics import StackRnics
 from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
-from trio_smc.rnic._roceports import active_ports
+from trio_smc.rnic._rocedevices import active_ports
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import Rnic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,12 @@ async def test_a_port_that_comes_while_a_stack_is_opened(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """Between the first look and the subscription to news."""
-    monkeypatch.setattr(PortWatch, "open", lambda: (world.come("rxe0"), world.watch())[1])
+
+    def subscribe() -> AbstractContextManager[World]:
+        world.come("rxe0")
+        return world.watch()
+
+    monkeypatch.setattr(PortWatch, "open", subscribe)
     async with followed(world) as stack:
         assert stack.names() == ["rxe0"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic import _pyverbs, _roceports
+from trio_smc.rnic import _pyverbs, _rocegids
 from trio_smc.rnic._portwatch import is_news
 from trio_smc.rnic._pyverbs import ROCE_V1, ROCE_V2, Gid
 from trio_smc.rnic.roce import VerbsRnic
@@ -59,7 +59,7 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
     ],
 )
 def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
-    found = _roceports.towards(peer, TABLE, TABLE[own], fixed=False)
+    found = _rocegids.towards(peer, TABLE, TABLE[own], fixed=False)
     assert found == TABLE[expected]
 
 
@@ -68,31 +68,31 @@ def test_the_entry_that_there_is(peer: bytes) -> None:
     """Soft-RoCE has v2 only; there may be adapters with v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
-            assert _roceports.towards(peer, table, own, fixed=False) == own
+            assert _rocegids.towards(peer, table, own, fixed=False) == own
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
 def test_the_entry_that_the_user_chose(peer: bytes) -> None:
     for own in TABLE:
-        assert _roceports.towards(peer, TABLE, own, fixed=True) == own
-    assert _roceports.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
+        assert _rocegids.towards(peer, TABLE, own, fixed=True) == own
+    assert _rocegids.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
 
 
 def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
     moved = [each._replace(number=each.number + 8) for each in TABLE]
-    found = _roceports.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
+    found = _rocegids.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
     assert found is not None
     assert found.number == 11
     gone = [each for each in TABLE if each.value != IPV4]
-    assert _roceports.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
+    assert _rocegids.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
 
 
 def test_the_gid_of_a_port() -> None:
-    assert _roceports.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
-    assert _roceports.choose(V1_ONLY, None) == TABLE[2]
-    assert _roceports.choose(TABLE, 4) == TABLE[4]
-    assert _roceports.choose(TABLE, 6) is None
-    assert _roceports.choose([], None) is None
+    assert _rocegids.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
+    assert _rocegids.choose(V1_ONLY, None) == TABLE[2]
+    assert _rocegids.choose(TABLE, 4) == TABLE[4]
+    assert _rocegids.choose(TABLE, 6) is None
+    assert _rocegids.choose([], None) is None
 
 
 # --- a device that fails --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous._netlink import Remembering
 from trio_smc.rnic._portwatch import PortWatch
-from trio_smc.rnic._roceports import active_ports, present_devices
+from trio_smc.rnic._rocedevices import active_ports, present_devices
 from trio_smc.rnic.roce import VerbsRnic
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicEvent

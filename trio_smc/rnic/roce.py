@@ -19,30 +19,25 @@ channel, device: a call on a closed object of pyverbs crashes the process.
 from __future__ import annotations
 
 import errno
-import logging
 import select
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from . import _pyverbs, _roceports
+from . import _pyverbs
 from ._rocememory import Domain, PinnedMemory
 from ._rocepair import RoceQueuePair
+from ._roceport import RocePort
 from .memory import Memory
-from .verbs import Completion, ProtectionDomain, QueuePair, Rnic, RnicError, RnicEvent
+from .verbs import Completion, ProtectionDomain, QueuePair, RnicError
 
 __all__ = ["VerbsRnic"]
-
-_log = logging.getLogger("trio_smc.rnic")
 
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
 
 
-class VerbsRnic(Rnic):
+class VerbsRnic(RocePort):
     """A port of an RDMA device that runs RoCE (RFC 7609, 2.1).
 
     Args:
@@ -55,24 +50,16 @@ class VerbsRnic(Rnic):
       gid_is_fixed: the user chose the GID, and with it RoCE v1 or v2.
     """
 
-    kind: Literal["software", "roce"] = "roce"
     copies_on_post = True
     send_depth = 256
     receive_depth = 256
 
     def __init__(self, device: str, port: int = 1, gid_index: int | None = None) -> None:
-        self.name = device if port == 1 else f"{device}/{port}"
-        self.device = device
-        self.port = port
-        self._gid_index = gid_index
-        self.gid_is_fixed = gid_index is not None
-        self._lib: _pyverbs.Verbs | None = None
+        super().__init__(device, port, gid_index)
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
         self._found: list[Completion] = []
         self._refusal = ""
-        self.failed = False
-        self.port_active = False
 
     def open(self, directory: Path) -> None:
         if self._lib is not None:
@@ -99,59 +86,6 @@ class VerbsRnic(Rnic):
             self.close()
             raise
 
-    def _read_port(self, lib: _pyverbs.Verbs) -> None:
-        with lib.refusals(f"reading port {self.port} of {self.device}"):
-            port = self._context.query_port(self.port)
-            table = lib.gids(self._context, self.port)
-        self.port_active = port.state == lib.port_active
-        self.mtu = port.active_mtu
-        gid = _roceports.choose(table, self._gid_index)
-        if gid is None:
-            raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
-        self._gid = gid
-        self.gid = gid.value
-        netdev = socket.if_indextoname(gid.ifindex)
-        address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
-        self.mac = bytes.fromhex(address.strip().replace(":", ""))
-
-    @property
-    def gid_entry(self) -> _pyverbs.Gid:
-        """The entry of the GID table that this RNIC uses, as it was when it was opened."""
-        return self._gid
-
-    def gid_table(self) -> list[_pyverbs.Gid]:
-        """The port's GIDs now; empty when the device is gone."""
-        lib = self._opened()
-        try:
-            return lib.gids(self._context, self.port)
-        except lib.error:
-            return []
-
-    def with_gid(self, number: int) -> VerbsRnic:
-        """The same port with another GID, not open yet; its name says which."""
-        other = VerbsRnic(self.device, self.port, number)
-        other.gid_is_fixed = self.gid_is_fixed
-        other.name = f"{self.name}#{number}"
-        return other
-
-    def gid_index_towards(self, peer: bytes) -> int:
-        """Index of our GID's entry with the encapsulation that this peer speaks.
-
-        Raises RnicError when the GID is not in the table any more.
-        """
-        lib = self._opened()
-        with lib.refusals("ibv_query_gid_table"):
-            table = lib.gids(self._context, self.port)
-        gid = _roceports.towards(peer, table, self._gid, fixed=self.gid_is_fixed)
-        if gid is None:
-            raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
-        return gid.number
-
-    def _opened(self) -> _pyverbs.Verbs:
-        if self._lib is None:
-            raise RnicError(errno.EBADF, f"{self.name} is not open")
-        return self._lib
-
     def close(self) -> None:
         if self._lib is None:
             return
@@ -171,16 +105,6 @@ class VerbsRnic(Rnic):
                     each.close()
         self._lib = None
         self.port_active = False
-
-    @contextmanager
-    def releasing(self, what: str) -> Iterator[None]:
-        """Around giving something back, which a device that has failed refuses."""
-        lib = self._opened()
-        try:
-            yield
-        except lib.error as refused:
-            if not self.failed:
-                raise lib.refusal(what, refused) from refused
 
     def alloc_memory(self, size: int) -> Memory:
         return PinnedMemory(size)
@@ -294,30 +218,8 @@ class VerbsRnic(Rnic):
         else:
             self.look_at_port()  # the event names neither port nor GID
 
-    def look_at_port(self) -> None:
-        """See whether the port went down or came up, and what its MTU is: `RnicEvent` tells."""
-        lib = self._opened()
-        before = self.port_active
-        try:
-            port = self._context.query_port(self.port)
-        except lib.error as refused:  # the device is gone
-            self._fail(str(refused))
-            return
-        self.mtu = port.active_mtu
-        self.port_active = port.state == lib.port_active
-        if self.port_active != before:
-            self._tell(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
-
     def _fail(self, why: str) -> None:
-        if self.failed:
-            return
-        _log.warning("%s has failed: %s", self.name, why)
-        self.failed = True
-        self.port_active = False
-        for fd in (self._channel_fd, self._async_fd):
-            self._epoll.unregister(fd)
-        self._tell(RnicEvent.FATAL)
-
-    def _tell(self, event: RnicEvent) -> None:
-        if self.on_event is not None:
-            self.on_event(event)
+        if not self.failed:
+            for fd in (self._channel_fd, self._async_fd):
+                self._epoll.unregister(fd)
+        super()._fail(why)

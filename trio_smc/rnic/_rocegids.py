@@ -1,4 +1,4 @@
-"""The RoCE ports of this host, and which entry of a port's GID table to use.
+"""Which entry of a port's GID table to use.
 
 A GID stands in the table once for each encapsulation that the adapter knows: RoCE v1 (its own
 Ethernet type) and RoCE v2 (UDP).  Both ends of a link must use the same one, and no message of
@@ -7,48 +7,14 @@ RFC 7609 tells which; what tells is the peer's GID (`towards`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from ._pyverbs import ROCE_V1, ROCE_V2, Gid
 
-__all__ = ["active_ports", "choose", "present_devices", "towards"]
+__all__ = ["choose", "towards"]
 
-_SYSFS: Final = Path("/sys/class")
-_ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 _LINK_LOCAL: Final = b"\xfe\x80" + bytes(6)
-
-
-def present_devices(sysfs: Path = _SYSFS) -> set[str]:
-    """Names of the devices that can be opened now.
-
-    A device that is being deleted while somebody has it open keeps its own entry in sysfs, but
-    loses that of its verbs at once.
-    """
-    found = set()
-    for entry in sysfs.glob("infiniband_verbs/*/ibdev"):
-        with contextlib.suppress(OSError):  # it is just going
-            found.add(entry.read_text(encoding="ascii").strip())
-    return found
-
-
-def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
-    """Device and number of every RoCE port of this host that is active now.
-
-    Asked of sysfs, so that a host without any need not load pyverbs.
-    """
-    present = present_devices(sysfs)
-    found = []
-    for port in sorted(sysfs.glob("infiniband/*/ports/*")):
-        with contextlib.suppress(OSError):
-            layer = (port / "link_layer").read_text(encoding="ascii").strip()
-            state = (port / "state").read_text(encoding="ascii")
-            device = port.parents[1].name
-            if layer == "Ethernet" and state.startswith(_ACTIVE) and device in present:
-                found.append((device, int(port.name)))
-    return found
 
 
 def choose(table: Sequence[Gid], index: int | None) -> Gid | None:
