@@ -197,6 +197,13 @@ class Liar:
             self._cdc(pair, accept, 2, produced=1 << 30)
             await self.cut_off(stream)
 
+    async def lies_about_cursors_at_once(self) -> None:
+        """Right behind the first contact, before anybody uses the connection."""
+        async with self.first_contact() as (stream, pair, accept):
+            await self.confirmed(pair)
+            self._cdc(pair, accept, 1, produced=1 << 30)
+            await self.cut_off(stream)
+
     async def writes_past_our_rmb(self) -> None:
         """With the server's own RKey, outside of its memory."""
         async with self.first_contact() as (stream, pair, accept):
@@ -233,5 +240,6 @@ LIES = (
     "truncates_proposal", "lies_about_length", "confirms_first", "vanishes_after_accept",
     "names_nobodys_queue_pair", "names_element_zero", "vanishes_before_confirm_link",
     "sends_llc_out_of_order", "sends_short_messages", "lies_about_its_rkey",
-    "lies_about_its_size", "lies_about_cursors", "writes_past_our_rmb", "vanishes_in_the_middle",
+    "lies_about_its_size", "lies_about_cursors", "lies_about_cursors_at_once",
+    "writes_past_our_rmb", "vanishes_in_the_middle",
 )  # fmt: skip
