@@ -66,7 +66,8 @@ class Config:
     them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
-      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port.
+      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, also those
+        that come later.
       pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
         an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
       directory: the user's private directory (mode 0700, owner checked): software RNICs,
