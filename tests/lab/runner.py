@@ -1,7 +1,7 @@
 """What the lab's guests run: one function for each pair of programs.
 
-By hand: ``python -m tests.lab.runner verbs [SEED]``, ``streams``, ``ours``, ``hostile`` or
-``kernel SUITE [STEP...]``.
+By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED]`` (its first part),
+``streams``, ``ours``, ``hostile`` or ``kernel SUITE [STEP...]``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 
-__all__ = ["hostile", "ours", "streams", "verbs", "with_kernel"]
+__all__ = ["contract", "hostile", "ours", "streams", "verbs", "with_kernel"]
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -31,6 +31,23 @@ def verbs(seed: int) -> Finished:
         "exit $rc\n"
     )
     return run_pair("verbs", commands, seconds=200)
+
+
+def contract(seed: int) -> Finished:
+    """By pytest in one guest: `tests.lab.guest_contract`, and `tests.lab.guest_ports`."""
+    commands = (
+        "modules dummy macvlan bonding garp mrp 8021q\n"
+        "sysctl -q -w net.ipv4.conf.all.accept_local=1 net.ipv4.conf.all.arp_ignore=1"
+        " net.ipv4.conf.all.arp_announce=2\n"
+        "ip link add dummy0 type dummy; ip link set dummy0 up\n"
+        "for n in 0 1; do\n"
+        "    ip link add link dummy0 name mac$n type macvlan mode bridge\n"
+        "    ip link set mac$n up; ip addr add 10.8.0.$((n + 1))/24 dev mac$n; rxe $n mac$n\n"
+        "done\n"
+        f"exec {PYTHON} -m pytest -q -rA --durations=9 --color=no --tb=short -p no:cacheprovider"
+        f" -p no:xdist --seed {seed} tests/lab/guest_contract.py tests/lab/guest_ports.py\n"
+    )
+    return run_guest("contract", commands, seconds=150)
 
 
 def streams() -> Finished:
@@ -80,7 +97,12 @@ def with_kernel(suite: str, *steps: str) -> Finished:
         f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
-    return run_pair(suite, commands, seconds=500)
+    return run_pair(f"kernel-{suite}", commands, seconds=500)
+
+
+def both(one: Finished, other: Finished) -> Finished:
+    """Two runs as one."""
+    return Finished(one.returncode or other.returncode, one.output + other.output)
 
 
 def demo_file() -> Path:
@@ -101,7 +123,10 @@ def _main() -> int:
         done = ours() if what == "ours" else hostile()
     else:
         seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
-        done = verbs(seed) if what == "verbs" else streams()
+        if what == "verbs":
+            done = both(contract(seed), verbs(seed))
+        else:
+            done = contract(seed) if what == "contract" else streams()
     sys.stdout.write(done.output)
     return done.returncode
 

@@ -1,0 +1,144 @@
+"""Runs in one guest, by pytest: ports that come and go, VLANs and bonds, as the kernel has them."""
+
+from __future__ import annotations
+
+import ipaddress
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc import Config, FallbackReason, VerbsRnic
+from trio_smc._stack import Stack
+from trio_smc.rendezvous import pnet
+
+PATIENCE = 20
+
+
+def sh(command: str) -> None:
+    subprocess.run(["bash", "-ec", command], check=True)
+
+
+@pytest.fixture
+def host() -> Iterator[Callable[[str, str], None]]:
+    """Run a command now, and at the end another that undoes it."""
+    with ExitStack() as undo:
+
+        def do(command: str, back: str) -> None:
+            sh(command)
+            undo.callback(sh, back)
+
+        yield do
+
+
+def make_bond(host: Callable[[str, str], None]) -> None:
+    """bond0 over two interfaces, and a VLAN on it; nothing else has addresses in its subnets."""
+    for name in ("low0", "low1"):
+        host(f"ip link add {name} type dummy", f"ip link delete {name}")
+    host("ip link add bond0 type bond mode active-backup miimon 100", "ip link delete bond0")
+    sh("for each in low0 low1; do ip link set $each master bond0; done; ip link set bond0 up")
+    sh("ip addr add 10.20.0.1/24 dev bond0")
+    host("ip link add link bond0 name bond0.7 type vlan id 7", "ip link delete bond0.7")
+    sh("ip link set bond0.7 up; ip addr add 10.27.0.1/24 dev bond0.7")
+
+
+def serving(stack: Stack, local: str) -> tuple[str, str, int | None] | FallbackReason:
+    """Device, GID's address and VLAN of what serves a connection to a neighbour of ``local``."""
+    remote = str(ipaddress.ip_address(local) + 8)
+    rnic = stack.rnic_for(local, remote)
+    if isinstance(rnic, FallbackReason):
+        return rnic
+    assert isinstance(rnic, VerbsRnic)
+    gid = ipaddress.IPv6Address(rnic.gid)
+    vlan = pnet.interfaces()[rnic.gid_entry.ifindex].vlan
+    return rnic.device, str(gid.ipv4_mapped or "link-local"), vlan
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - the kernel's doings have no event here
+            await trio.sleep(0.02)
+
+
+def names(stack: Stack) -> set[str]:
+    return {each.name for each in stack.rnics if each.kind == "roce"}
+
+
+async def test_a_bond_of_which_a_member_has_an_rnic(host: Callable[[str, str], None]) -> None:
+    make_bond(host)
+    host("rxe 5 low0", "rdma link delete rxe5")
+    async with trio_smc.open_stack(Config()) as stack:
+        assert serving(stack, "10.20.0.1") == ("rxe5", "10.20.0.1", None)
+        assert serving(stack, "10.27.0.1") == ("rxe5", "10.27.0.1", 7)
+        assert serving(stack, "10.8.0.1") == ("rxe0", "10.8.0.1", None)
+
+
+async def test_a_bond_that_has_an_rnic_itself(host: Callable[[str, str], None]) -> None:
+    make_bond(host)
+    host("rxe 5 bond0", "rdma link delete rxe5")
+    async with trio_smc.open_stack(Config()) as stack:
+        assert serving(stack, "10.20.0.1") == ("rxe5", "10.20.0.1", None)
+        assert serving(stack, "10.27.0.1") == ("rxe5", "10.27.0.1", 7)
+
+
+async def test_a_bond_without_an_rnic(host: Callable[[str, str], None]) -> None:
+    """There are others, which are not on this network."""
+    make_bond(host)
+    async with trio_smc.open_stack(Config()) as stack:
+        assert names(stack) >= {"rxe0", "rxe1"}
+        assert serving(stack, "10.20.0.1") is FallbackReason.NO_RNIC
+        assert serving(stack, "10.27.0.1") is FallbackReason.NO_RNIC
+
+
+async def test_devices_come_and_go(host: Callable[[str, str], None]) -> None:
+    """`rdma link delete` waits until everybody has closed the device: here at once."""
+    host("ip link add low0 type dummy", "ip link delete low0")
+    sh("ip link set low0 up; ip addr add 10.20.0.1/24 dev low0")
+    async with trio_smc.open_stack(Config()) as stack:
+        before = names(stack)
+        assert serving(stack, "10.20.0.1") is FallbackReason.NO_RNIC
+        for _ in range(2):
+            sh("rxe 5 low0")
+            await until(lambda: names(stack) == {*before, "rxe5"})
+            assert serving(stack, "10.20.0.1") == ("rxe5", "10.20.0.1", None)
+            with trio.fail_after(PATIENCE):
+                await trio.run_process(["rdma", "link", "delete", "rxe5"])
+            await until(lambda: names(stack) == before)
+            assert serving(stack, "10.20.0.1") is FallbackReason.NO_RNIC
+
+
+async def test_a_port_that_is_down_at_first(host: Callable[[str, str], None]) -> None:
+    host("ip link add low0 type dummy", "ip link delete low0")
+    sh("ip addr add 10.20.0.1/24 dev low0")
+    host("rxe 5 low0", "rdma link delete rxe5")
+    async with trio_smc.open_stack(Config()) as stack:
+        before = names(stack)
+        assert "rxe5" not in before
+        sh("ip link set low0 up")
+        await until(lambda: "rxe5" in names(stack))
+        assert serving(stack, "10.20.0.1") == ("rxe5", "10.20.0.1", None)
+        sh("ip link set low0 down")
+        [rnic] = [each for each in stack.rnics if each.name == "rxe5"]
+        await until(lambda: not rnic.port_active)
+        assert "rxe5" in names(stack), "it is down, not gone"
+        sh("ip link set low0 up")
+        await until(lambda: rnic.port_active)
+
+
+async def test_an_interface_that_is_deleted(host: Callable[[str, str], None]) -> None:
+    """It takes its RDMA device with it; the kernel waits for us, and so would the command."""
+    sh("ip link add low0 type dummy; ip link set low0 up; rxe 5 low0")
+    rnic = VerbsRnic("rxe5")
+    async with trio_smc.open_stack(Config(rnics=(rnic,))) as stack:
+        assert names(stack) == {"rxe5"}
+        with trio.fail_after(PATIENCE):
+            await trio.run_process(["ip", "link", "delete", "low0"])
+        await until(lambda: names(stack) == set())
+        # One that was named comes back as the same object.
+        sh("ip link add low0 type dummy; ip link set low0 up; rxe 5 low0")
+        await until(lambda: stack.rnics == (rnic,))
+        assert rnic.port_active
+    sh("rdma link delete rxe5; ip link delete low0")
