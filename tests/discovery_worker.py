@@ -24,7 +24,7 @@ async def serve(stream: trio.SocketStream, publication: Publication | None) -> N
         if publication is not None:
             local, remote = stream.socket.getsockname(), stream.socket.getpeername()
             claim = publication.claim(local[:2], remote[:2])
-            if claim is not None and await claim.confirm(trio.current_time() + WAIT):
+            if claim is not None and await claim.confirm(stream.socket, trio.current_time() + WAIT):
                 word = "smc-r"
         sys.stdout.write(word + "\n")
         sys.stdout.flush()

@@ -38,8 +38,6 @@ __all__ = ["accept_stream", "established_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
-_GO_TIMEOUT: Final = 2.0
-"""Seconds a client may take to say "go" after it was told that its connection was accepted."""
 _SNIFF: Final = len(clc.EYE_CATCHER)
 _TCP_CLOSE_WAIT: Final = 8
 
@@ -138,7 +136,7 @@ async def _discover(
         if isinstance(rnic, FallbackReason):
             claim.refuse(rnic)
             return Fallback.local(rnic)
-        agreed = await claim.confirm(trio.current_time() + _GO_TIMEOUT)
+        agreed = await claim.confirm(sock, trio.current_time() + config.handshake_timeout)
     elif config.assumes(local, remote, publication.address):
         agreed = await _proposal_follows(sock, config.handshake_timeout)
     else:

@@ -34,6 +34,14 @@ __all__ = ["connect_socket", "connect_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _HAPPY_EYEBALLS_DELAY: Final = 0.25
+# Nobody accepted the connection, or said so in words that this side understands or believes.
+_NOBODY: Final = frozenset(
+    {
+        FallbackReason.PEER_NOT_CAPABLE,
+        FallbackReason.LOCAL_VERSION_MISMATCH,
+        FallbackReason.OTHER_USER,
+    }
+)
 
 
 async def connect_stream(
@@ -103,7 +111,7 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
     here = plain_address(sock.getsockname()[0])
     rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named)
     if isinstance(rnic, FallbackReason):
-        # Before "go" is said, after which the server counts on a Proposal.
+        # Before ACCEPTED is taken, after which the server counts on a Proposal.
         if not attempt.offers:
             return Fallback.local(rnic)
         return await _decline(stack, sock, rnic, config)
@@ -142,8 +150,7 @@ async def _decline(
 
 def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
     """What same-host discovery came to; ``said``: by the process that has the connection."""
-    ours = reason is FallbackReason.PEER_NOT_CAPABLE
-    if not ours and (said or reason is FallbackReason.HANDSHAKE_LIMIT):
+    if reason not in _NOBODY and (said or reason is FallbackReason.HANDSHAKE_LIMIT):
         return Fallback(reason=reason, origin=Origin.PEER)
     return Fallback.local(reason)
 

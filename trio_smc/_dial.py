@@ -171,6 +171,7 @@ async def connect_attempt(
                 (name[0], name[1]),
                 attempt.peer,
                 trio.current_time() + config.handshake_timeout,
+                sock,
             )
         else:
             attempt.announcement = source

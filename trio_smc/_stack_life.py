@@ -157,6 +157,7 @@ class StackLife:
             group.machine.send("links_lost")
         self.rnic_set.close()
         self.tcp_option.close()
+        self.discovery.close()
         if hasattr(self, "tcp_watch"):
             self.tcp_watch.close()
 
@@ -225,6 +226,7 @@ class StackLife:
         self._forked = self.closing = True
         if self.control is not None:
             self.control.abandon()
+        self.discovery.abandon()
         self.pump.abandon()
         for endpoint in self._endpoints.values():
             endpoint.connection.__class__ = _ForkedConnection

@@ -42,7 +42,8 @@ _VALID["local"] = [
     local.announce(local.four_tuple(("127.0.0.1", 1), ("127.0.0.2", 65535))),
     local.announce(local.four_tuple(("::1", 40000), ("fe80::1%2", 7))),
     *(local.refused(reason) for reason in FallbackReason),
-    *(local.HEARD, local.ACCEPTED, local.GO),
+    local.refused(FallbackReason.NO_RNIC, bytes(36)),
+    *(say(bytes(range(36))) for say in (local.accepted, local.withdraw)),
 ]
 _CODECS = list(_VALID)
 

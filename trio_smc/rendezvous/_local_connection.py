@@ -10,7 +10,7 @@ import struct
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous._local_protocol import MAX_SIZE, Message, decode_untrusted
 
-__all__ = ["is_same_user", "send", "take"]
+__all__ = ["is_same_user", "take"]
 
 _log = logging.getLogger(__name__)
 
@@ -21,15 +21,6 @@ def is_same_user(connection: socket.socket) -> bool:
     """Whether the peer's effective user, when it connected or listened, is ours."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
-
-
-def send(connection: socket.socket, message: bytes) -> bool:
-    """Send a packet without waiting; False when the peer is gone or takes nothing more."""
-    try:
-        connection.send(message, socket.MSG_NOSIGNAL)
-    except OSError:
-        return False
-    return True
 
 
 def take(connection: socket.socket) -> Message | None:

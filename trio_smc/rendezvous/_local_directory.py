@@ -39,10 +39,14 @@ __all__ = [
     "Listeners",
     "Listings",
     "NewSocket",
+    "Stamp",
     "listen_as",
     "listener_name",
     "namespace_path",
     "open_private",
+    "settled",
+    "stamps",
+    "unchanged",
     "wildcard_names",
 ]
 
@@ -225,19 +229,61 @@ class Listings:
         return names
 
 
+Stamp = tuple[str, int, int, int]
+"""Path of a directory, device, inode, and when its names changed last, in ns."""
+
+
+def stamps(private: Path, root: int, path: str) -> list[Stamp]:
+    """The stamp of the directory `path` below `root`, the open private one; none: it is missing.
+
+    A directory that is missing shows when the one above it changes.
+    """
+    try:
+        found = os.stat(path, dir_fd=root)
+    except FileNotFoundError:
+        return []
+    return [(f"{private}/{path}", found.st_dev, found.st_ino, found.st_ctime_ns)]
+
+
+def settled(known: list[Stamp]) -> bool:
+    """Whether a change from now on would show in these stamps: their clock ticks slowly."""
+    now = time.time_ns()
+    return all(now - changed > _TICKS_NS for _, _, _, changed in known)
+
+
+def unchanged(known: list[Stamp]) -> bool:
+    """Whether directories have the names that they had.
+
+    A directory that was moved into the place of another has another inode, so what was checked
+    of the way there need not be checked again.
+    """
+    try:
+        for path, device, inode, changed in known:
+            found = os.stat(path)
+            if found.st_ctime_ns != changed or found.st_ino != inode or found.st_dev != device:
+                return False
+    except OSError:
+        return False
+    return True
+
+
 class Listeners:
     """The sockets in the directory `name`, to be connected to one by one.
 
     Attributes:
       waiting: names still to be tried; none when the directory does not exist.
+      place: device and inode of the directory.
     """
 
     def __init__(self, root: int, namespace: str, name: str, listings: Listings) -> None:
         """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
         self._directory = -1
         self.waiting: list[str] = []
+        self.place = (0, 0)
         try:
             self._directory = os.open(f"{namespace}/{name}", _FLAGS, dir_fd=root)
+            found = os.fstat(self._directory)
+            self.place = found.st_dev, found.st_ino
             self.waiting = listings.sockets(self._directory)
         except FileNotFoundError:
             self.close()
@@ -245,18 +291,19 @@ class Listeners:
             self.close()
             raise
 
-    def connect(self, limit: int) -> list[socket.socket]:
-        """Non-blocking connections to those that take one; the sockets of the dead are removed.
+    def connect(self, limit: int) -> list[tuple[str, socket.socket]]:
+        """Non-blocking connections to those that take one, each with its name; the sockets of the
+        dead are removed.
 
         limit: connections to make, at most.
 
         Listeners that have too many connections to accept stay in `waiting`: try again later.
         """
-        connected: list[socket.socket] = []
+        connected: list[tuple[str, socket.socket]] = []
         names, self.waiting = self.waiting[:limit], []
         for name in names:
             try:
-                connected.append(_connect(self._directory, name))
+                connected.append((name, _connect(self._directory, name)))
             except BlockingIOError:
                 self.waiting.append(name)
             except OSError:

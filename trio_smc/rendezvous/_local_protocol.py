@@ -7,44 +7,46 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
     byte  5      highest version the sender speaks
     byte  6      kind
     byte  7      REFUSED: why; otherwise 0
-    bytes 8-43   ANNOUNCE: the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d),
-                 source port (2), destination address (16), destination port (2); big-endian
+    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source port (2),
+                 destination address (16), destination port (2); big-endian, as its client sees it
 
-The first eight bytes and REFUSED are the same in every version for ever, so that two programs
-with no version in common can tell each other so.  A later version may append bytes, which
-earlier ones skip.
+A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first eight
+bytes, and such a REFUSED, are the same in every version for ever, so that two programs with no
+version in common can tell each other so.  A later version may append bytes, which earlier ones
+skip.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 
 __all__ = [
-    "ACCEPTED",
-    "GO",
-    "HEARD",
     "HIGHEST_VERSION",
     "LOWEST_VERSION",
     "MAX_SIZE",
     "Kind",
     "Message",
+    "accepted",
     "announce",
     "decode_untrusted",
     "four_tuple",
     "refused",
+    "withdraw",
 ]
 
-LOWEST_VERSION = 1
-HIGHEST_VERSION = 1
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
 MAX_SIZE = 512
 """Bytes to receive at most; what a longer packet has beyond is cut off."""
 
+_REMEMBERED = 256  # addresses packed last
 _MAGIC = b"TSMC"
 _HEAD = struct.Struct(">4sBBBB")
 _FOUR_TUPLE = struct.Struct(">16sH16sH")
@@ -52,18 +54,16 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """What a message says of a TCP connection."""
 
     ANNOUNCE = 1
-    """Client: I am about to open this TCP connection and speak SMC-R."""
-    HEARD = 2
-    """Server: connect now."""
+    """Client: I am about to open it and speak SMC-R."""
     ACCEPTED = 3
-    """Server: the connection was accepted by me; say GO and SMC-R starts."""
-    GO = 4
-    """Client: SMC-R it is."""
+    """Server: I accepted it; send SMC Proposal, or WITHDRAW."""
+    WITHDRAW = 4
+    """Client: it is plain TCP, or was never opened."""
     REFUSED = 5
-    """Server: not here, with the reason."""
+    """Server: it is plain TCP, with the reason."""
 
 
 _REASONS = {
@@ -80,14 +80,13 @@ _REASONS = {
 _REASON_CODES = {reason: code for code, reason in _REASONS.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """A decoded message.
 
     Fields:
       kind: what it says; None when its sender speaks no version that we do.
       reason: of REFUSED, else None.
-      connection: of ANNOUNCE the `four_tuple`, else b"".
+      connection: the `four_tuple`; b"" in a REFUSED of everything.
     """
 
     kind: Kind | None
@@ -107,24 +106,34 @@ def four_tuple(source: tuple[str, int], destination: tuple[str, int]) -> bytes:
     return _FOUR_TUPLE.pack(_packed(source[0]), source[1], _packed(destination[0]), destination[1])
 
 
+def _head(kind: Kind, detail: int = 0) -> bytes:
+    return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, kind, detail)
+
+
+_ANNOUNCE, _ACCEPTED, _WITHDRAW = map(_head, (Kind.ANNOUNCE, Kind.ACCEPTED, Kind.WITHDRAW))
+# How the messages begin that are exchanged for every connection.
+_USUAL = {_ANNOUNCE: Kind.ANNOUNCE, _ACCEPTED: Kind.ACCEPTED, _WITHDRAW: Kind.WITHDRAW}
+_SIZE = _HEAD.size + _FOUR_TUPLE.size
+
+
 def announce(connection: bytes) -> bytes:
     """An ANNOUNCE of the `four_tuple`."""
-    return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, Kind.ANNOUNCE, 0) + connection
+    return _ANNOUNCE + connection
 
 
-def refused(reason: FallbackReason) -> bytes:
+def accepted(connection: bytes) -> bytes:
+    """An ACCEPTED of the `four_tuple`."""
+    return _ACCEPTED + connection
+
+
+def withdraw(connection: bytes) -> bytes:
+    """A WITHDRAW of the `four_tuple`."""
+    return _WITHDRAW + connection
+
+
+def refused(reason: FallbackReason, connection: bytes = b"") -> bytes:
     """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
-    code = _REASON_CODES.get(reason, 0)
-    return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, Kind.REFUSED, code)
-
-
-def _constant(kind: Kind) -> bytes:
-    return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, kind, 0)
-
-
-HEARD = _constant(Kind.HEARD)
-ACCEPTED = _constant(Kind.ACCEPTED)
-GO = _constant(Kind.GO)
+    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection
 
 
 def decode_untrusted(data: bytes) -> Message:
@@ -133,27 +142,29 @@ def decode_untrusted(data: bytes) -> Message:
     Raises:
       ProtocolError: it is no message of this protocol.
     """
+    usual = _USUAL.get(data[:8])
+    if usual is not None and len(data) >= _SIZE:
+        return Message(usual, None, data[8:_SIZE])
     if len(data) < _HEAD.size:
         raise ProtocolError(f"same-host discovery: {len(data)} bytes are no message")
     magic, lowest, highest, code, detail = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 1 <= lowest <= highest:
         raise ProtocolError(f"same-host discovery: {data[:8].hex()} starts no message")
+    whole = len(data) >= _SIZE
+    connection = data[_HEAD.size : _SIZE] if whole else b""
     if code == Kind.REFUSED:
         reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
-        return Message(kind=Kind.REFUSED, reason=reason)
+        return Message(Kind.REFUSED, reason, connection)
     if lowest > HIGHEST_VERSION or highest < LOWEST_VERSION:
-        return Message(kind=None)
+        return Message(None)
     if code not in Kind.__members__.values():
         raise ProtocolError(f"same-host discovery: kind {code}")
-    kind = Kind(code)
-    if kind is not Kind.ANNOUNCE:
-        return Message(kind=kind)
-    connection = data[_HEAD.size : _HEAD.size + _FOUR_TUPLE.size]
-    if len(connection) < _FOUR_TUPLE.size:
-        raise ProtocolError("same-host discovery: an announcement is cut short")
-    return Message(kind=kind, connection=connection)
+    if not whole:
+        raise ProtocolError("same-host discovery: a message is cut short")
+    return Message(Kind(code), None, connection)
 
 
+@functools.lru_cache(_REMEMBERED)
 def _packed(address: str) -> bytes:
     if ":" in address:
         return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])

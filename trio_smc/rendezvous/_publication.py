@@ -1,9 +1,9 @@
 """The server's half of same-host discovery; `trio_smc.rendezvous.discovery` explains it.
 
-Theory of operation: one task of a publication sleeps on an epoll of its own, for the Unix listener
-and all Unix connections of clients, and answers at once: an announcement costs no task and no pass
-of the scheduler beyond the one that brought it.  When an accepted TCP connection is claimed, its
-Unix connection leaves that epoll and belongs to the claim, whose task waits for GO itself.
+Theory of operation: clients keep their Unix connections, and what they say waits there until it
+is needed.  A client has announced a TCP connection before the kernel hears of it, so whoever looks
+for an announcement takes what waits first, and finds it or knows that there is none.  Nothing is
+woken by an announcement: the one task of a publication sleeps until a client comes or goes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_protocol as protocol
-from trio_smc.rendezvous._local_connection import is_same_user, send, take
+from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
 
@@ -27,88 +27,91 @@ __all__ = ["Claim", "Publication"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_PENDING = 4096  # Unix connections per publication, each of them a descriptor
+_MAX_CLIENTS = 1024  # Unix connections per publication, each of them a descriptor
+_MAX_PENDING = 4096  # announcements per publication
 _ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
 _EVENTS_AT_ONCE = 64
-_ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its announcement, seconds
+_ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
+_LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class _Pending:
-    """A client's Unix connection, and the TCP connection that it announced, if it has yet."""
+class _Client:
+    """A client's Unix connection."""
 
-    __slots__ = ("_publication", "accepted", "connection", "deadline", "go", "key", "settled")
+    __slots__ = ("connection", "deadline", "pending")
 
-    def __init__(self, publication: Publication, connection: socket.socket) -> None:
-        self._publication = publication
+    def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.key = b""
-        self.deadline = trio.current_time() + _ANNOUNCE_TIMEOUT
-        self.accepted = False  # ACCEPTED was sent, so that a GO counts
-        self.go = False
-        self.settled = False
+        self.deadline = trio.current_time() + _ANNOUNCE_TIMEOUT  # while it has said nothing
+        self.pending: set[bytes] = set()  # what it announced, and nobody claimed
 
-    def settle(self) -> None:
-        """Decide, once and for both sides, whether the client has said GO; close."""
-        if self.settled:
-            return
-        self.settled = True
-        if self.key:
-            # After this the client's GO fails; what it sent before is still there to be read.
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RD)
-            with contextlib.suppress(BlockingIOError):
-                message = take(self.connection)
-                self.go = self.accepted and message is not None and message.kind is Kind.GO
-        self.connection.close()
-        self._publication.forget(self)
-
-    def spoke_early(self) -> bool:
-        """Whether anything came, or the client went, before it was told ACCEPTED: no GO then."""
+    def tell(self, message: bytes) -> bool:
+        """Send a packet without waiting; False when it is gone or takes nothing more."""
         try:
-            take(self.connection)
-        except BlockingIOError:
+            self.connection.send(message, socket.MSG_NOSIGNAL)
+        except OSError:
             return False
-        self.settle()
         return True
 
 
 class Claim:
-    """An accepted TCP connection whose client announced itself: to be confirmed or refused."""
+    """An accepted TCP connection whose client announced it: to be confirmed or refused."""
 
-    __slots__ = ("_pending",)
+    __slots__ = ("_client", "_key", "_publication", "_settled", "withdrawn")
 
-    def __init__(self, pending: _Pending) -> None:
-        self._pending = pending
+    def __init__(self, publication: Publication, client: _Client, key: bytes) -> None:
+        self._publication = publication
+        self._client = client
+        self._key = key
+        self._settled = False
+        self.withdrawn = False
 
-    async def confirm(self, deadline: float) -> bool:
+    async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
 
+        connection: the accepted TCP connection, which nobody has read from.
         deadline: when to stop waiting for the client, as `trio.current_time`.
 
-        True: the client's next bytes on the TCP connection are CLC.  False: the connection is
-        plain TCP, and the client knows.  When this is cancelled nobody knows here what the
-        client was told: close the TCP connection.
+        True: the client's next bytes on the TCP connection are CLC, and they are there.  False:
+        the connection is plain TCP, and the client knows.
+
+        Raises OSError (ETIMEDOUT) when the client decided nothing in time.  Then, and when this
+        is cancelled, nobody knows here what the client is going to say: close the TCP connection.
         """
-        pending = self._pending
-        if pending.settled or pending.spoke_early():
-            return False
-        pending.accepted = send(pending.connection, protocol.ACCEPTED)
+        publication, client = self._publication, self._client
         try:
-            # GO, the end, or a broken rule: each of them settles.
-            with trio.move_on_at(deadline), contextlib.suppress(trio.ClosedResourceError):
-                await trio.lowlevel.wait_readable(pending.connection)
+            if self._is_over() or not client.tell(protocol.accepted(self._key)):
+                return False
+            while True:
+                until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
+                with trio.move_on_at(until) as scope:
+                    await trio.lowlevel.wait_readable(connection)
+                # Before a client sends anything else than CLC it withdraws.
+                publication.hear_all(client)
+                if self._is_over():
+                    return False
+                if not scope.cancelled_caught:
+                    return True
+                if trio.current_time() >= deadline:
+                    raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and says nothing")
         finally:
-            pending.settle()
-        return pending.go
+            self._settle()
 
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
-        if not self._pending.settled:
-            send(self._pending.connection, protocol.refused(reason))
-            self._pending.settle()
+        if not self._settled:
+            self._client.tell(protocol.refused(reason, self._key))
+            self._settle()
+
+    def _is_over(self) -> bool:
+        return self._settled or self.withdrawn
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._publication.forget(self._key, self)
 
 
 class Publication:
@@ -129,16 +132,17 @@ class Publication:
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
-        self._pending: dict[bytes, _Pending] = {}  # announced, by four-tuple; oldest first
-        self._silent: dict[_Pending, None] = {}  # not announced yet; oldest first
-        self._watched: dict[int, _Pending] = {}  # both, by descriptor
-        self._claimed: set[_Pending] = set()
-        self._watch: select.epoll | None = None
+        self._clients: dict[int, _Client] = {}  # by descriptor
+        self._silent: dict[_Client, None] = {}  # nothing announced yet; oldest first
+        # Announced, by four-tuple, with the time when to forget it; oldest first.
+        self._pending: dict[bytes, tuple[_Client, float]] = {}
+        self._claims: dict[bytes, Claim] = {}
+        self._listener: socket.socket | None = None
+        # Who says something; and who comes or goes, which is what the task sleeps for.
+        self._heard: select.epoll | None = None
+        self._moves: select.epoll | None = None
         self._accepts_again = math.inf
-
-    @property
-    def _connections(self) -> int:
-        return len(self._pending) + len(self._silent) + len(self._claimed)
+        self._nap = trio.CancelScope()  # around the task's sleep
 
     def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | None:
         """Look an accepted TCP connection up; None when its client did not announce itself.
@@ -148,18 +152,23 @@ class Publication:
         Never waits: who announces does so before it connects.  Every claim is to be confirmed
         or refused, or the client waits in vain.
         """
-        pending = self._pending.pop(protocol.four_tuple(remote, local), None)
-        if pending is None:
+        if self._heard is None:
             return None
-        self._unwatch(pending)
-        self._claimed.add(pending)
-        return Claim(pending)
+        key = protocol.four_tuple(remote, local)
+        found = self._pending.pop(key, None)
+        while found is None and self._hear():
+            found = self._pending.pop(key, None)
+        if found is None:
+            return None
+        client = found[0]
+        client.pending.discard(key)
+        claim = self._claims[key] = Claim(self, client, key)
+        return claim
 
-    def forget(self, pending: _Pending) -> None:
-        """It is settled; its connection is closed."""
-        self._claimed.discard(pending)
-        if self._pending.get(pending.key) is pending:
-            del self._pending[pending.key]
+    def forget(self, key: bytes, claim: Claim) -> None:
+        """A claim is settled."""
+        if self._claims.get(key) is claim:
+            del self._claims[key]
 
     def close(self) -> None:
         """Take the listener's name away and drop all pending announcements; idempotent."""
@@ -168,8 +177,16 @@ class Publication:
             made.remove()
             self._scope.cancel()
 
+    def abandon(self) -> None:
+        """Let go of the descriptors: this process is a forked child, they are its parent's."""
+        for client in self._clients.values():
+            client.connection.close()
+        for each in (self._listener, self._heard, self._moves):
+            if each is not None:
+                each.close()
+
     def start(self, nursery: trio.Nursery) -> None:
-        """Accept announcements in a background task of `nursery`, until `close`.
+        """Serve clients in a background task of `nursery`, until `close`.
 
         Raises OSError when descriptors have run out; it is closed then.
         """
@@ -180,128 +197,171 @@ class Publication:
             undo.callback(made.listener.close)
             undo.callback(self.close)
             # Here and not in the task, which nobody could tell that there are no descriptors.
-            watch = undo.enter_context(select.epoll())
+            heard = undo.enter_context(select.epoll())
+            moves = undo.enter_context(select.epoll())
+            for each in (heard, moves):
+                each.register(made.listener, select.EPOLLIN)
             name = "trio_smc same-host discovery"
-            nursery.start_soon(self._run, made.listener, watch, name=name)
+            nursery.start_soon(self._run, made.listener, heard, moves, name=name)
+            self._listener, self._heard, self._moves = made.listener, heard, moves
             undo.pop_all()
 
-    async def _run(self, listener: socket.socket, watch: select.epoll) -> None:
+    async def _run(self, listener: socket.socket, heard: select.epoll, moves: select.epoll) -> None:
         try:
-            with listener, self._scope, watch as self._watch:
-                self._watch.register(listener, select.EPOLLIN)
-                while True:
-                    due = self._next_deadline()
-                    if due == math.inf:  # no scope for the usual case
-                        await trio.lowlevel.wait_readable(self._watch.fileno())
-                    else:
-                        with trio.move_on_at(due):
-                            await trio.lowlevel.wait_readable(self._watch.fileno())
-                    self._look(listener)
+            with listener, heard, moves, self._scope:
+                try:
+                    while True:
+                        with trio.move_on_at(self._next_deadline()) as self._nap:
+                            await trio.lowlevel.wait_readable(moves.fileno())
+                        self._look(listener, moves)
+                finally:
+                    for client in list(self._clients.values()):
+                        self._drop(client)
+                    self._heard = self._moves = self._listener = None
         except Exception:
             # A defect; the connections of this listener are TCP from now on.
             _log.exception("same-host discovery ends for one listener")
         finally:
-            self._watch = None
-            for each in self._claimed:
-                trio.lowlevel.notify_closing(each.connection)
-            for each in (*self._watched.values(), *self._claimed):
-                each.settle()
-            self._silent.clear()
-            self._watched.clear()
             self.close()
 
     def _next_deadline(self) -> float:
         """When something is due that nobody reports."""
         due = self._accepts_again
-        for each in (self._silent, self._pending.values()):
-            for oldest in each:
-                due = min(due, oldest.deadline)
-                break
+        for oldest in self._silent:
+            return min(due, oldest.deadline)
         return due
 
-    def _look(self, listener: socket.socket) -> None:
-        """Attend to whoever said something, and to what is due."""
-        watch = self._watch
-        assert watch is not None
-        for number, _ in watch.poll(0, _EVENTS_AT_ONCE):
+    def _look(self, listener: socket.socket, moves: select.epoll) -> None:
+        """Attend to whoever came or went, and to what is due."""
+        for number, _ in moves.poll(0, _EVENTS_AT_ONCE):
             if number == listener.fileno():
-                self._accept(listener, watch)
-            elif (pending := self._watched.get(number)) is None:
-                continue  # dropped by what was looked at before it
-            elif pending.key:
-                self._drop(pending)
-            else:
-                self._hear(pending)
+                if self._accept(listener) in _EXHAUSTED:
+                    self._accepts_again = trio.current_time() + _EXHAUSTED_INTERVAL
+                    moves.modify(listener, 0)
+            elif (client := self._clients.get(number)) is not None:
+                self.hear_all(client)
+                self._drop(client)
         now = trio.current_time()
         if now >= self._accepts_again:
             self._accepts_again = math.inf
-            watch.modify(listener, select.EPOLLIN)
+            moves.modify(listener, select.EPOLLIN)
         while self._silent and (oldest := next(iter(self._silent))).deadline <= now:
-            self._drop(oldest)
-        while self._pending and (oldest := next(iter(self._pending.values()))).deadline <= now:
-            self._drop(oldest)
+            self.hear_all(oldest)
+            if oldest in self._silent:
+                self._drop(oldest)
 
-    def _accept(self, listener: socket.socket, watch: select.epoll) -> None:
+    def _accept(self, listener: socket.socket) -> int:
+        """Let clients in; the error number that ended it, EAGAIN for no more; 0: all it may."""
+        heard, moves = self._heard, self._moves
+        if heard is None or moves is None:
+            return errno.EBADF
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 connection, _ = listener.accept()
-            except BlockingIOError:
-                return
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     _log.warning("same-host discovery cannot accept: %s", error)
-                    self._accepts_again = trio.current_time() + _EXHAUSTED_INTERVAL
-                    watch.modify(listener, 0)
-                return
+                return error.errno or errno.EBADF
             connection.setblocking(False)
-            if self._connections >= _MAX_PENDING:
-                _turn_away(connection)
+            client = _Client(connection)
+            if len(self._clients) >= _MAX_CLIENTS:
+                _turn_away(client)
                 continue
-            pending = _Pending(self, connection)
-            self._silent[pending] = None
-            self._watched[connection.fileno()] = pending
-            watch.register(connection, select.EPOLLIN)
-            self._hear(pending)
+            self._silent[client] = None
+            self._clients[connection.fileno()] = client
+            heard.register(connection, select.EPOLLIN)
+            moves.register(connection, select.EPOLLRDHUP)
+            self.hear_all(client)
+            if client in self._silent:
+                self._nap.deadline = min(self._nap.deadline, client.deadline)
+        return 0
 
-    def _hear(self, pending: _Pending) -> None:
-        """Take an announcement, if it has come: its client connects TCP once it reads HEARD."""
-        connection = pending.connection
+    def _hear(self) -> bool:
+        """Take one packet of each client that has sent some; False: nobody has."""
+        heard = self._heard
+        if heard is None:
+            return False
+        came = False
+        for number, _ in heard.poll(0, _EVENTS_AT_ONCE):
+            client = self._clients.get(number)
+            if client is not None:
+                came = self._take(client) or came
+            elif self._listener is not None and number == self._listener.fileno():
+                # Without descriptors it goes on being ready.
+                came = self._accept(self._listener) in (0, errno.EAGAIN) or came
+        return came
+
+    def hear_all(self, client: _Client) -> None:
+        """Take all that a client has said; it is dropped when it went or broke the protocol."""
+        while client.connection.fileno() >= 0 and self._take(client):
+            pass
+
+    def _take(self, client: _Client) -> bool:
+        """Take one packet; False: there is none."""
         try:
-            message = take(connection)
+            message = take(client.connection)
         except BlockingIOError:
+            return False
+        if message is None:
+            self._drop(client)
+        elif client in self._silent and not is_same_user(client.connection):
+            client.tell(protocol.refused(FallbackReason.OTHER_USER))
+            self._drop(client)
+        elif message.kind is Kind.ANNOUNCE:
+            self._silent.pop(client, None)
+            self._announced(client, message.connection)
+        elif message.kind is Kind.WITHDRAW:
+            self._withdrawn(client, message.connection)
+        else:
+            if message.kind is None:
+                client.tell(protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
+            self._drop(client)
+        return True
+
+    def _announced(self, client: _Client, key: bytes) -> None:
+        now = trio.current_time()
+        while self._pending:
+            oldest = next(iter(self._pending))
+            other, until = self._pending[oldest]
+            if until > now:
+                break
+            self._withdrawn(other, oldest)
+        older = self._pending.pop(key, None)
+        if older is not None:
+            # The new client is bound to the port, so the old one no longer is.
+            older[0].pending.discard(key)
+        if len(self._pending) >= _MAX_PENDING:
+            client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT, key))
             return
-        if message is not None and not is_same_user(connection):
-            send(connection, protocol.refused(FallbackReason.OTHER_USER))
-        elif message is not None and message.kind is None:
-            send(connection, protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
-        elif message is not None and message.kind is Kind.ANNOUNCE:
-            older = self._pending.get(message.connection)
-            if older is not None:
-                # The new client is bound to the port, so the old one no longer is.
-                self._drop(older)
-            del self._silent[pending]
-            pending.key = message.connection
-            pending.deadline = trio.current_time() + _PENDING_TIMEOUT
-            self._pending[pending.key] = pending
-            if send(connection, protocol.HEARD):
-                return
-        self._drop(pending)
+        self._pending[key] = client, now + _PENDING_TIMEOUT
+        client.pending.add(key)
 
-    def _drop(self, pending: _Pending) -> None:
-        """It is over before any TCP connection claimed it."""
-        self._unwatch(pending)
-        self._silent.pop(pending, None)
-        pending.settle()
+    def _withdrawn(self, client: _Client, key: bytes) -> None:
+        claim = self._claims.get(key)
+        if claim is not None and claim._client is client:
+            claim.withdrawn = True
+        if key in client.pending:
+            client.pending.discard(key)
+            del self._pending[key]
 
-    def _unwatch(self, pending: _Pending) -> None:
-        if self._watch is not None:
-            self._watch.unregister(pending.connection)
-            del self._watched[pending.connection.fileno()]
+    def _drop(self, client: _Client) -> None:
+        """Its Unix connection ends, and with it what it announced; claims know already."""
+        number = client.connection.fileno()
+        if self._clients.pop(number, None) is None:
+            return
+        for each in (self._heard, self._moves):
+            if each is not None:
+                each.unregister(number)
+        for key in client.pending:
+            del self._pending[key]
+        client.pending.clear()
+        self._silent.pop(client, None)
+        client.connection.close()
 
 
-def _turn_away(connection: socket.socket) -> None:
-    with connection:
+def _turn_away(client: _Client) -> None:
+    with client.connection as connection:
         # Unread data would turn our answer into a reset.
         with contextlib.suppress(BlockingIOError):
             take(connection)
-        send(connection, protocol.refused(FallbackReason.HANDSHAKE_LIMIT))
+        client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT))
