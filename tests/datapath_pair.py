@@ -72,10 +72,14 @@ class FakeChannel:
 
     Writes are done at delivery, out of the memory that was posted: a buffer changed too early
     shows as wrong bytes.
+
+    An ``instant`` one reaches the peer's memory by itself: what it can do at once is done, and
+    only the peer has yet to look at the message ("told" in the queue).
     """
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
+        self.instant = False
         self.queue: deque[tuple[str, object, int]] = deque()
         self.uncompleted: deque[tuple[Any, int]] = deque()
         self.log: list[Write | Cdc] = []
@@ -113,20 +117,55 @@ class FakeChannel:
         self.unsignaled += 1
         start = address - self.peer_base
         self.log.append(Write(start, start + len(data) - 1))
-        self.queue.append(("write", data, start))
+        if self.instant and self._nothing_waits():
+            self._place(data, start)
+        else:
+            self.queue.append(("write", data, start))
 
     def post_cdc(self, connection: Any, message: bytes) -> None:
         self.posted += 1
         assert self.work is None or self.posted <= self.work
         self.weights.append(self.unsignaled + 1)
         self.unsignaled = 0
+        sequence = self._note(message)
+        self.queue.append(("cdc", message, sequence))
+        self.uncompleted.append((connection, sequence))
+
+    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        if not self.instant or self.uncompleted or self.waiting or not self._nothing_waits():
+            return False
+        self.posted -= self.unsignaled
+        self.unsignaled = 0
+        if data is not None:
+            assert rkey == self.rkey
+            start = address - self.peer_base
+            self.log.append(Write(start, start + len(data) - 1))
+            self._place(data, start)
+        self.queue.append(("told", message, self._note(message)))
+        return True
+
+    def _nothing_waits(self) -> bool:
+        return all(kind == "told" for kind, _, _ in self.queue)
+
+    def _note(self, message: bytes) -> int:
         items = cdc.unpack_untrusted(message)
         self.log.append(
             Cdc(items[1], (items[4], items[3]), (items[6], items[5]), items[7], items[8])
         )
         self.raw.append(message)
-        self.queue.append(("cdc", message, items[1]))
-        self.uncompleted.append((connection, items[1]))
+        return items[1]
+
+    def _place(self, data: memoryview, start: int) -> None:
+        assert self.peer is not None
+        rmbe = self.peer.rmbe
+        assert start >= rmbe.first
+        assert start + len(data) <= rmbe.size
+        memory = rmbe.rmb.memory.view
+        memory[rmbe.offset + start : rmbe.offset + start + len(data)] = data
+
+    def deliver_told(self) -> None:
+        """The link fails: what was done at once is with the peer."""
+        self.deliver(sum(kind == "told" for kind, _, _ in self.queue))
 
     def hand_over(self, connection: object, heir: object) -> None:
         for entry, (owner, sequence) in enumerate(self.uncompleted):
@@ -144,11 +183,7 @@ class FakeChannel:
             kind, item, number = self.queue.popleft()
             if kind == "write":
                 assert isinstance(item, memoryview)
-                rmbe = peer.rmbe
-                assert number >= rmbe.first
-                assert number + len(item) <= rmbe.size
-                memory = rmbe.rmb.memory.view
-                memory[rmbe.offset + number : rmbe.offset + number + len(item)] = item
+                self._place(item, number)
             else:
                 assert isinstance(item, bytes)
                 arrive(peer, item)
@@ -265,6 +300,7 @@ class Pair:
     def fail_link(self, side: int) -> FakeChannel:
         """The link that one side sends on fails, and what is in flight with it; another carries
         on. Returns the old one."""
+        self.channels[side].deliver_told()
         old = self.next_channel(side)
         old.queue.clear()
         self.move(side)

@@ -274,6 +274,36 @@ class RnicContract:
         until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
         assert a.sent == [(3, 0)]
 
+    def test_what_is_delivered_at_once_has_no_completion(self, pair: tuple[End, End]) -> None:
+        """Or it is refused, and nothing has happened: an RNIC may always refuse."""
+        a, b = pair
+        a.write(1, b, 0, b"before", signaled=False)
+        address, rkey = b.region.address, b.region.rkey
+        done = a.qp.deliver(b"message", memoryview(b"data"), address + 8, rkey)
+        if done:
+            assert bytes(b.memory.view[:12]) == b"before\0\0data"
+            assert a.qp.deliver(b"message alone", None, 0, 0)
+            until(lambda: len(b.received) == 2, a, b)
+            assert b.received == [b"message", b"message alone"]
+            assert not a.qp.deliver(b"message", memoryview(b"data"), address, rkey ^ 1)
+        nothing_comes(a, b)
+        assert a.sent == []
+        assert state_of(a.qp) is QpState.RTS
+
+    def test_nothing_is_delivered_before_what_waits(self, ends: tuple[End, End]) -> None:
+        a, b = ends
+        connect(a, b, receives=0)
+        address, rkey = b.region.address, b.region.rkey
+        assert not a.qp.deliver(b"no receive", memoryview(b"data"), address, rkey)
+        a.qp.post_send(1, b"first")
+        assert not a.qp.deliver(b"second", memoryview(b"data"), address, rkey)
+        b.qp.post_receive(2)
+        until(lambda: len(b.received) == 1 and len(a.sent) == 1, a, b)
+        nothing_comes(a, b)
+        assert b.received == [b"first"]
+        a.qp.to_err()
+        assert not a.qp.deliver(b"third", memoryview(b"data"), address, rkey)
+
     def test_without_a_posted_receive_sends_wait(self, ends: tuple[End, End]) -> None:
         a, b = ends
         connect(a, b, receives=0)

@@ -339,6 +339,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     async def _park(self, waiter: str) -> bool:
         """Wait until the core calls its ``waiter``; False if it did before anybody slept."""
         core, pump = self._core, self._pump
+        core.tell()
         setattr(core, waiter, _nothing)
         self._drain()
         if getattr(core, waiter) is None:
@@ -358,6 +359,9 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             await _sleep(abort)
         finally:
             pump.waiting -= 1
+        if not self._strict:
+            self._calls = 0
+            self._yielded = time.perf_counter_ns()
         return True
 
     def _is_due(self) -> bool:

@@ -50,6 +50,15 @@ class Channel(Protocol):
         Completions are reported in order, each once.
         """
 
+    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        """RDMA-write ``data``, if any, and send a CDC message, if both can be done at once.
+
+        Returns:
+          True: both are in the peer's memory, and all that was posted on the link before is; no
+          completion follows. False: nothing has happened, and the same can be posted with
+          `post_write` and `post_cdc` when there is `capacity`.
+        """
+
     def hand_over(self, connection: AnyConnection, heir: AnyConnection | None) -> None:
         """Report completions of what ``connection`` has posted to ``heir``; None: to nobody.
 

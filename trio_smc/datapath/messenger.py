@@ -8,8 +8,12 @@ most one is ever owed, and a later one makes an earlier one unnecessary. One is
 - posted at once when the link has room;
 - owed when it has none: `Channel.wait_for_room` was called, and `on_room` posts it;
 - put off when many small sends in one pass of the scheduler may share one: ``flush_later`` was
-  given `flush`, to be called before the scheduler sleeps. This is no Nagle algorithm (4.5.2):
-  nothing waits for time.
+  given `flush`, to be called before the scheduler sleeps. Whoever is about to wait calls `tell`:
+  what it waits for may be the answer. This is no Nagle algorithm (4.5.2): nothing waits for time.
+
+Where the link can do it (`Channel.try_post`), a message is in the peer's memory as soon as it is
+posted. Then nothing of it has to be remembered, and no completion tells of it. Messages with D, C
+or A never go that way: their completion is an event of the state machine.
 
 Nothing follows a message with C or A (RFC 7609, A.4).
 """
@@ -46,8 +50,10 @@ class Messenger(UrgentReceiver):
         "_owed",
         "_peer_first",
         "_peer_token",
+        "_patient",
         "_peer_usable",
         "_produced",
+        "_rkey",
         "_sequence",
         "_silent",
         "_urgent_end",
@@ -71,8 +77,10 @@ class Messenger(UrgentReceiver):
         self._peer_token = 0
         self._peer_usable = 1
         self._peer_first = 0
+        self._rkey = 0  # of the peer's ring
         self._flush_later = flush_later
         self._flush_pending = False
+        self._patient = False  # what is put off waits for more than the end of this pass
         self._produced = 0  # bytes written into the peer's ring
         self._announced = 0  # produced, in the last CDC message posted
         self._sequence = 0  # of the last CDC message posted
@@ -92,6 +100,46 @@ class Messenger(UrgentReceiver):
         self._flush_pending = False
         if self._owed:
             self._owe_cdc()
+
+    def tell(self) -> None:
+        """The application is about to wait: post a CDC message that waits for more sends."""
+        if self._owed and self._flush_pending and not self._patient:
+            self._owe_cdc()
+
+    def _try_cdc(self, channel: Channel, data: memoryview | None, address: int) -> bool:
+        """Write ``data`` and tell the peer everything, if that can be done at once.
+
+        ``_produced`` counts ``data`` already. True: it and all before it has arrived. False:
+        nothing has happened. Not for urgent data, D, C or A.
+        """
+        sequence = (self._sequence + 1) & 0xFFFF
+        produced = self._produced
+        consumed = self._consumed
+        wrap, offset = divmod(produced, self._peer_usable)
+        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
+        if not channel.try_post(
+            _pack(
+                cdc.HEADER,
+                sequence,
+                self._peer_token,
+                wrap & 0xFFFF,
+                self._peer_first + offset,
+                consumer_wrap & 0xFFFF,
+                self._rmbe.first + consumer_offset,
+                cdc.WRITER_BLOCKED if self._blocked else 0,
+                0,
+            ),
+            data,
+            address,
+            self._rkey,
+        ):
+            return False
+        self._sequence = sequence
+        self._told = consumed
+        self._announced = produced
+        self._owed = False
+        self.cdcs_sent += 1
+        return True
 
     def _post_cdc(self, channel: Channel) -> None:
         """Tell the peer everything; the channel has room."""
@@ -127,7 +175,11 @@ class Messenger(UrgentReceiver):
         channel = self._channel
         if self._silent or channel is None:
             return
-        if not self._waiting and channel.capacity() > 0:
+        if self._waiting:
+            self._owed = True
+        elif not (self._flags or self._urgent_goal) and self._try_cdc(channel, None, 0):
+            self.on_cdc_complete(self._sequence)
+        elif channel.capacity() > 0:
             self._post_cdc(channel)
         else:
             self._owed = True
@@ -162,6 +214,10 @@ class Messenger(UrgentReceiver):
             wake()
 
     # --- supplied by the classes built on this one -------------------------------------------
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message, and every write before it, has reached the peer."""
+        raise NotImplementedError
 
     def _tell_urgent(self) -> int:
         """P and U of the message that is just made; there is urgent data to send."""

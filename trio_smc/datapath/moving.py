@@ -187,6 +187,9 @@ class _StandIn:
     def post_cdc(self, connection: AnyConnection, message: bytes) -> None:
         raise AssertionError("posted without capacity")
 
+    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        return False
+
     def on_room(self) -> None:
         """The link has room again."""
         if self._connection._channel is self:

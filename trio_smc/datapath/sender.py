@@ -45,7 +45,6 @@ class Sender(Delivery):
         "_chunk",
         "_copy_limit",
         "_corked",
-        "_rkey",
         "send_limit",
         "window_stalls",
         "writes",
@@ -63,7 +62,7 @@ class Sender(Delivery):
         flush_later: Callable[[Callable[[], None]], None] | None,
     ) -> None:
         super().__init__(rmbe, flush_later=flush_later)
-        self._address = self._rkey = 0  # where the peer's ring starts
+        self._address = 0  # where the peer's ring starts
         self._chunk = 0 if chunks else -1  # set by _set_peer
         self._copy_limit = copy_limit
         self._corked = False
@@ -130,7 +129,10 @@ class Sender(Delivery):
         if not self._sendable or self._urgent_end:
             return self._refuse_send()
         if self.send_limit is not None:
-            data = self._within_limit(data, self.send_limit)
+            return self._send_limited(data, self.send_limit)
+        return self._send_pieces(data)
+
+    def _send_pieces(self, data: memoryview) -> int:
         total = left = len(data)
         window = self._peer_usable - self._produced + self._taken
         if window < left and (not window or (self._blocked and window < self._resume)):
@@ -141,17 +143,31 @@ class Sender(Delivery):
         stable = type(data.obj) is bytes
         chunk = self._chunk
         while left:
-            take = channel.capacity()
-            if take <= 0:
-                self._wait_for_room(channel)
-                break
+            take = left
             if take > chunk:
                 take = chunk
             if take > window:
                 take = window
-            if take > left:
-                take = left
             sent = total - left
+            blocked = take == window and take < left
+            if (
+                self._flush_later is None
+                or blocked
+                or self._produced - self._announced + take >= chunk
+            ) and self._send_at_once(
+                channel, data if take == total else data[sent : sent + take], take, blocked
+            ):
+                left -= take
+                window -= take
+                if not window:
+                    break
+                continue
+            room = channel.capacity()
+            if room <= 0:
+                self._wait_for_room(channel)
+                break
+            if take > room:
+                take = room
             piece = data if take == total else data[sent : sent + take]
             if not stable:
                 piece = self._copy_or_borrow(piece)
@@ -190,12 +206,23 @@ class Sender(Delivery):
         self._flush_later = flush_later
         self._flush_when_delivered = when_delivered
         self._corked = corked
+        self._patient = corked or when_delivered
         self.flush()
 
     def limit_unacknowledged(self, limit: int | None) -> None:
         """Have at most ``limit`` bytes unacknowledged at a time; None: as many as fit."""
         self.send_limit = limit
         self._wake_writer()
+
+    def _send_limited(self, data: memoryview, limit: int) -> int:
+        sent = 0
+        while sent < len(data):
+            piece = self._within_limit(data[sent:], limit)
+            posted = self._send_pieces(piece)
+            sent += posted
+            if not posted or posted < len(piece) or self._produced != self._delivered:
+                break  # the next delivery, or a wider window, wakes the writer
+        return sent
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
         if len(data) <= self._copy_limit or (self._corked and len(data) < self._chunk):
@@ -207,9 +234,36 @@ class Sender(Delivery):
         allowed = max(0, limit - self._produced + self._delivered)
         if not allowed and self._flush_pending:
             self.flush()  # nothing else would make it more before the message is due
+            allowed = max(0, limit - self._produced + self._delivered)
         return data if allowed >= len(data) else data[:allowed]
 
     # --- posting -----------------------------------------------------------------------------
+
+    def _send_at_once(self, channel: Channel, data: memoryview, length: int, blocked: bool) -> bool:
+        """Write a piece and tell of it where that can be done at once (`Channel.try_post`).
+
+        ``blocked``: it fills the window, and more waits. False: nothing has happened.
+        """
+        if self._urgent_goal or self._waiting:
+            return False
+        before = self._produced
+        start = before % self._peer_usable
+        if start + length > self._peer_usable:
+            return False  # the ring wraps: two writes, which `_write` knows
+        self._produced = before + length
+        was_blocked = self._blocked
+        self._blocked = blocked
+        if not self._try_cdc(channel, data, self._address + start):
+            self._produced = before
+            self._blocked = was_blocked
+            return False
+        self.writes += 1
+        self._completed = self._sequence
+        self._delivered = self._produced
+        if self._record:
+            self._record.clear()
+            self.borrowed = 0
+        return True
 
     def _write(self, channel: Channel, data: memoryview, length: int, count: int) -> None:
         """One RDMA write where byte number ``count`` belongs, two where the ring wraps (4.7.4)."""

@@ -62,8 +62,9 @@ class Link(LinkLife):
     """One link of a link group."""
 
     __slots__ = (
-        "_behind", "_connection_of", "_free", "_host", "_pending", "_post_send", "_post_write",
-        "_received", "_replenish", "_since_signal", "_waiting", "_wr_id", "copies_on_post",
+        "_behind", "_connection_of", "_deliver", "_free", "_host", "_pending", "_post_send",
+        "_post_write", "_received", "_replenish", "_since_signal", "_waiting", "_wr_id",
+        "copies_on_post",
     )  # fmt: skip
 
     def __init__(self, group: LinkGroup, number: int, rnic: Rnic) -> None:
@@ -75,6 +76,7 @@ class Link(LinkLife):
         self._host = group.host
         self._post_send = self.qp.post_send
         self._post_write = self.qp.post_write
+        self._deliver = self.qp.deliver
         self._free = rnic.send_depth
         self._wr_id = 0
         self._since_signal = 0
@@ -136,6 +138,18 @@ class Link(LinkLife):
         if observer is not None:
             observer.cdc(self, True, message)
         self._post_send(wr_id, message)
+
+    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        """Write and send at once, if that is possible; see `Channel.try_post`."""
+        if self._pending or self._waiting or self._host.observer is not None:
+            return False
+        if not self._deliver(message, data, address, rkey):
+            return False
+        if self._since_signal:
+            # Unsignaled writes before it are done, too.
+            self._free += self._since_signal
+            self._since_signal = 0
+        return True
 
     def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
         """Send an LLC message; ``on_sent`` is called when it reached the peer."""

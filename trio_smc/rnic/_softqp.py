@@ -204,6 +204,15 @@ class SoftQueuePair(QueuePair):
             return
         self._post(Request(wr_id, signaled, None, data, more, address, rkey))
 
+    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        peer = self._ready
+        if peer is None:
+            return False
+        # What is written before the ring refuses the message is written again, to the same place.
+        if data is not None and (peer.ring.gone() or peer.regions.write(data, None, address, rkey)):
+            return False
+        return not peer.ring.put(message)
+
     def write_capacity(self) -> int:
         return _UNLIMITED
 

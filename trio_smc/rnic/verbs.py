@@ -221,6 +221,17 @@ class QueuePair(ABC):
         bounds, peer gone) comes as an error completion, and the queue pair is then in ERR.
         """
 
+    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        """Write ``data``, if any, and send ``message``, if that can be done before this returns.
+
+        Only where the peer's memory can be reached without a wire, and while nothing is queued.
+
+        Returns:
+          True: both have arrived, and all that was posted before; there will be no completion.
+          False: to be posted with `post_write` and `post_send` instead.
+        """
+        return False
+
     @abstractmethod
     def write_capacity(self) -> int:
         """Bytes that `post_write` can take now; bounded only where `Rnic.copies_on_post`.
