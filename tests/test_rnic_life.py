@@ -21,7 +21,7 @@ from trio_smc.rendezvous import pnet
 from trio_smc.rnic._portwatch import PortWatch
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.software import SoftRnic
-from trio_smc.rnic.verbs import Rnic, RnicEvent
+from trio_smc.rnic.verbs import Rnic, RnicError, RnicEvent
 
 ADDRESSES = ("192.0.2.1", "192.0.2.9")  # on rxe0's network
 AVAILABLE, LOST = RnicChange.AVAILABLE, RnicChange.LOST
@@ -163,19 +163,41 @@ async def test_a_port_that_follows_its_interface(
 
 
 async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
-    """Nobody but the device itself tells."""
+    """Only the device itself tells; it is tried again when the kernel tells something."""
     world.come("rxe0", "rxe1")
     async with followed(world) as stack:
         [port, _] = world.opened
         port.failed, port.port_active = True, False
         assert port.on_event is not None
-        world.go("rxe0")
         port.on_event(RnicEvent.FATAL)
         assert stack.told == [("rxe0", LOST)]
         assert port in world.opened, "not while the device is at work"
         await trio.testing.wait_all_tasks_blocked()
         assert stack.names() == ["rxe1"]
         assert port not in world.opened
+        await trio.sleep(100)
+        assert stack.names() == ["rxe1"]
+        await tell(world)
+        assert stack.names() == ["rxe1", "rxe0"]
+
+
+async def test_a_device_that_cannot_be_closed(
+    world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs nobody else anything."""
+
+    def refuse(port: FakePort) -> None:
+        close(port)
+        raise RnicError(errno.EBUSY, "in use")
+
+    close = FakePort.close
+    monkeypatch.setattr(FakePort, "close", refuse)
+    world.come("rxe0", "rxe1")
+    async with followed(world) as stack:
+        world.go("rxe0")
+        await tell(world)
+        assert stack.names() == ["rxe1"]
+        monkeypatch.setattr(FakePort, "close", close)
 
 
 async def test_what_is_left_of_a_link_group(

@@ -29,7 +29,7 @@ from trio_smc.rnic._portwatch import PortWatch
 from trio_smc.rnic._rocedevices import active_ports, present_devices
 from trio_smc.rnic.roce import VerbsRnic
 from trio_smc.rnic.software import SoftRnic
-from trio_smc.rnic.verbs import Rnic, RnicEvent
+from trio_smc.rnic.verbs import Rnic, RnicError, RnicEvent
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
@@ -172,7 +172,14 @@ class RnicLife:
             patience = later[0] if later else float("inf")
             with trio.move_on_after(patience) as waiting:
                 await self._news(watch)
-            later = later[1:] if waiting.cancelled_caught else _LOOK_AGAIN
+            if waiting.cancelled_caught:
+                later = later[1:]
+            elif self._failure.is_set():
+                # A device that has failed is not tried again before the kernel tells of it.
+                self._failure = trio.Event()
+                later = ()
+            else:
+                later = _LOOK_AGAIN
             if self.look() and len(later) < len(_LOOK_AGAIN):
                 later = ()
 
@@ -182,7 +189,6 @@ class RnicLife:
 
             async def failure() -> None:
                 await self._failure.wait()
-                self._failure = trio.Event()
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(failure)
@@ -192,12 +198,15 @@ class RnicLife:
     def look(self) -> bool:
         """Open what has come and let go of what has gone; False: something cannot be opened."""
         present = present_devices()
+        gone = set()
         for rnic in [each for each in self.opened if isinstance(each, VerbsRnic)]:
             if rnic.failed or rnic.device not in present:
+                gone.add(rnic.device)
                 self._let_go(rnic)
             else:
                 rnic.look_at_port()
-        refused = [rnic for rnic in self._unused_ports() if not self._take_in(rnic)]
+        found = [rnic for rnic in self._unused_ports() if rnic.device not in gone]
+        refused = [rnic for rnic in found if not self._take_in(rnic)]
         return not refused
 
     def _unused_ports(self) -> list[VerbsRnic]:
@@ -227,7 +236,10 @@ class RnicLife:
         self.opened.remove(rnic)
         self._drained.discard(rnic)
         self.on_change(rnic, RnicChange.LOST)
-        self._close(rnic)
+        try:
+            self._close(rnic)
+        except RnicError as error:
+            LOGGER.warning("%s cannot be closed: %s", rnic.name, error)
         if self._port_of.pop(rnic, None) is None and not self._automatic:
             self._away.append(rnic)
 
