@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,37 @@ import trio
 
 import trio_smc
 from tests.lab.interop_links import here, two
-from tests.lab.interop_world import CONFIG, PIECE, until
+from tests.lab.interop_world import CONFIG, PIECE, Seen, until
 from tests.lab.verbs_side import Control
 from trio_smc import LinkGroupKind, Mode, SmcStream
+from trio_smc.rendezvous.link import Link
 
 PORT = 7800
 SIZE = 32 << 20
 PATIENCE = 150
-STEPS = ("nobody", "client", "server")
-"""Whose interface goes down in the middle of the transfer."""
+STEPS = ("client_fails_idle", "client_fails", "server_fails", "client_loses_device")
+"""What happens before or in the middle of the transfer: an interface of that side goes down, or its
+RDMA device is deleted, and comes back."""
+
+
+class Diary(Seen, logging.Handler):
+    """What was told of RNICs and links, in order."""
+
+    def __init__(self) -> None:
+        Seen.__init__(self)
+        logging.Handler.__init__(self)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        if isinstance(subject, Link) and new == "DOWN":
+            self.lines.append(f"{subject.rnic.name}'s link is down")
+
+    def until_down(self, rnic: str) -> list[str]:
+        """What came before the first link on this RNIC was down."""
+        return list(itertools.takewhile(lambda line: line != f"{rnic}'s link is down", self.lines))
 
 
 def say(role: str, text: str) -> None:
@@ -58,20 +82,51 @@ async def there_and_back(stream: SmcStream, file: Path) -> None:
     assert got.digest() == sent.digest()
 
 
-async def fail_in_the_middle(stream: SmcStream) -> str:
-    """Take down the interface that this side sends on, once half of the bytes have come."""
-    await until(lambda: stream.statistics().bytes_received > SIZE // 2, "half of it", PATIENCE)
+async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
+    """Lose what this side sends on; unless "idle", once half of the bytes have come."""
+    idle = "idle" in step
+    if not idle:
+        await until(lambda: stream.statistics().bytes_received > SIZE // 2, "half", PATIENCE)
     group = stream.link_group
     assert group is not None
     [link] = [each for each in group.links if each.connections]
-    number = link.rnic.name.removeprefix("rxe")
-    await here(f"cable {number} off; ip link set eth{number} down")
+    name = link.rnic.name
+    number = name.removeprefix("rxe")
+    diary.lines.clear()
+    if "device" in step:
+        await here(f"rdma link delete {name}")
+        event = f"{name} has gone"
+    else:
+        await here(f"cable {number} off; ip link set eth{number} down")
+        event = f"{name}: port-down"
     await until(lambda: group.kind is LinkGroupKind.SINGLE, f"the link is lost: {group!r}", 30)
+    before = diary.until_down(name)
+    if idle:
+        assert before[0] == event, diary.lines
+        assert not any("failed" in line for line in before), diary.lines
+    else:
+        # What is posted while the interface is down is flushed at once: that may be seen first, and
+        # so may a port of a device that goes.
+        signs = (event, f"{name} has failed: ")
+        assert before[0].startswith(signs) or "WR_FLUSH_ERR" in before[0], diary.lines
+        await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", 5)
+    late = [line for line in before if "RETRY_EXC_ERR" in line or "TEST LINK" in line]
+    assert late == [], diary.lines
     return number
 
 
-async def one_step(role: str, peer: str, control: Control, file: Path, failing: str) -> None:
+async def mend(step: str, number: str) -> None:
+    if "device" in step:
+        await here(f"rxe {number} eth{number}")
+    else:
+        await here(f"ip link set eth{number} up; cable {number} on")
+
+
+async def one_step(role: str, peer: str, control: Control, file: Path, step: str) -> None:
+    diary = Diary()
+    logging.getLogger("trio_smc").addHandler(diary)
     async with trio_smc.open_stack(replace(CONFIG, **two())) as stack:
+        stack.add_observer(diary)
         if role == "server":
             [listener] = await stack.open_listeners(PORT, host="0.0.0.0")
             await control.swap(patience=PATIENCE)
@@ -86,38 +141,44 @@ async def one_step(role: str, peer: str, control: Control, file: Path, failing: 
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"symmetric: {group!r}")
         numbers: list[str] = []
 
-        async def fail() -> None:
-            numbers.append(await fail_in_the_middle(stream))
+        async def fail_here() -> None:
+            numbers.append(await fail(stream, diary, step))
 
         start = trio.current_time()
         async with trio.open_nursery() as nursery:
-            if failing == role:
-                nursery.start_soon(fail)
+            if step.startswith(role):
+                if "idle" in step:
+                    await fail_here()
+                else:
+                    nursery.start_soon(fail_here)
             if role == "server":
                 assert await echo(stream) == SIZE
                 await stream.send_eof()
             else:
                 await there_and_back(stream, file)
         took = trio.current_time() - start
+        downs = [line for line in diary.lines if "link is down" in line]
         for number in numbers:
-            await here(f"ip link set eth{number} up; cable {number} on")
+            await mend(step, number)
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"whole again: {group!r}")
         await control.swap(patience=PATIENCE)
         await stream.aclose()
         say(
             role,
-            f"ok {failing}_fails: {SIZE >> 20} MiB there and back in {took:.1f} s, "
-            f"SHA-256 right, {['eth' + number for number in numbers]} taken down here",
+            f"ok {step}: {SIZE >> 20} MiB there and back in {took:.1f} s, "
+            f"SHA-256 right, {['eth' + number for number in numbers]} lost here; {downs}",
         )
+    logging.getLogger("trio_smc").removeHandler(diary)
 
 
 async def main() -> None:
     role, peer, control_host, file = sys.argv[1:]
+    logging.getLogger("trio_smc").setLevel(logging.INFO)
     control = await Control.connect(role, control_host, PATIENCE)
     async with control.stream:
-        for failing in STEPS:
+        for step in STEPS:
             with trio.fail_after(PATIENCE):
-                await one_step(role, peer, control, Path(file), failing)
+                await one_step(role, peer, control, Path(file), step)
             await control.swap(patience=PATIENCE)
 
 

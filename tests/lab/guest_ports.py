@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 import trio
@@ -14,6 +14,8 @@ import trio_smc
 from trio_smc import Config, FallbackReason, VerbsRnic
 from trio_smc._stack import Stack
 from trio_smc.rendezvous import pnet
+from trio_smc.rendezvous._netlink import Remembering
+from trio_smc.rendezvous.prefixes import local_prefix
 
 PATIENCE = 20
 
@@ -142,3 +144,40 @@ async def test_an_interface_that_is_deleted(host: Callable[[str, str], None]) ->
         await until(lambda: stack.rnics == (rnic,))
         assert rnic.port_active
     sh("rdma link delete rxe5; ip link delete low0")
+
+
+def test_kept_answers_of_the_kernel_are_never_old(host: Callable[[str, str], None]) -> None:
+    """After each change the next question is answered as the kernel would answer it."""
+
+    def named() -> set[str]:
+        return {each.name for each in pnet.interfaces().values()}
+
+    def out() -> str | None:
+        index = pnet.route_interface("10.8.0.1", "10.99.0.7")
+        return pnet.interfaces()[index].name if index else None
+
+    def prefix_length() -> int | None:
+        found = local_prefix("10.98.0.1")
+        return found.length if found else None
+
+    for name in ("low0", "low1"):
+        host(f"ip link add {name} type dummy", f"ip link delete {name}")
+        sh(f"ip link set {name} up")
+    with closing(Remembering()) as memory:
+        memory.open()
+        for change, question, answer in (
+            ("ip route add 10.99.0.0/24 dev low0", out, "low0"),
+            ("ip route replace 10.99.0.0/24 dev low1", out, "low1"),
+            ("ip route add 10.99.0.0/24 dev low0 table 99", out, "low1"),
+            ("ip rule add to 10.99.0.0/24 lookup 99", out, "low0"),
+            ("ip rule delete to 10.99.0.0/24 lookup 99", out, "low1"),
+            ("ip route add 10.99.0.7/32 dev low0", out, "low0"),
+            ("ip link set low0 down", out, "low1"),
+            ("ip addr add 10.98.0.1/24 dev low1", prefix_length, 24),
+            ("ip addr delete 10.98.0.1/24 dev low1", prefix_length, None),
+            ("ip link set low0 name low9", lambda: "low9" in named(), True),
+            ("ip link set low9 name low0", lambda: "low9" in named(), False),
+        ):
+            question()
+            sh(change)
+            assert question() == answer, change

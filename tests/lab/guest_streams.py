@@ -1,6 +1,7 @@
 """Runs in each of two guests: streams over soft-RoCE, found by TCP option and PNET.
 
-``python3 -m tests.lab.guest_streams ROLE PEER4``; the device rxe0 is on eth0, nothing on eth1.
+``python3 -m tests.lab.guest_streams ROLE PEER4``; the device rxe0 is on eth0, nothing on eth1
+at first.
 Prints "ROLE: ok STEP" for every step.
 """
 
@@ -214,6 +215,26 @@ async def unrelated(side: Side) -> None:
     side.done("pnet_table")
 
 
+async def bond(side: Side) -> None:
+    """An RNIC on a bond, and on a VLAN of the bond."""
+    for command in (
+        "link add bond0 type bond mode active-backup miimon 100", "link set eth1 down",
+        "link set eth1 master bond0", "link set bond0 up",
+        f"link add link bond0 name bond0.{VLAN} type vlan id {VLAN}",
+    ):  # fmt: skip
+        run("ip", *command.split())
+    interface("bond0", "10.6.0.0/24", number=side.number)
+    interface(f"bond0.{VLAN}", "10.5.0.0/24", number=side.number)
+    run("bash", "-c", "rxe 1 bond0")
+    for network in ("10.6.0.0/24", "10.5.0.0/24"):
+        with Wire.open("bond0" if "6" in network else f"bond0.{VLAN}") as wire:
+            gid = await side.over(network, CONFIG)
+            assert gid == str(ipaddress.ip_network(network)[side.number]), gid
+            wire.segments(PORT)
+            assert any(map(is_roce, wire.frames)), network
+    side.done("bond")
+
+
 async def port_down(side: Side) -> None:
     """What serves the route is there, and down."""
     async with trio_smc.open_stack(CONFIG) as stack:
@@ -233,7 +254,7 @@ async def main() -> None:
                 trio.serve_listeners, lambda stream: stream.receive_some(), listeners
             )
         side = Side(role, peer, control)
-        for step in (plain, strict, ipv6, vlan, unrelated, port_down):
+        for step in (plain, strict, ipv6, vlan, unrelated, port_down, bond):
             await step(side)
             await control.swap(patience=PATIENCE)
         nursery.cancel_scope.cancel()

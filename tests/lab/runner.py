@@ -53,7 +53,7 @@ def contract(seed: int) -> Finished:
 def streams() -> Finished:
     """All steps of `tests.lab.guest_streams`."""
     commands = (
-        "modules garp mrp 8021q\n"
+        "modules garp mrp 8021q bonding\n"
         "rxe 0 eth0\n"
         f"exec {PYTHON} -m tests.lab.guest_streams $ROLE $PEER4\n"
     )

@@ -14,7 +14,7 @@ from tests.lab import runner
 
 STEPS = (
     "option_on_the_wire", "strict", "ipv6", "vlan", "never_an_unrelated_port", "pnet_table",
-    "port_down",
+    "port_down", "bond",
 )  # fmt: skip
 # What tshark reads in frames of both guests: condition, field, values.
 READINGS = (
