@@ -46,7 +46,6 @@ async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[Base
     return None
 
 
-@pytest.mark.rfc("4.8.2/1", "4.8.2/2")
 @pytest.mark.parametrize("honest", ["server", "client"])
 async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
     honest: str, monkeypatch: pytest.MonkeyPatch

@@ -317,7 +317,6 @@ def take_back(stage: Stage, lost: str) -> None:
     stage.wire.watch_and_lose(lost, reject)
 
 
-@pytest.mark.rfc("3.5.1.6.2/5")
 @pytest.mark.parametrize(
     "lost", ["S1 ADD_LINK_CONTINUATION", "S3 CONFIRM_LINK", "S1 DELETE_LINK 3"]
 )
