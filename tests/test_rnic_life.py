@@ -181,6 +181,25 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert stack.names() == ["rxe1", "rxe0"]
 
 
+async def test_a_kernel_that_tells_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """What fails is closed all the same."""
+
+    def refuse() -> AbstractContextManager[World]:
+        raise PermissionError(errno.EPERM, "no netlink")
+
+    monkeypatch.setattr(PortWatch, "open", refuse)
+    world.come("rxe0", "rxe1")
+    async with followed(world) as stack:
+        [port, _] = world.opened
+        port.failed = True
+        assert port.on_event is not None
+        port.on_event(RnicEvent.FATAL)
+        await trio.testing.wait_all_tasks_blocked()
+        assert stack.names() == ["rxe1"]
+
+
 async def test_a_device_that_cannot_be_closed(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,10 @@ root until udev has seen it, and a port follows its interface.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -159,19 +160,21 @@ class RnicLife:
         """Keep to what there is, until cancelled; returns at once where nothing can come."""
         if not self._automatic and not any(isinstance(each, VerbsRnic) for each in self.opened):
             return
-        try:
-            with PortWatch.open() as watch:
-                await self._follow(watch)
-        except OSError as error:
-            LOGGER.debug("RoCE ports that come later are not seen: %s", error)
+        with contextlib.ExitStack() as stack:
+            try:
+                changed = stack.enter_context(PortWatch.open()).changed
+            except OSError as error:
+                LOGGER.debug("RoCE ports that come later are not seen: %s", error)
+                changed = trio.sleep_forever
+            await self._follow(changed)
 
-    async def _follow(self, watch: PortWatch) -> None:
+    async def _follow(self, changed: Callable[[], Awaitable[object]]) -> None:
         later: Sequence[float] = ()
         self.look()  # nobody has told what changed before this
         while True:
             patience = later[0] if later else float("inf")
             with trio.move_on_after(patience) as waiting:
-                await self._news(watch)
+                await self._news(changed)
             if waiting.cancelled_caught:
                 later = later[1:]
             elif self._failure.is_set():
@@ -183,7 +186,7 @@ class RnicLife:
             if self.look() and len(later) < len(_LOOK_AGAIN):
                 later = ()
 
-    async def _news(self, watch: PortWatch) -> None:
+    async def _news(self, changed: Callable[[], Awaitable[object]]) -> None:
         """Until the kernel tells something, or a device has failed."""
         async with trio.open_nursery() as nursery:
 
@@ -192,7 +195,7 @@ class RnicLife:
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(failure)
-            await watch.changed()
+            await changed()
             nursery.cancel_scope.cancel()
 
     def look(self) -> bool:
