@@ -82,7 +82,7 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
                 await all_freed(client)
             await all_freed(server)
             step += 1
-    assert step > 20
+    assert step > 10
     check_log(caplog)
 
 

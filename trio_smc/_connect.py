@@ -91,6 +91,7 @@ async def _negotiated(stack: Stack, attempt: Attempt, config: Config) -> SmcStre
         attempt.withdraw()
     if isinstance(outcome, RdmaStream):
         return outcome
+    await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
     if config.require_smc:
         attempt.sock.close()
         stack.count_mode(None, outcome)

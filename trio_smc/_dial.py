@@ -8,6 +8,8 @@ On one host the client must announce its source address before it connects (see
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +72,7 @@ async def connect_tcp(
         raise ValueError("host cannot be None")
     if not isinstance(port, int):
         raise TypeError("port must be an integer")
-    found = await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
+    found = await _resolve(host, port)
     targets: list[_Target] = _alternate_families(
         [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
     )
@@ -82,6 +84,16 @@ async def connect_tcp(
         return await connect(targets[0])
     except OSError as error:
         raise _nothing_connected(named, [error]) from error
+
+
+async def _resolve(host: str | bytes, port: int) -> list[Any]:
+    """As `trio.socket.getaddrinfo`; an address needs no pass of the scheduler."""
+    await trio.lowlevel.checkpoint_if_cancelled()
+    numeric = stdlib_socket.AI_NUMERICHOST | stdlib_socket.AI_NUMERICSERV
+    try:
+        return stdlib_socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM, flags=numeric)
+    except (stdlib_socket.gaierror, UnicodeError):
+        return await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
 
 
 async def _first_of(
@@ -147,16 +159,42 @@ async def _connect_one(
 ) -> Attempt:
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
-    sock = from_stdlib_socket(stdlib_socket.socket(family, kind, protocol))
+    plain = stdlib_socket.socket(family, kind, protocol)
+    sock = from_stdlib_socket(plain)
     attempt = Attempt(sock, named, (plain_address(address[0]), address[1]))
-    await connect_attempt(stack, attempt, address, local, config)
+    await connect_attempt(
+        stack, attempt, address, local, config, connect=partial(_connect, plain, address)
+    )
     return attempt
 
 
+async def _connect(plain: stdlib_socket.socket, address: Any) -> None:
+    """Connect a non-blocking socket, without a pass of the scheduler over loopback.
+
+    There the connection is made as soon as the kernel was asked for it, and the next call says so.
+    """
+    error = plain.connect_ex(address)
+    if error == errno.EINPROGRESS:
+        error = plain.connect_ex(address)
+    if error in (errno.EINPROGRESS, errno.EALREADY):
+        await trio.lowlevel.wait_writable(plain)
+        error = plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
+    if error:
+        raise OSError(error, f"cannot connect to {address!r}: {os.strerror(error)}")
+
+
 async def connect_attempt(
-    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
+    stack: Stack,
+    attempt: Attempt,
+    address: Any,
+    local: str | None,
+    config: Config,
+    connect: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Announce and connect; ``local``: the address to connect from, bound already or not."""
+    """Announce and connect; ``local``: the address to connect from, bound already or not.
+
+    ``connect``: does it; None: `trio.socket.SocketType.connect`.
+    """
     sock = attempt.sock
     bound = sock.getsockname()[1] != 0
     try:
@@ -180,7 +218,10 @@ async def connect_attempt(
             if attempt.offers:
                 attempt.announcement = stack.tcp_option.offer(sock)
                 attempt.offers = attempt.announcement is None
-        await sock.connect(address)
+        if connect is None:
+            await sock.connect(address)
+        else:
+            await connect()
     except BaseException:
         attempt.close()
         raise

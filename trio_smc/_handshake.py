@@ -63,7 +63,7 @@ async def run_negotiation(
             negotiation.outcome.connection.abort()
         raise
     finally:
-        negotiation.changed = lambda: None
+        negotiation.changed = _nothing
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
     if isinstance(outcome, Failed):
@@ -98,6 +98,8 @@ async def _run(
         with trio.CancelScope(deadline=limit) as scope:
             negotiation.changed = partial(note_change, scope)
             await trio.lowlevel.wait_readable(sock)
+        # This loop sees by itself what happens now: there is no wait to end.
+        negotiation.changed = _nothing
         if scope.cancelled_caught and not changed:
             negotiation.timed_out()
 
@@ -125,6 +127,10 @@ async def _answer(
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
     else:
         negotiation.sent()
+
+
+def _nothing() -> None:
+    """Nobody waits for news."""
 
 
 def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:

@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import trio
+from trio.socket import from_stdlib_socket
 
 from trio_smc._accept import accept_stream
 from trio_smc._base.reasons import FallbackReason
@@ -46,15 +47,16 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self.socket = sock
         self._stack = stack
         self._config = config
-        self._ready: deque[tuple[object, SmcStream]] = deque()
+        self._ready: deque[SmcStream] = deque()
         self._error: OSError | None = None
         self._arrived = trio.Event()
         self._accepting = False
         self._closed = False
         self._scope = trio.CancelScope()
-        # A connection holds its slot from before it is accepted by TCP until `accept` takes it.
         self._under_way = 0
-        self._slots = trio.CapacityLimiter(config.max_handshakes)
+        # Connections from when they are accepted by TCP until `accept` takes them.
+        self._held = 0
+        self._released = trio.Event()
         self.publication = self._publish()
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
@@ -89,9 +91,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             await trio.lowlevel.checkpoint()
             while not self._closed:
                 if self._ready:
-                    token, stream = self._ready.popleft()
-                    self._slots.release_on_behalf_of(token)
-                    return stream
+                    self._release()
+                    return self._ready.popleft()
                 if self._error is not None:
                     error, self._error = self._error, None
                     raise error
@@ -116,22 +117,38 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self.publication.close()
         self.socket.close()
         while self._ready:
-            self._ready.popleft()[1].abort()
+            self._ready.popleft().abort()
         self._arrived.set()
         self._stack.remove_listener(self)
 
     async def _run(self) -> None:
+        if self.socket.fileno() < 0:
+            self.close()  # before anything began
+            return
         with self._stack.busy(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
-                while not self._closed:
-                    await self._accept_one(nursery)
+                # Trio's `accept` takes two more passes of the scheduler for each connection.
+                plain = stdlib_socket.socket(fileno=self.socket.fileno())
+                try:
+                    plain.setblocking(False)
+                    while not self._closed:
+                        await self._accept_some(plain, nursery)
+                finally:
+                    plain.detach()  # it is that of `socket`
 
-    async def _accept_one(self, nursery: trio.Nursery) -> None:
-        token = object()
-        await self._slots.acquire_on_behalf_of(token)
-        sock = None
+    async def _accept_some(self, plain: stdlib_socket.socket, nursery: trio.Nursery) -> None:
+        """Wait for connections, and begin the handshakes of those that there are."""
+        while self._held >= self._config.max_handshakes:
+            self._released = trio.Event()
+            await self._released.wait()
         try:
-            sock, _ = await self.socket.accept()
+            await trio.lowlevel.wait_readable(self.socket)
+            while self._held < self._config.max_handshakes and self.socket.fileno() >= 0:
+                sock = from_stdlib_socket(plain.accept()[0])
+                self._held += 1
+                nursery.start_soon(self._handshake, sock)
+        except BlockingIOError:
+            return
         except trio.ClosedResourceError:
             self.close()  # somebody closed the socket itself
         except OSError as error:
@@ -143,13 +160,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 LOGGER.error("the listening socket %s failed: %s", self.socket, error)
                 self.close()
             # Else the connection was gone before it could be accepted (accept(2)).
-        finally:
-            if sock is None:
-                self._slots.release_on_behalf_of(token)
-        if sock is not None:
-            nursery.start_soon(self._handshake, sock, token)
 
-    async def _handshake(self, sock: trio.socket.SocketType, token: object) -> None:
+    def _release(self) -> None:
+        """A connection has left the listener."""
+        self._held -= 1
+        self._released.set()
+
+    async def _handshake(self, sock: trio.socket.SocketType) -> None:
         stream = None
         self._under_way += 1
         try:
@@ -161,9 +178,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         finally:
             self._under_way -= 1
             if stream is None:
-                self._slots.release_on_behalf_of(token)
+                self._release()
         if stream is not None:
-            self._ready.append((token, stream))
+            self._ready.append(stream)
             self._arrived.set()
             if self._closed:
                 stream.abort()

@@ -72,6 +72,10 @@ _LOOPBACKS = (
 )
 
 
+# Whoever connects to these connects from them.
+_LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
     """One address of this host: which interface has it, and the network it is in there."""
@@ -189,6 +193,8 @@ def source_address(address: str, port: int) -> str | None:
     Raises:
       ValueError: `address` is no address.
     """
+    if address in _LOOPBACK_ADDRESSES:
+        return address
     _parse(address)
     try:
         family, _, _, _, destination = socket.getaddrinfo(
