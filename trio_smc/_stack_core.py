@@ -5,12 +5,10 @@ Its background work, and how it ends, are told in `_stack_life`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -204,15 +202,9 @@ class StackCore(StackLife):
         self.short_connections.closed(endpoint.connection, size)
         self._something_ended.set()
 
-    @contextlib.contextmanager
-    def handshake(self) -> Iterator[None]:
+    def handshake(self) -> _Handshake:
         """Around a handshake: counts it, and whether it ended the TCP connection."""
-        self.handshakes["begun"] += 1
-        try:
-            yield
-        except BaseException:
-            self.handshakes["failed"] += 1
-            raise
+        return _Handshake(self.handshakes)
 
     def count_mode(self, connection: SmcStream | None, fallback: Fallback | None) -> None:
         """A connection became SMC-R (None) or stays TCP; no connection: it was refused then."""
@@ -233,6 +225,22 @@ class StackCore(StackLife):
     def remove_listener(self, listener: SmcListener) -> None:
         """It was closed."""
         self._listeners.discard(listener)
+
+
+class _Handshake:
+    """See `StackCore.handshake`."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def __enter__(self) -> None:
+        self._counts["begun"] += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._counts["failed"] += 1
 
 
 STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))

@@ -194,8 +194,13 @@ class StackLife:
         """Around a user's call: leaving the stack ends it with ClosedResourceError."""
         self.check_usable()
         scope = trio.CancelScope()
-        with self.busy(scope), scope:
-            yield
+        self._busy[scope] = scope
+        try:
+            with scope:
+                yield
+        finally:
+            del self._busy[scope]
+            self._something_ended.set()
         if scope.cancelled_caught:
             raise trio.ClosedResourceError("the stack was closed")
 

@@ -100,7 +100,7 @@ class Announcement:
         """
         try:
             if not self.answered:
-                with trio.move_on_at(deadline):
+                with trio.CancelScope(deadline=deadline):
                     await self._owner.wait(self)
         finally:
             self.close()

@@ -87,7 +87,7 @@ class Claim:
                 return False
             while True:
                 until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
-                with trio.move_on_at(until) as scope:
+                with trio.CancelScope(deadline=until) as scope:
                     await trio.lowlevel.wait_readable(connection)
                 # Before a client sends anything else than CLC it withdraws.
                 publication.hear_all(client)

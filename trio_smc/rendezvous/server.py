@@ -42,6 +42,7 @@ class ServerNegotiation(Negotiation):
         self._rnic = rnic
         self._admit = admit
         self._proposal: clc.Proposal | None = None
+        self._found: LinkGroup | None = None  # by the guard of the transition that uses it
         self._refusal: FallbackReason | None = None
         self._named_link = False
         self._patience: Timer | None = None
@@ -65,8 +66,9 @@ class ServerNegotiation(Negotiation):
     @property
     def group_usable(self) -> bool:
         """Whether this peer has a link group that takes the connection."""
-        group = self._find_group()
-        return group is not None and group.takes(self._receive_buffer)
+        self._found = group = self._find_group()
+        # What is not forming takes the connection, else it had not been found.
+        return group is not None and group.state != "FORMING"
 
     @property
     def group_forming(self) -> bool:
@@ -89,7 +91,7 @@ class ServerNegotiation(Negotiation):
     def take_element(self) -> None:
         """3.5.2.1: an element of the existing group's RMBs, or of a new one."""
         if self.group is None:
-            self.group = self._find_group()
+            self.group = self._found
         super().take_element()
 
     def wait_for_group(self) -> None:
