@@ -112,13 +112,15 @@ class Device:
     error = Refused
     port_active = 4
     fatal_events = frozenset({8})
-    signaled = solicited = inline = 0
+    signaled, solicited, inline = 1, 2, 4
 
     def __init__(self) -> None:
         self.gone = False
         self.closed: list[str] = []
         self.events: list[int] = []
         self.state, self.mtu = 4, 3
+        self.most_inline = 0
+        self.posted: list[int] = []
         self.modified: list[dict[str, Any]] = []
         self.fds = [os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)]
 
@@ -182,9 +184,14 @@ class Device:
         return self.thing("mr", lkey=1, rkey=2)
 
     def qp(self, pd: object, cq: object, *, inline: int, **more: object) -> tuple[Any, int]:
-        if inline:
+        if inline > self.most_inline:
             raise Refused("so much is not sent inline")
-        return self.thing("qp", qp_num=77), 0
+
+        def post_send(request: Any) -> None:
+            self.posted.append(request.send_flags)
+
+        qp = self.thing("qp", qp_num=77, post_send=post_send)
+        return qp, self.most_inline
 
     def sge(self, address: int, length: int, lkey: int) -> Any:
         return self.thing("request", addr=address, length=length)
@@ -193,13 +200,16 @@ class Device:
         return self.thing("request")
 
     def send_wr(self, sge: object, *, write: bool) -> Any:
-        return self.thing("request")
+        return self.thing("request", set_wr_rdma=lambda rkey, address: None)
 
     def modify_to_init(self, qp: object, port: int) -> None:
         self.do()
 
     def modify_to_rtr(self, qp: object, **attributes: Any) -> None:
         self.modified.append(self.do(attributes))
+
+    def modify_to_rts(self, qp: object, *, psn: int) -> None:
+        self.do()
 
     def modify_to_err(self, qp: object) -> None:
         self.do()
@@ -252,6 +262,24 @@ def to_peer(rnic: VerbsRnic, peer: bytes, mtu: int) -> None:
     finally:
         qp.close()
         pd.close()
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0, [2, 0, 0]), (64, [6, 4, 0]), (256, [6, 4, 4])])
+def test_what_is_short_goes_inline(
+    device: Device, rnic: VerbsRnic, most: int, expected: list[int]
+) -> None:
+    """As far as the adapter grants it; messages are solicited in any case."""
+    device.most_inline = most
+    pd = rnic.alloc_pd()
+    with closing(rnic.create_qp(pd)) as qp:
+        qp.to_init()
+        qp.to_rtr(gid=OTHER, qp_num=5, psn=1, mtu=1)
+        qp.to_rts(psn=1)
+        qp.post_send(1, bytes(44), signaled=False)
+        for length in (64, 65):
+            qp.post_write(1, memoryview(bytes(length)), None, address=1, rkey=1)
+    pd.close()
+    assert device.posted == expected
 
 
 def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
