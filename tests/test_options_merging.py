@@ -196,3 +196,59 @@ def test_random_transfers_under_every_combination(rng: random.Random, full: bool
             campaign._run(pair, rng, sizes)
         finally:
             pair.close()
+
+
+# --- a link that needs no completions ----------------------------------------------------------
+
+
+@pytest.fixture
+def instant() -> Iterator[Pair]:
+    made = Pair((RING, RING), merge=True)
+    made.ab.instant = True
+    yield made
+    made.close()
+
+
+def test_only_the_first_send_since_a_wait_is_told_of_at_once(instant: Pair) -> None:
+    for begin in (0, 30):
+        send(instant, 10)
+        assert told(instant)[-1] == begin + 10
+        send(instant, 10)
+        send(instant, 10)
+        assert told(instant)[-1] == begin + 10, "they share a message"
+        instant.a.tell()
+        assert told(instant)[-1] == begin + 30, "who waits may wait for the answer"
+    assert instant.a.unacknowledged == 0
+    assert instant.ab.complete() == 0
+
+
+def test_a_cork_holds_for_who_waits_too(instant: Pair) -> None:
+    instant.a.merge_messages(never, corked=True)
+    for _ in range(2):
+        send(instant, 10)
+        instant.a.tell()
+    assert told(instant) == []
+    instant.a.merge_messages(None)
+    assert told(instant) == [20]
+
+
+def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
+    instant.a.limit_unacknowledged(10)
+    assert send(instant, 95) == 20, "the second piece is put off"
+    woken: list[bool] = []
+    instant.a.on_writable = lambda: woken.append(True)
+    instant.a.tell()
+    assert woken
+    instant.a.merge_messages(None)
+    assert send(instant, 75) == 75
+    assert instant.a.unacknowledged == 0
+
+
+def test_changeable_memory_that_is_written_at_once_is_not_borrowed(instant: Pair) -> None:
+    instant.a.merge_messages(None)
+    data = bytearray(b"written at once")
+    assert instant.a.send(memoryview(data)) == len(data)
+    assert not instant.a.borrowed
+    data[:] = bytes(len(data))
+    instant.settle()
+    assert instant.b.receive(100) == b"written at once"

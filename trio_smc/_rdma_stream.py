@@ -339,8 +339,8 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     async def _park(self, waiter: str) -> bool:
         """Wait until the core calls its ``waiter``; False if it did before anybody slept."""
         core, pump = self._core, self._pump
-        core.tell()
         setattr(core, waiter, _nothing)
+        core.tell()  # may call the waiter, too
         self._drain()
         if getattr(core, waiter) is None:
             return False

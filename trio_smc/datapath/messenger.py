@@ -8,8 +8,10 @@ most one is ever owed, and a later one makes an earlier one unnecessary. One is
 - posted at once when the link has room;
 - owed when it has none: `Channel.wait_for_room` was called, and `on_room` posts it;
 - put off when many small sends in one pass of the scheduler may share one: ``flush_later`` was
-  given `flush`, to be called before the scheduler sleeps. Whoever is about to wait calls `tell`:
-  what it waits for may be the answer. This is no Nagle algorithm (4.5.2): nothing waits for time.
+  given `flush`, to be called before the scheduler sleeps. The first send since the application
+  waited puts nothing off where its message can be posted at once: mostly no other follows. And
+  whoever is about to wait calls `tell`: what it waits for may be the answer. This is no Nagle
+  algorithm (4.5.2): nothing waits for time.
 
 Where the link can do it (`Channel.try_post`), a message is in the peer's memory as soon as it is
 posted. Then nothing of it has to be remembered, and no completion tells of it. Messages with D, C
@@ -44,6 +46,7 @@ class Messenger(UrgentReceiver):
         "_announced",
         "_blocked",
         "_channel",
+        "_first",
         "_flags",
         "_flush_later",
         "_flush_pending",
@@ -84,6 +87,7 @@ class Messenger(UrgentReceiver):
         self._produced = 0  # bytes written into the peer's ring
         self._announced = 0  # produced, in the last CDC message posted
         self._sequence = 0  # of the last CDC message posted
+        self._first = True  # the next send is the first since the application waited
         self._flags = 0  # D, C, A
         self._blocked = False  # B is, or is to be, told
         self._owed = False
@@ -103,6 +107,7 @@ class Messenger(UrgentReceiver):
 
     def tell(self) -> None:
         """The application is about to wait: post a CDC message that waits for more sends."""
+        self._first = not self._patient
         if self._owed and self._flush_pending and not self._patient:
             self._owe_cdc()
 

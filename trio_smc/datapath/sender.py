@@ -152,6 +152,7 @@ class Sender(Delivery):
             blocked = take == window and take < left
             if (
                 self._flush_later is None
+                or self._first
                 or blocked
                 or self._produced - self._announced + take >= chunk
             ) and self._send_at_once(
@@ -184,6 +185,7 @@ class Sender(Delivery):
             if not window:
                 break
         self._wanted = left
+        self._first = False
         return total - left
 
     def merge_messages(
@@ -207,6 +209,7 @@ class Sender(Delivery):
         self._flush_when_delivered = when_delivered
         self._corked = corked
         self._patient = corked or when_delivered
+        self._first = False
         self.flush()
 
     def limit_unacknowledged(self, limit: int | None) -> None:

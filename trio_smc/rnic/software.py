@@ -222,6 +222,12 @@ class SoftRnic(Rnic):
         done.clear()
         return taken
 
+    def stirs(self) -> bool:
+        for ring in self._rings:
+            if ring.head[0] != ring.tail:
+                return True
+        return bool(self.done or self.stalled or self.gone)
+
     def arm(self) -> bool:
         if self.done or self.gone or self.restless:
             return False

@@ -294,6 +294,11 @@ class Rnic(ABC):
     def poll(self) -> list[Completion]:
         """Take what has completed, oldest first; an empty list when there is nothing."""
 
+    def stirs(self) -> bool:
+        """Whether `poll` may find something: for who looks again and again.  Quicker than `poll`
+        where it can be told; else always True."""
+        return True
+
     @abstractmethod
     def arm(self) -> bool:
         """Ask for a wakeup at the next completion.
