@@ -93,7 +93,8 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-async def _serve(transport: Transport, task_status: trio.TaskStatus[int | str]) -> None:
+async def serve(transport: Transport, task_status: trio.TaskStatus[int | str]) -> None:
+    """Serve the workloads over a transport until cancelled."""
     await transport.serve(answer, task_status.started)
 
 
@@ -101,7 +102,7 @@ async def measure(name: str, repetitions: int) -> list[float]:
     """The least of each of `MEASURES` over one transport."""
     transport = TRANSPORTS[name]
     async with transport.scope(), trio.open_nursery() as nursery:
-        port = await nursery.start(_serve, transport)
+        port = await nursery.start(serve, transport)
         async with await transport.connect(port) as stream:  # keeps the link group warm
             mode = getattr(stream, "mode", None)
             if mode is not None and not name.startswith(mode):
