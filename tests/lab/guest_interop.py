@@ -33,7 +33,6 @@ SUITES: dict[str, tuple[Step, ...]] = {
     "streams": (
         interop_streams.first_contact,
         interop_streams.second_connection,
-        interop_streams.bytes_both_ways,
         interop_streams.window_full,
         interop_endings.half_close,
         interop_endings.close_with_data,

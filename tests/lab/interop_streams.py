@@ -12,10 +12,7 @@ from tests.lab.interop_world import PATIENCE, PIECE, Both, World
 from tests.lab.kernel_agent import OPENING
 from trio_smc import Mode, SmcStream, Stack
 
-__all__ = [
-    "bytes_both_ways", "first_contact", "loss", "many_connections", "second_connection",
-    "window_full",
-]  # fmt: skip
+__all__ = ["first_contact", "loss", "many_connections", "second_connection", "window_full"]
 
 MIB = 1 << 20
 CONNECTIONS = 200
@@ -61,18 +58,6 @@ async def second_connection(world: World) -> None:
                 f"{role}: LLC requests sent {sorted(seen.types(True, replies=False))}, "
                 f"received {sorted(seen.types(False, replies=False))}"
             )
-
-
-async def bytes_both_ways(world: World, size: int = 32 * MIB) -> None:
-    """A stream of 32 MiB in each direction at once, in both roles, SHA-256 compared."""
-    wanted = file_digest(world, size)
-    for role, connect in world.both_ways():
-        async with world.stack() as (stack, _):
-            both = await connect(stack)
-            await both.confirm()
-            took = await transfer(both, world, size, wanted)
-            await both.end()
-            world.say(f"{role}: {size >> 20} MiB each way at once in {took:.1f} s, SHA-256 right")
 
 
 async def transfer(both: Any, world: World, size: int, wanted: str) -> float:
