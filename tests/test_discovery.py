@@ -295,6 +295,35 @@ async def test_a_unix_connection_is_made_once_and_kept(private: Path) -> None:
         assert len(server.publication._clients) == 1
 
 
+def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
+    """How many of these descriptors are open in a forked child that has abandoned them."""
+    child = os.fork()
+    if child == 0:
+        left = 99
+        with contextlib.suppress(BaseException):
+            for each in made:
+                each.abandon()
+            left = sum(os.path.exists(f"/proc/self/fd/{each}") for each in descriptors)
+        os._exit(left)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> None:
+    asking = Discovery(private)
+    async with trio.open_nursery() as nursery, serving(private) as server:
+        await agree(asking, server, server.address)
+        publishing = Discovery(private)
+        publication = publishing.publish(("127.0.0.1", 9), nursery)
+        await trio.testing.wait_all_tasks_blocked()
+        assert publication._listener is not None
+        (channel,) = asking._channels._channels.values()
+        held = [channel.connection.fileno(), publication._listener.fileno()]
+        assert left_in_a_child([asking, publishing], held) == 0
+        await agree(asking, server, server.address)
+        assert len(server.publication._clients) == 1, "the parent's is as it was"
+        publication.close()
+
+
 async def test_what_is_remembered_of_a_directory_ends_with_its_next_change(private: Path) -> None:
     asking = Discovery(private)
     async with serving(private, "0.0.0.0") as server:
