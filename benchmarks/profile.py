@@ -2,8 +2,9 @@
 
 One of the measures of `benchmarks.cpu` runs under Python's profiler, both ends in one process.
 Printed is the share of each part: Trio, the modules of trio_smc, built-in functions (system calls
-and copies of memory are among them), the workload itself.  The profiler makes each call dearer, so
-parts with many small functions look larger than they are: compare shares, not times.
+and copies of memory are among them), the workload itself.  Use a machine that does nothing else.
+The profiler makes each call dearer, so parts with many small functions look larger than they are:
+compare shares, not times.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ def part_of(filename: str) -> str:
 async def profile(transport_name: str, measure: str) -> pstats.Stats:
     """Run one measure twice over a transport, the second time under the profiler."""
     transport = TRANSPORTS[transport_name]
-    # The time of the processor, not of the clock: what else runs on the machine does not count.
-    profiler = cProfile.Profile(time.process_time)
+    # By the clock: asking for processor time is a system call, which makes each call so slow that
+    # amortised checkpoints, which also go by the clock, come with every call.
+    profiler = cProfile.Profile()
     async with transport.scope(), trio.open_nursery() as nursery:
         port = await nursery.start(serve, transport)
         async with await transport.connect(port):  # keeps the link group warm
