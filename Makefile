@@ -14,7 +14,7 @@ help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
-	@echo 'make interop    the Linux kernel as peer, in QEMU guests: at most ten minutes, Debian only'
+	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about ten minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
