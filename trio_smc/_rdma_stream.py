@@ -44,6 +44,8 @@ _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 _ABORTED: Final = Abort.SUCCEEDED
 _YIELD_EVERY_CALLS: Final = 32
+_CROWD: Final = 8
+"""So many waiting tasks are better served together, when the scheduler is about to sleep."""
 _YIELD_EVERY_NS: Final = 200_000
 # Waiters of the core; `URGENT` is another.
 _READER: Final = "on_readable"
@@ -128,17 +130,20 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             await _check_cancelled()
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
-            view = flat(data)
             parked = False
-            if not view:
-                self._check_sendable()
-            elif type(view.obj) is not bytes:
+            if type(data) is bytes and data:
+                # Bytes that fit, the usual case, need none of `_send_view`'s care.
+                view = memoryview(data)
+                try:
+                    sent = self._core.send(view)
+                except OSError as error:
+                    raise self._translated(error) from error
+                if sent < len(data):
+                    parked = await self._send_view(view, sent)
+            elif view := flat(data):
                 parked = await self._send_view(view)
             else:
-                # Bytes that fit, the usual case, need none of its care.
-                sent = self._send_some(view, False)
-                if sent < len(view):
-                    parked = await self._send_view(view, sent)
+                self._check_sendable()
             if not parked and (self._strict or self._is_due()):
                 await _yield()
         finally:
@@ -341,10 +346,11 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         core, pump = self._core, self._pump
         setattr(core, waiter, _nothing)
         core.tell()  # may call the waiter, too
-        self._drain()
+        if pump.waiting < _CROWD:
+            self._drain()
         if getattr(core, waiter) is None:
             return False
-        if waiter is _READER and not pump.waiting:
+        if not pump.waiting and waiter is _READER:
             pump.try_spin(lambda: core.on_readable is None)
             if core.on_readable is None:
                 return False
