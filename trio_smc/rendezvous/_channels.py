@@ -15,18 +15,18 @@ import os
 import select
 import socket
 from pathlib import Path
-from typing import Self
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
 from trio_smc.rendezvous import _local_protocol as protocol
+from trio_smc.rendezvous._announcement import Announcement, Channel
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_protocol import Kind, Message
 from trio_smc.rendezvous.prefixes import is_same_host
 
-__all__ = ["Announcement", "Channels"]
+__all__ = ["AnySocket", "Channels"]
 
 _MAX_ASKED = 64  # listening processes that a client asks
 _MOST_CHANNELS = 256  # Unix connections that are kept, each of them a descriptor
@@ -39,31 +39,12 @@ _ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
 AnySocket = trio.socket.SocketType | socket.socket
 
 
-class _Channel:
-    """A Unix connection to a listening process."""
-
-    __slots__ = ("announced", "connection", "entry")
-
-    def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
-        self.connection = connection
-        self.entry = entry  # device and inode of the directory, name there
-        self.announced: set[Announcement] = set()
-
-    @property
-    def is_open(self) -> bool:
-        return self.connection.fileno() >= 0
-
-    def send(self, message: bytes) -> None:
-        """Send a packet without waiting.  Raises OSError, BlockingIOError: not now."""
-        self.connection.send(message, socket.MSG_NOSIGNAL)
-
-
 class _Place:
     """Who may be behind a TCP address, while the directories are as they were."""
 
     __slots__ = ("channels", "stamps")
 
-    def __init__(self, channels: list[_Channel], stamps: list[directory.Stamp]) -> None:
+    def __init__(self, channels: list[Channel], stamps: list[directory.Stamp]) -> None:
         self.channels = channels
         self.stamps = stamps
 
@@ -75,91 +56,6 @@ class _Place:
         return directory.unchanged(self.stamps)
 
 
-class Announcement:
-    """A TCP connection that was announced; settled by `accepted` or `close`.
-
-    Leaving it as a context manager withdraws, when it is not settled yet.
-    """
-
-    __slots__ = ("_owner", "answered", "asked", "key", "reason")
-
-    def __init__(self, owner: Channels, key: bytes) -> None:
-        self._owner = owner
-        self.key = key
-        self.asked: list[_Channel] = []  # who may still say that it is theirs
-        self.answered = False
-        self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
-
-    async def accepted(self, deadline: float) -> FallbackReason | None:
-        """Wait until the process that accepted the TCP connection says so; settles in any case.
-
-        deadline: when to stop waiting, as `trio.current_time`.
-
-        None: both sides start SMC-R; send the Proposal, or end the TCP connection.  A reason:
-        both sides stay on TCP.
-        """
-        try:
-            if not self.answered:
-                with trio.CancelScope(deadline=deadline):
-                    await self._owner.wait(self)
-        finally:
-            self.close()
-        return self.reason
-
-    def tell(self, channel: _Channel) -> bool:
-        """Announce it there; False when nothing can be sent now, or ever."""
-        try:
-            channel.send(protocol.announce(self.key))
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._owner.drop(channel)
-            return False
-        self.asked.append(channel)
-        channel.announced.add(self)
-        return True
-
-    def heard(self, channel: _Channel, message: Message | None) -> None:
-        """What a listening process answered; None: its Unix connection ended."""
-        self.asked.remove(channel)
-        channel.announced.discard(self)
-        if message is not None and message.kind is Kind.ACCEPTED:
-            self.reason = None
-        elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
-            self.reason = message.reason
-        self.answered = self.reason is None or not self.asked
-
-    def forsake(self) -> None:
-        """Another announcement of the same connection takes its place."""
-        for channel in self.asked:
-            channel.announced.discard(self)
-        self.asked = []
-        self.answered = True
-        self._owner.wake(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Withdraw: the connection is plain TCP, or was never opened; idempotent.
-
-        To be called before anything is sent over TCP.
-        """
-        self.answered = True
-        asked, self.asked = self.asked, []
-        for channel in asked:
-            channel.announced.discard(self)
-            try:
-                channel.send(protocol.withdraw(self.key))
-            except OSError:
-                # The end of the channel tells the other side the same.
-                self._owner.drop(channel)
-        self._owner.forget(self)
-
-
 class Channels:
     """The Unix connections of one stack to listening processes of this host."""
 
@@ -169,8 +65,8 @@ class Channels:
         self._listings = directory.Listings()
         self._namespaces: dict[bytes, str] = {}
         self._places: dict[tuple[str, str, int], _Place] = {}
-        self._channels: dict[int, _Channel] = {}  # by descriptor; oldest first
-        self._entries: dict[tuple[int, int, str], _Channel] = {}
+        self._channels: dict[int, Channel] = {}  # by descriptor; oldest first
+        self._entries: dict[tuple[int, int, str], Channel] = {}
         self._announced: dict[bytes, Announcement] = {}
         self._epoll: select.epoll | None = None
         self._reading = False
@@ -220,7 +116,7 @@ class Channels:
         Raises:
           DirectoryUnusable, OSError: nobody can be asked.
         """
-        channels: list[_Channel] = []
+        channels: list[Channel] = []
         announcement = Announcement(self, protocol.four_tuple(source, destination))
         try:
             reason = await self._look_up(channels, self._namespace(sock), source[0], destination)
@@ -298,7 +194,7 @@ class Channels:
                 if not self._others:
                     break
 
-    def _hear(self, channel: _Channel, message: Message | None) -> None:
+    def _hear(self, channel: Channel, message: Message | None) -> None:
         if message is not None and message.connection:
             if message.kind in _ANSWERS:
                 announcement = self._announced.get(message.connection)
@@ -311,13 +207,13 @@ class Channels:
         self.drop(channel, message)
 
     def _answer(
-        self, announcement: Announcement, channel: _Channel, message: Message | None
+        self, announcement: Announcement, channel: Channel, message: Message | None
     ) -> None:
         announcement.heard(channel, message)
         if announcement.answered:
             self.wake(announcement)
 
-    def drop(self, channel: _Channel, message: Message | None = None) -> None:
+    def drop(self, channel: Channel, message: Message | None = None) -> None:
         """End a Unix connection; what was announced there is answered by ``message``."""
         number = channel.connection.fileno()
         if self._channels.pop(number, None) is None:
@@ -350,7 +246,7 @@ class Channels:
         return known
 
     async def _look_up(
-        self, channels: list[_Channel], namespace: str, source: str, destination: tuple[str, int]
+        self, channels: list[Channel], namespace: str, source: str, destination: tuple[str, int]
     ) -> FallbackReason:
         """Add a channel to everyone who might accept the TCP connection; why there is none."""
         address, port = destination
@@ -392,7 +288,7 @@ class Channels:
         channels[:] = ours
         return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
 
-    def _connect(self, listeners: directory.Listeners, channels: list[_Channel]) -> None:
+    def _connect(self, listeners: directory.Listeners, channels: list[Channel]) -> None:
         """Add the channels to ``listeners`` that there are, and that can be made now."""
         for name in listeners.waiting.copy():
             known = self._entries.get((*listeners.place, name))
@@ -404,7 +300,7 @@ class Channels:
         for name, connection in listeners.connect(_MAX_ASKED - len(channels)):
             if len(self._channels) >= _MOST_CHANNELS:
                 self.drop(next(iter(self._channels.values())))
-            channel = _Channel(connection, (*listeners.place, name))
+            channel = Channel(connection, (*listeners.place, name))
             self._channels[connection.fileno()] = self._entries[channel.entry] = channel
             self._epoll.register(connection, select.EPOLLIN)
             channels.append(channel)

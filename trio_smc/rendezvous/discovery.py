@@ -44,7 +44,8 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
-from trio_smc.rendezvous._channels import Announcement, AnySocket, Channels
+from trio_smc.rendezvous._announcement import Announcement
+from trio_smc.rendezvous._channels import AnySocket, Channels
 from trio_smc.rendezvous._publication import Claim, Publication
 from trio_smc.rendezvous.prefixes import plain_address
 
