@@ -295,6 +295,27 @@ async def test_a_unix_connection_is_made_once_and_kept(private: Path) -> None:
         assert len(server.publication._clients) == 1
 
 
+async def test_only_idle_unix_connections_make_room_for_others(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_channels, "_MOST_CHANNELS", 1)
+    asking = Discovery(private)
+    async with serving(private) as one, serving(private) as other, bound() as client:
+        announcement = await announce(asking, client, one.address)
+        await agree(asking, other, other.address)
+        await client.connect(one.address)
+        connection, claim = await one.accept()
+        with connection:
+            assert claim is not None
+            await both_go(Both(client, announcement, connection, claim))
+        assert len(asking._channels._channels) == 2
+        async with serving(private) as third:
+            await agree(asking, third, third.address)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(one.publication._clients) == 0, "the oldest has gone"
+            assert len(other.publication._clients) == 1
+
+
 def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
     """How many of these descriptors are open in a forked child that has abandoned them."""
     child = os.fork()

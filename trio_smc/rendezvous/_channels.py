@@ -299,8 +299,15 @@ class Channels:
             self._epoll = select.epoll()
         for name, connection in listeners.connect(_MAX_ASKED - len(channels)):
             if len(self._channels) >= _MOST_CHANNELS:
-                self.drop(next(iter(self._channels.values())))
+                self._drop_idle(channels)
             channel = Channel(connection, (*listeners.place, name))
             self._channels[connection.fileno()] = self._entries[channel.entry] = channel
             self._epoll.register(connection, select.EPOLLIN)
             channels.append(channel)
+
+    def _drop_idle(self, wanted: list[Channel]) -> None:
+        """End the oldest channel on which no answer is waited for."""
+        for channel in self._channels.values():
+            if not channel.announced and channel not in wanted:
+                self.drop(channel)
+                return
