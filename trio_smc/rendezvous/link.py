@@ -5,7 +5,9 @@ Theory of operation
 A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages
 of its group.  All go through one queue pair in order, so one completed CDC message says that
 every write before it is in the peer's memory.  Only sends are signaled; a completion gives back
-the work requests of everything up to it.
+the work requests of everything up to it.  What a queue pair does at once (`try_post`) has no
+completion: not while one is awaited, since completions come in order, nor while somebody waits for
+room, which only a completion tells of.
 
 The send queue is bounded.  `capacity` keeps a reserve for LLC messages, so that a link full of
 data can still be tested and deleted; connections that find no room are called back in turn.  A

@@ -7,6 +7,7 @@ Work is done while it is posted: a write is a copy into the peer's memory, a sen
 the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
 posted after it waits behind it.  So the send queue is normally empty, and `_ready` says in one
 look that nothing stands in the way (RTS, port up, peer known, queue empty): it is the peer then.
+`deliver` goes only that way, and so needs no completion.
 
 An error ends the queue pair as verbs do: the request that met it completes with its status, all
 later ones with WR_FLUSH_ERR, posted receives with *one* WR_FLUSH_ERR completion for them all.
