@@ -7,6 +7,7 @@ what is delivered when, may change everything on its way, and lets time pass.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -559,6 +560,10 @@ class World:
             self.close()
             records = [record.getMessage() for record in self.complaints.records]
             assert not records, records
+            return
+        for side in self.sides:
+            with contextlib.suppress(Exception):  # what went wrong is on its way already
+                side.stack.rnic_set.close()
 
 
 def exchange(world: World, call: Call, data: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
