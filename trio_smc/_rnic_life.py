@@ -156,9 +156,12 @@ class RnicLife:
 
     # --- what comes and goes ----------------------------------------------------------------
 
-    async def follow(self) -> None:
+    async def follow(
+        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         """Keep to what there is, until cancelled; returns at once where nothing can come."""
         if not self._automatic and not any(isinstance(each, VerbsRnic) for each in self.opened):
+            task_status.started()
             return
         with contextlib.ExitStack() as stack:
             try:
@@ -166,6 +169,7 @@ class RnicLife:
             except OSError as error:
                 LOGGER.debug("RoCE ports that come later are not seen: %s", error)
                 changed = trio.sleep_forever
+            task_status.started()
             await self._follow(changed)
 
     async def _follow(self, changed: Callable[[], Awaitable[object]]) -> None:

@@ -122,9 +122,11 @@ class StackLife:
                     self.trio_token = trio.lowlevel.current_trio_token()
                     if self._supported:
                         self.tcp_watch = TcpWatch()
+                        self.discovery.open()
                         await nursery.start(self.pump.run)
-                        nursery.start_soon(self.rnic_set.follow)
+                        await nursery.start(self.rnic_set.follow)
                         nursery.start_soon(self.tcp_watch.run)
+                        nursery.start_soon(self.discovery.run)
                     nursery.start_soon(self._run_timers)
                     self._open_control_socket(nursery)
                     started = True

@@ -6,7 +6,8 @@ changed: looking at their time of change is all that a connection costs then, an
 
 Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
 connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
-So there is no task between a packet and the task that wants it.
+So there is no task between a packet and the task that wants it.  The one task of a stack (`run`)
+sleeps until a process ends, to let go of its Unix connections.
 """
 
 from __future__ import annotations
@@ -68,26 +69,44 @@ class Channels:
         self._channels: dict[int, Channel] = {}  # by descriptor; oldest first
         self._entries: dict[tuple[int, int, str], Channel] = {}
         self._announced: dict[bytes, Announcement] = {}
+        # Who says something; and who is gone, which is what the task sleeps for.
         self._epoll: select.epoll | None = None
+        self._ends: select.epoll | None = None
         self._reading = False
         # Who waits while another one reads.
         self._others: dict[Announcement, trio.lowlevel.Task] = {}
+
+    def open(self) -> None:
+        """Make what `run` needs.  Raises OSError: there are no descriptors."""
+        self._epoll = select.epoll()
+        self._ends = select.epoll()
+
+    async def run(self) -> None:
+        """Let go of processes that have ended, until cancelled; after `open`."""
+        while self._ends is not None:
+            await trio.lowlevel.wait_readable(self._ends.fileno())
+            for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
+                channel = self._channels.get(number)
+                while channel is not None and self._hear_one(channel):
+                    pass  # the end is the last
 
     def close(self) -> None:
         """Withdraw what is not settled and end all Unix connections."""
         for channel in list(self._channels.values()):
             self.drop(channel)
-        if self._epoll is not None:
-            trio.lowlevel.notify_closing(self._epoll.fileno())
-            self._epoll.close()
-            self._epoll = None
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                trio.lowlevel.notify_closing(each.fileno())
+                each.close()
+        self._epoll = self._ends = None
 
     def abandon(self) -> None:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
         for channel in self._channels.values():
             channel.connection.close()
-        if self._epoll is not None:
-            self._epoll.close()
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                each.close()
 
     # --- announcing --------------------------------------------------------------------------
 
@@ -185,14 +204,19 @@ class Channels:
             return
         for number, _ in self._epoll.poll(0, _EVENTS_AT_ONCE):
             channel = self._channels.get(number)
-            while channel is not None and channel.is_open:
-                try:
-                    message = take(channel.connection)
-                except BlockingIOError:
-                    break
-                self._hear(channel, message)
-                if not self._others:
-                    break
+            while channel is not None and self._hear_one(channel) and self._others:
+                pass
+
+    def _hear_one(self, channel: Channel) -> bool:
+        """Take one packet, or the end; False: there is nothing."""
+        if not channel.is_open:
+            return False
+        try:
+            message = take(channel.connection)
+        except BlockingIOError:
+            return False
+        self._hear(channel, message)
+        return True
 
     def _hear(self, channel: Channel, message: Message | None) -> None:
         if message is not None and message.connection:
@@ -218,8 +242,9 @@ class Channels:
         number = channel.connection.fileno()
         if self._channels.pop(number, None) is None:
             return
-        if self._epoll is not None:
-            self._epoll.unregister(number)
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                each.unregister(number)
         if self._entries.get(channel.entry) is channel:
             del self._entries[channel.entry]
         channel.connection.close()
@@ -303,6 +328,8 @@ class Channels:
             channel = Channel(connection, (*listeners.place, name))
             self._channels[connection.fileno()] = self._entries[channel.entry] = channel
             self._epoll.register(connection, select.EPOLLIN)
+            if self._ends is not None:
+                self._ends.register(connection, select.EPOLLRDHUP)
             channels.append(channel)
 
     def _drop_idle(self, wanted: list[Channel]) -> None:

@@ -67,6 +67,14 @@ class Discovery:
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
         self._warned = False
 
+    def open(self) -> None:
+        """Make what `run` needs.  Raises OSError: there are no descriptors."""
+        self._channels.open()
+
+    async def run(self) -> None:
+        """Let go of listening processes that have ended, until cancelled; after `open`."""
+        await self._channels.run()
+
     def close(self) -> None:
         """End the Unix connections to listening processes; nothing is announced any more."""
         self._channels.close()
