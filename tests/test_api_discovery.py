@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -117,10 +118,10 @@ async def test_a_port_shared_with_a_process_that_has_never_heard_of_smc() -> Non
 
 async def test_a_plain_server_on_the_address_and_ours_on_the_wildcard() -> None:
     trio.socket.set_custom_socket_factory(ReusePort())
-    config = Config(receive_buffer=16384, handshake_timeout=SOON)
-    async with listening(config, "0.0.0.0") as (stack, listener):
+    impatient = replace(QUICK, handshake_timeout=SOON)
+    async with listening(QUICK, "0.0.0.0") as (stack, listener):
         async with plain_server(port=address_of(listener)[1]) as plain:
-            stream = await stack.open_stream(*address_of(listener))
+            stream = await stack.open_stream(*address_of(listener), config=impatient)
             assert reason_of(stream) is FallbackReason.PEER_NOT_CAPABLE
             other = await plain.accept()
             await check_talk(stream, other)
