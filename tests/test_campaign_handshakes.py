@@ -59,3 +59,12 @@ def test_a_broken_rendezvous_is_noticed_and_its_case_replays(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     finds_and_replays(handshakes.run, text, seed=seed, step=100, most=10_000)
+
+
+# A CONFIRM LINK that lied about the link's number, over a queue pair that had failed.
+ONCE_FAILED = [(2513664875, 46761)]
+
+
+@pytest.mark.parametrize(("first_seed", "case"), ONCE_FAILED)
+def test_handshakes_that_once_failed(first_seed: int, case: int) -> None:
+    assert not handshakes.run(1, first_seed, first=case).failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
@@ -18,6 +19,9 @@ from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS
 from trio_smc.rendezvous import llc, own_rmbs
 from trio_smc.rendezvous.idle_rmbs import RMB_IDLE
+from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.outcomes import Established
+from trio_smc.rnic.verbs import RnicError
 
 LOOK = 15.0
 """Seconds that an RMB may stay longer."""
@@ -251,6 +255,40 @@ def test_a_burst_finds_its_next_rmb_ready() -> None:
         assert all(
             exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping") for call in calls
         )
+
+
+def test_a_link_that_fails_as_a_spare_is_told_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SMC Confirm names a link that is left, not the one that the spare RMB's message lost."""
+    with World() as world:
+        client, server, _ = with_links(world, 2)
+        for _ in range(2):
+            world.connect(client, server)
+        lost: list[Link] = []
+        # The server names the link that the client's message goes over.
+        carrier = client.group.links.for_llc()
+        assert carrier is not None
+        named = server.group.links[carrier.number]
+        monkeypatch.setattr(server.group.links, "least_loaded", lambda _: named)
+
+        def refuse_once(link: Link) -> Any:
+            post = link.qp.post_send
+
+            def refuse(wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+                spare = len(client.group.own_rmbs) == 2
+                if data[0] == llc.MessageType.CONFIRM_RKEY and spare and not lost:
+                    lost.append(link)
+                    raise RnicError(errno.EIO, "gone")
+                post(wr_id, data, signaled=signaled)
+
+            return refuse
+
+        for link in client.group.links.values():
+            monkeypatch.setattr(link.qp, "post_send", refuse_once(link))
+        call = world.call(client, server)
+        world.finish()
+        assert [link.state for link in lost] == ["DOWN"]
+        assert isinstance(call.client.outcome, Established)
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 def test_connections_that_come_slowly_make_nothing_ahead() -> None:

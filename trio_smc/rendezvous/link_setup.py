@@ -85,10 +85,10 @@ class LinkSetup:
     def _turn_over(self) -> None:
         self.our_turn = False
 
-    def first_link_failed(self, error: RnicError) -> None:
+    def first_link_failed(self, link: Link, error: RnicError) -> None:
         """The first link's queue pair could not be connected."""
         LOGGER.info("%r: %s", self._group, error)
-        self._group.links[FIRST_LINK].machine.send("failed")
+        link.machine.send("failed")
 
     def first_contact_timed_out(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
@@ -144,7 +144,7 @@ class LinkSetup:
             try:
                 link.ready_to_send()
             except RnicError as error:
-                self.first_link_failed(error)
+                self.first_link_failed(link, error)
                 return
             link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
         if link.state != "CONFIRMING":

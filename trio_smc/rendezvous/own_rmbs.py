@@ -156,18 +156,21 @@ class OwnRmbs:
 
     def _serve(self, size: int, waiting: list[_Done]) -> None:
         """Give each an element; those for whom there is none wait for one more RMB."""
-        for place, done in enumerate(waiting):
-            rmbe = self.pool.take(size)
-            if rmbe is None:
-                if size in self._waiting:
-                    self._waiting[size] += waiting[place:]
-                else:
-                    self._add_rmb(size, waiting[place:])
-                return
+        taken: list[Rmbe] = []
+        while len(taken) < len(waiting) and (rmbe := self.pool.take(size)) is not None:
             self._idle.used(rmbe.rmb)
-            done(rmbe)
-        if waiting:
+            taken.append(rmbe)
+        rest = waiting[len(taken) :]
+        if rest:
+            if size in self._waiting:
+                self._waiting[size] += rest
+            else:
+                self._add_rmb(size, rest)
+        elif taken:
             self._make_ahead(size)
+        # Last: a link may have failed with the messages above, and who gets an element names one.
+        for done, each in zip(waiting, taken, strict=False):
+            done(each)
 
     def _make_ahead(self, size: int) -> None:
         now = self._group.timers.now()

@@ -131,8 +131,8 @@ class ServerNegotiation(Negotiation):
         try:
             self._connect_first(self._peer)
         except RnicError as error:
-            if self.group is not None:
-                self.group.setup.first_link_failed(error)
+            if self.group is not None and self._link is not None:
+                self.group.setup.first_link_failed(self._link, error)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Stop waiting for another connection's group."""
