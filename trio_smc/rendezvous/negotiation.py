@@ -271,6 +271,8 @@ class Negotiation:
             if group.links.get(link.number) is not link:
                 raise ProtocolError("no link is left that reaches the peer's RMB")
             channel = link  # on its way out; its connections move or end with the others
+        if self._link is not None and group.links.get(self._link.number) is not self._link:
+            self._link = channel  # lost since it was chosen; Confirm names one that is left
         group.place(connection, channel)
         address, rkey = group.peer_element_on(connection, channel)
         connection.peer_known(
