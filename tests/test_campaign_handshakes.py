@@ -61,8 +61,10 @@ def test_a_broken_rendezvous_is_noticed_and_its_case_replays(
     finds_and_replays(handshakes.run, text, seed=seed, step=100, most=10_000)
 
 
-# A CONFIRM LINK that lied about the link's number, over a queue pair that had failed.
-ONCE_FAILED = [(2513664875, 46761)]
+ONCE_FAILED = [
+    (2513664875, 46761),  # CONFIRM LINK lied about the number of a link whose queue pair had failed
+    (2025, 4017),  # a second ADD LINK at first contact: the client never said that all is formed
+]
 
 
 @pytest.mark.parametrize(("first_seed", "case"), ONCE_FAILED)

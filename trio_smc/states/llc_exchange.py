@@ -54,8 +54,9 @@ class LlcExchangeChart(Chart):
     edge(ADD_LINK, "refused", IDLE,
          do="stop_reply_timer drop_new_link retry_later settle start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2, C.8")
-    ignore((IDLE, CHANGE_RKEYS), "refused", when="client",
-           rfc="3.5.1.6.1 (no exchange begins)")
+    edge(IDLE, "refused", when="client", do="settle",
+         rfc="3.5.1.6.1 (no exchange begins; at first contact one was superseded)")
+    ignore(CHANGE_RKEYS, "refused", when="client", rfc="3.5.1.6.1 (no exchange begins)")
     edge(ADD_LINK, "timeout", IDLE, when="client", do="give_up_first_contact",
          rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
     edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="give_up_reply fail_carrier",
