@@ -118,30 +118,12 @@ class Messenger(UrgentReceiver):
         nothing has happened. Not for urgent data, D, C or A.
         """
         sequence = (self._sequence + 1) & 0xFFFF
-        produced = self._produced
-        consumed = self._consumed
-        wrap, offset = divmod(produced, self._peer_usable)
-        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
-        if not channel.try_post(
-            _pack(
-                cdc.HEADER,
-                sequence,
-                self._peer_token,
-                wrap & 0xFFFF,
-                self._peer_first + offset,
-                consumer_wrap & 0xFFFF,
-                self._rmbe.first + consumer_offset,
-                cdc.WRITER_BLOCKED if self._blocked else 0,
-                0,
-            ),
-            data,
-            address,
-            self._rkey,
-        ):
+        flags = cdc.WRITER_BLOCKED if self._blocked else 0
+        if not channel.try_post(self._message(sequence, flags, 0), data, address, self._rkey):
             return False
         self._sequence = sequence
-        self._told = consumed
-        self._announced = produced
+        self._told = self._consumed
+        self._announced = self._produced
         self._owed = False
         self.cdcs_sent += 1
         return True
@@ -149,30 +131,32 @@ class Messenger(UrgentReceiver):
     def _post_cdc(self, channel: Channel) -> None:
         """Tell the peer everything; the channel has room."""
         sequence = self._sequence = (self._sequence + 1) & 0xFFFF
-        consumed = self._told = self._consumed
-        wrap, offset = divmod(self._produced, self._peer_usable)
-        consumer_wrap, consumer_offset = divmod(consumed, self._usable)
-        self._announced = self._produced
         flags = cdc.WRITER_BLOCKED if self._blocked else 0
         if self._urgent_goal:
             flags |= self._tell_urgent()
-        self._owed = False
         if self._flags & _LAST_WORD:
             self._silent = True
+        message = self._message(sequence, flags, self._flags)
+        self._told = self._consumed
+        self._announced = self._produced
+        self._owed = False
         self.cdcs_sent += 1
-        channel.post_cdc(
-            self,
-            _pack(
-                cdc.HEADER,
-                sequence,
-                self._peer_token,
-                wrap & 0xFFFF,
-                self._peer_first + offset,
-                consumer_wrap & 0xFFFF,
-                self._rmbe.first + consumer_offset,
-                flags,
-                self._flags,
-            ),
+        channel.post_cdc(self, message)
+
+    def _message(self, sequence: int, flags: int, endings: int) -> bytes:
+        """A CDC message with both cursors as they are now (A.4)."""
+        wrap, offset = divmod(self._produced, self._peer_usable)
+        consumer_wrap, consumer_offset = divmod(self._consumed, self._usable)
+        return _pack(
+            cdc.HEADER,
+            sequence,
+            self._peer_token,
+            wrap & 0xFFFF,
+            self._peer_first + offset,
+            consumer_wrap & 0xFFFF,
+            self._rmbe.first + consumer_offset,
+            flags,
+            endings,
         )
 
     def _owe_cdc(self) -> None:
