@@ -243,7 +243,7 @@ class Exchanges:
 
     def ask_to_withdraw(self) -> None:
         """The same of the client, which the server answers with a DELETE LINK."""
-        self._group.deletion.ask(self._group.adding.number, llc.DeleteLinkReason.LOST_PATH)
+        self._group.deletion.requests.ask(self._group.adding.number, llc.DeleteLinkReason.LOST_PATH)
 
     def leave_link(self) -> None:
         """Move connections off the link that is to be deleted."""

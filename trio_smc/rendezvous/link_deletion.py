@@ -8,7 +8,8 @@ The client does the same in between: it leaves the link, replies, and frees the 
 reply has arrived.  A link that has failed already has nothing to leave and is freed at once; both
 sides tell the other all the same.
 
-A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK.
+A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK
+(`deletion_requests`).
 
 When the link fails that connections have left for, and no other is usable, the one that was to go
 stays: the peers still reach each other over it (4.8.3).  Each side decides that by itself, as
@@ -20,9 +21,10 @@ DELETE LINK for the whole group is the affair of `states.link_group`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.deletion_requests import DeletionRequests, Wanted
 from trio_smc.states.link_group import USABLE
 
 if TYPE_CHECKING:
@@ -35,36 +37,21 @@ __all__ = ["LinkDeletion"]
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 
-_PATIENCE: Final = 3
-"""Reply time-outs that a client gives its server, which may first wait for the end of an exchange
-of its own (3.5.5.3.1), and then for its connections to leave the link."""
-
-
-class _Wanted(NamedTuple):
-    number: int
-    reason: int
-    orderly: bool
-
-
-class _Asked(NamedTuple):
-    """A client's DELETE LINK that waits for the server's."""
-
-    wanted: _Wanted
-    link: Link
-    timer: Timer
-
-
 class LinkDeletion:
-    """How single links of one group go."""
+    """How single links of one group go.
+
+    Attributes:
+      requests: what this side asked for, as the client.
+    """
 
     def __init__(self, group: LinkGroup) -> None:
         self._group = group
+        self.requests = DeletionRequests(group)
         # The server's: those that wait, and the one under way.
-        self._queue: dict[int, _Wanted] = {}
-        self._current: _Wanted | None = None
-        self._from_client: _Wanted | None = None
-        # The client's: what it asked for; what it was told to, by link number.
-        self._asked: dict[int, _Asked] = {}
+        self._queue: dict[int, Wanted] = {}
+        self._current: Wanted | None = None
+        self._from_client: Wanted | None = None
+        # The client's: what it was told to, by link number.
         self._told: dict[int, tuple[Link, llc.DeleteLink]] = {}
         self._replied: dict[int, Link] = {}
         self._leaving: dict[int, Timer] = {}
@@ -80,9 +67,9 @@ class LinkDeletion:
           orderly: connections leave it while it still works (A.3.4).
         """
         if self._group.client:
-            self.ask(number, reason, orderly=orderly)
+            self.requests.ask(number, reason, orderly=orderly)
         elif self._current is None or self._current.number != number:
-            self._queue[number] = _Wanted(number, reason, orderly)
+            self._queue[number] = Wanted(number, reason, orderly)
             self._group.exchanges.look()
 
     def told_to_delete(self, number: int) -> bool:
@@ -121,7 +108,7 @@ class LinkDeletion:
             exchanges.machine.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
             return
         # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
-        self._from_client = _Wanted(number, message.reason, message.orderly)
+        self._from_client = Wanted(number, message.reason, message.orderly)
         exchanges.machine.send("delete_asked")
 
     def _cleaning_up(self, number: int) -> bool:
@@ -131,7 +118,7 @@ class LinkDeletion:
     def _on_request_from_server(self, link: Link, message: llc.DeleteLink) -> None:
         number = message.link_number
         if number not in self._group.links:
-            asked = self._forget_asked(number)
+            asked = self.requests.forget(number)
             reason = message.reason if asked else llc.DeleteLinkReason.UNKNOWN_LINK
             self._reply(link, number, reason)
             self._asked_is_over()
@@ -142,7 +129,7 @@ class LinkDeletion:
     def _on_reply(self, number: int) -> None:
         if self._group.client:
             # The server knows no such link (any more).
-            if self._forget_asked(number):
+            if self.requests.forget(number):
                 self._asked_is_over()
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
@@ -184,7 +171,7 @@ class LinkDeletion:
 
     def withdraw(self, number: int) -> None:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
-        self._current = _Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
+        self._current = Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
         self._group.seeking.retry_failed()
         self._group.exchanges.machine.send("link_left")
@@ -257,52 +244,13 @@ class LinkDeletion:
 
     # --- the client ----------------------------------------------------------------------------
 
-    def ask(self, number: int, reason: int, *, orderly: bool = False) -> None:
-        """A client's DELETE LINK; the server's will follow (3.5.5.1.4)."""
-        links = self._group.links
-        link = links.for_llc(avoid=links.get(number))
-        if link is None or number in self._asked:
-            return
-        timer = self._group.timers.call_later(
-            _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
-        )
-        self._asked[number] = _Asked(_Wanted(number, reason, orderly), link, timer)
-        link.send_llc(llc.DeleteLink(orderly=orderly, link_number=number, reason=reason))
-
-    def _not_deleted(self, number: int) -> None:
-        asked = self._asked[number]
-        link = asked.link
-        LOGGER.info("%r: DELETE LINK was not answered", link)
-        if number != link.number and self._group.usable_links() == [link]:
-            # Linux answers only when all it has sent over the lost link has failed, which over
-            # soft-RoCE may be never; and it drops requests that come in the middle of another
-            # exchange.  The last link took our message, so it works: no connection is to die of
-            # it, and TEST LINK watches it (4.5.3).  Ask again.
-            timer = self._group.timers.call_later(
-                _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
-            )
-            self._asked[number] = asked._replace(timer=timer)
-            wanted = asked.wanted
-            link.send_llc(
-                llc.DeleteLink(orderly=wanted.orderly, link_number=number, reason=wanted.reason)
-            )
-            return
-        # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
-        link.machine.send("failed")
-
-    def _forget_asked(self, number: int) -> bool:
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-            asked.timer.cancel()
-        return asked is not None
-
     def _asked_is_over(self) -> None:
         if self._group.exchanges.state == "DELETE_LINK" and not self._told:
             self._group.exchanges.done()
 
     def _comply(self, number: int) -> None:
         link, message = self._told[number]
-        self._forget_asked(number)
+        self.requests.forget(number)
         if link.state == "DOWN":
             other = self._group.links.for_llc()
             if other is None:
@@ -343,15 +291,15 @@ class LinkDeletion:
     def _withdrawn(self, link: Link, lost: Link) -> bool:
         """Forget that ``link`` was to go; False: it was not, or it is too late for that."""
         number, exchanges = link.number, self._group.exchanges
-        asked, current = self._asked.get(number), self._current
+        current = self._current
         under_way = current is not None and current.number == number
         if self._replied.get(number) is link or (under_way and exchanges.carrier is link):
             return False
-        wishes = [self._queue.get(number), asked and asked.wanted]
+        wishes = [self._queue.get(number), self.requests.wanted(number)]
         if link.usable and not any(wish is not None and wish.orderly for wish in wishes):
             return False
         self._queue.pop(number, None)
-        self._forget_asked(number)
+        self.requests.forget(number)
         self._told.pop(number, None)
         self._replied.pop(number, None)
         timer = self._leaving.pop(number, None)
@@ -371,15 +319,11 @@ class LinkDeletion:
             self._left(link.number)
         for number in [each for each, over in self._replied.items() if over is link]:
             self._complied(number)
-        for number in [each for each, asked in self._asked.items() if asked.link is link]:
-            wanted = self._asked[number].wanted
-            self._forget_asked(number)
-            self.ask(number, wanted.reason, orderly=wanted.orderly)
+        self.requests.link_lost(link)
 
     def close(self) -> None:
         """The group is gone."""
-        for number in list(self._asked):
-            self._forget_asked(number)
+        self.requests.close()
         for timer in self._leaving.values():
             timer.cancel()
         self._leaving.clear()
