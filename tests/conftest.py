@@ -8,14 +8,17 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+import trio_smc
 from tests import hangs, leaks
+from tests.api_peers import HOST, QUICK
+from trio_smc import SmcListener, Stack
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
@@ -170,3 +173,18 @@ def _left(before: leaks.Snapshot, trees: tuple[Path, ...]) -> list[str]:
     lines = leaks.leaked(before, leaks.take(*trees))
     tmp = str(trees[1]) if len(trees) > 1 else None
     return [line for line in lines if not (tmp and line.startswith(f"file {tmp}"))]
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    """A stack whose waits for a peer are short."""
+    async with trio_smc.open_stack(QUICK) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def listener(stack: Stack) -> AsyncIterator[SmcListener]:
+    """A listener of ``stack``."""
+    [listener] = await stack.open_listeners(0, host=HOST)
+    async with listener:
+        yield listener

@@ -103,3 +103,19 @@ def smc_config(**changes: object) -> Config:
 def tcp_config() -> Config:
     """No RNIC: every stream is TCP and says why."""
     return Config(rnics=())
+
+
+async def read(stream: SmcStream, count: int) -> bytes:
+    """Exactly ``count`` bytes."""
+    data = b""
+    while len(data) < count:
+        piece = await stream.receive_some(count - len(data))
+        assert piece, f"the stream ended {count - len(data)} bytes early"
+        data += piece
+    return data
+
+
+async def close_both(pair: tuple[SmcStream, SmcStream]) -> None:
+    """Close one end, then the other."""
+    for stream in pair:
+        await stream.aclose()

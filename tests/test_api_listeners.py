@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -35,20 +35,6 @@ from tests.api_peers import (
 )
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.rendezvous import clc
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    async with trio_smc.open_stack(QUICK) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def listener(stack: Stack) -> AsyncIterator[SmcListener]:
-    [listener] = await stack.open_listeners(0, host=HOST)
-    async with listener:
-        yield listener
-
 
 # --- as Trio's ---------------------------------------------------------------------------------
 

@@ -72,19 +72,6 @@ class Resolver(trio.abc.HostnameResolver):
         raise NotImplementedError
 
 
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    async with trio_smc.open_stack(QUICK) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def listener(stack: Stack) -> AsyncIterator[SmcListener]:
-    [listener] = await stack.open_listeners(0, host=HOST)
-    async with listener:
-        yield listener
-
-
 async def unused_port() -> int:
     async with plain_server() as listener:
         return address_of(listener)[1]

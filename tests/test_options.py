@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from scripts import socket_options
 from tests.datapath_pair import Pair
-from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
+from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
 from trio_smc import SmcStream, _option_actions
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._options import OPTIONS, Owner, StreamOptions
@@ -51,13 +51,6 @@ async def stream(request: pytest.FixtureRequest) -> AsyncIterator[SmcStream]:
         yield both[0]
         for each in both:
             each.abort()
-
-
-async def read(stream: SmcStream, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        data += await stream.receive_some(count - len(data))
-    return data
 
 
 # --- the table ---------------------------------------------------------------------------------

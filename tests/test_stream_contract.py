@@ -14,7 +14,15 @@ import pytest
 import trio
 from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
-from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
+from tests.stream_pairs import (
+    SMALL_RING,
+    Pairs,
+    close_both,
+    open_pairs,
+    read,
+    smc_config,
+    tcp_config,
+)
 from trio_smc import Mode, SmcStream
 
 KINDS = {
@@ -52,24 +60,9 @@ async def smc() -> AsyncIterator[Pairs]:
         yield made
 
 
-async def read(stream: SmcStream, count: int) -> bytes:
-    """Exactly ``count`` bytes."""
-    data = b""
-    while len(data) < count:
-        piece = await stream.receive_some(count - len(data))
-        assert piece, f"the stream ended {count - len(data)} bytes early"
-        data += piece
-    return data
-
-
 async def send_for_ever(stream: SmcStream) -> None:
     while True:
         await stream.send_all(bytes(SMALL_RING))
-
-
-async def close_both(pair: tuple[SmcStream, SmcStream]) -> None:
-    for stream in pair:
-        await stream.aclose()
 
 
 # --- arguments ---------------------------------------------------------------------------------
@@ -197,18 +190,6 @@ async def test_a_buffer_may_change_after_send_all(pairs: Pairs, size: int) -> No
     await close_both(pair)
 
 
-async def test_a_buffer_may_change_after_a_cancelled_send(pairs: Pairs) -> None:
-    a, b = await pairs.make()
-    buffer = bytearray(b"\x01" * (1 << 20))
-    with trio.move_on_after(0.05) as scope:
-        await a.send_all(buffer)
-    assert scope.cancelled_caught
-    buffer[:] = b"\x02" * len(buffer)
-    buffer.clear()
-    await aclose_in_background(a, b)
-    await b.aclose()
-
-
 async def aclose_in_background(a: SmcStream, b: SmcStream) -> None:
     """Close one end while the other reads what was sent: only ones, then the end."""
     async with trio.open_nursery() as nursery:
@@ -217,18 +198,26 @@ async def aclose_in_background(a: SmcStream, b: SmcStream) -> None:
             assert not data.strip(b"\x01")
 
 
+async def test_a_buffer_may_change_after_a_cancelled_send(pairs: Pairs) -> None:
+    await check_cancelled_send(pairs, 1 << 20)
+
+
 async def test_a_large_buffer_may_change_after_a_cancelled_send() -> None:
     # Pieces too large to be copied each: they are borrowed while send_all runs.
     async with open_pairs(smc_config(receive_buffer=1 << 20), stacks=2) as pairs:
-        a, b = await pairs.make()
-        buffer = bytearray(b"\x01" * (3 << 20))
-        with trio.move_on_after(0.05) as scope:
-            await a.send_all(buffer)
-        assert scope.cancelled_caught
-        buffer[:] = b"\x02" * len(buffer)
-        buffer.clear()
-        await aclose_in_background(a, b)
-        await b.aclose()
+        await check_cancelled_send(pairs, 3 << 20)
+
+
+async def check_cancelled_send(pairs: Pairs, size: int) -> None:
+    a, b = await pairs.make()
+    buffer = bytearray(b"\x01" * size)
+    with trio.move_on_after(0.05) as scope:
+        await a.send_all(buffer)
+    assert scope.cancelled_caught
+    buffer[:] = b"\x02" * len(buffer)
+    buffer.clear()
+    await aclose_in_background(a, b)
+    await b.aclose()
 
 
 # --- one task at a time ------------------------------------------------------------------------

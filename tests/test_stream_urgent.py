@@ -10,7 +10,15 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
+from tests.stream_pairs import (
+    SMALL_RING,
+    Pairs,
+    close_both,
+    open_pairs,
+    read,
+    smc_config,
+    tcp_config,
+)
 from trio_smc import Config, SmcStream
 
 KINDS = {
@@ -40,20 +48,6 @@ async def smc() -> AsyncIterator[Pairs]:
 async def inline(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
     async with open_pairs(INLINE[request.param]) as made:
         yield made
-
-
-async def read(stream: SmcStream, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = await stream.receive_some(count - len(data))
-        assert piece
-        data += piece
-    return data
-
-
-async def close_both(pair: tuple[SmcStream, SmcStream]) -> None:
-    for stream in pair:
-        await stream.aclose()
 
 
 @pytest.mark.rfc("4.7.5/2")
