@@ -473,6 +473,9 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
         pair.ab.deliver()
     assert message
     assert pair.b.state == "PEERABORTWAIT"
+    # Over one more link: that is known.
+    token = pair.b.alert_token
+    pair.b.on_cdc_untrusted(cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
 
 
 # --- a link that is left while it works ------------------------------------------------------

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trio_smc.datapath.cdc import CDC_TYPE, MessageMissing
+from trio_smc.datapath import cdc
+from trio_smc.datapath.cdc import MessageMissing
 from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.link import Link
 from trio_smc.rnic.verbs import Completion, WcOpcode
 
-VALIDATION = 0x40
 
-
-def message(token: int, sequence: int, flags: int = 0) -> bytes:
-    head = bytes((CDC_TYPE, 44)) + sequence.to_bytes(2, "big") + token.to_bytes(4, "big")
-    return head + bytes((flags,)) + bytes(35)
+def message(token: int, sequence: int) -> bytes:
+    return cdc.pack(sequence & 0xFFFF, token, 0, 0, 0, 0)
 
 
 def validation(token: int, sequence: int) -> bytes:
-    return message(token, sequence, VALIDATION)
+    return cdc.pack(sequence & 0xFFFF, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION)
 
 
 class Reader:
-    """A connection that notes what it is given."""
+    """A connection that notes what it is given.
 
-    def __init__(self) -> None:
-        self.last = 0
+    One that has lost something goes on to say so: what hinges on it must not cost others more.
+    """
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
         self.given: list[int] = []
         self.lost: list[Exception] = []
 
     def on_cdc_untrusted(self, data: bytes) -> None:
-        sequence = int.from_bytes(data[2:4], "big")
-        if data[8] & VALIDATION:
-            if sequence > self.last:
+        found = cdc.decode_untrusted(data)
+        sequence = found.sequence
+        if found.producer_flags & cdc.FAILOVER_VALIDATION:
+            if (self.last - sequence) & 0x8000:
                 raise MessageMissing(f"{sequence} is missing after {self.last}")
             return
-        self.last = sequence
-        self.given.append(sequence)
+        if not (sequence - self.last) & 0x8000:
+            self.last = sequence
+            self.given.append(sequence)
 
     def protocol_error(self, error: Exception) -> None:
         self.lost.append(error)
@@ -50,26 +54,38 @@ class Rings:
     """Links with what lies in their receive rings, in the order in which it came."""
 
     def __init__(self, connections: dict[int, Reader], *contents: list[bytes]) -> None:
-        group: Any = SimpleNamespace(host=SimpleNamespace(observer=None))
-        group.mover = GroupMover(group, self.drain)
+        self.connections = connections
+        group: Any = SimpleNamespace(host=SimpleNamespace(observer=None), links={})
+        self.group = group
+        self.mover = group.mover = GroupMover(group, self.drain)
         self.rings: dict[int, deque[bytes]] = {}
         self.links: list[Link] = []
-        for number, content in enumerate(contents, 1):
-            link = Link.__new__(Link)
-            link.number = number
-            link.group = group
-            link.rnic = SimpleNamespace(name=f"rnic{number}")  # type: ignore[assignment]
-            link.qp = SimpleNamespace(qp_num=number, to_err=lambda: None)  # type: ignore[assignment]
-            link.machine = SimpleNamespace(state="ACTIVE")  # type: ignore[assignment]
-            link.failing = False
-            link._behind = None
-            link._connection_of = connections  # type: ignore[assignment]
-            link._host = group.host
-            link._received, link._replenish = 0, 1000
-            self.links.append(link)
-            self.rings[number] = deque(content)
-        self.mover: GroupMover = group.mover
-        self.group_links = group.links = dict(enumerate(self.links, 1))
+        for content in contents:
+            self.add(content)
+
+    def add(self, content: list[bytes]) -> int:
+        """One more link; returns its number."""
+        number = len(self.links) + 1
+        link = Link.__new__(Link)
+        link.number = number
+        link.group = self.group
+        link.rnic = SimpleNamespace(name=f"rnic{number}")  # type: ignore[assignment]
+        link.qp = SimpleNamespace(qp_num=number, to_err=lambda: None)  # type: ignore[assignment]
+        link.machine = SimpleNamespace(state="ACTIVE")  # type: ignore[assignment]
+        link.failing = False
+        link._behind = None
+        link._connection_of = self.connections  # type: ignore[assignment]
+        link._host = self.group.host
+        link._received, link._replenish = 0, 100_000
+        self.links.append(link)
+        self.rings[number] = deque(content)
+        self.group.links[number] = link
+        return number
+
+    def ends(self, number: int) -> None:
+        """The link fails, or goes, here."""
+        del self.group.links[number]
+        self.mover.link_ends(self.links[number - 1])
 
     def drain(self, _: Any, qp: Any) -> None:
         link = next(each for each in self.links if each.qp is qp)
@@ -109,8 +125,8 @@ def test_a_chain_over_three_links() -> None:
     Rings(
         {1: one, 2: two, 3: three},
         [validation(1, 1), message(2, 1)],
-        [message(3, 1), validation(2, 1), message(1, 2)],
-        [validation(3, 1), message(1, 1), message(2, 2)],
+        [message(3, 1), validation(2, 1), validation(1, 1), message(1, 2)],
+        [validation(3, 1), message(1, 1), validation(2, 1), message(2, 2)],
     ).take(1)
     for reader in (one, two):
         assert (sorted(reader.given), reader.lost) == ([1, 2], [])
@@ -159,7 +175,174 @@ def test_the_rest_of_a_link_that_ends_is_found() -> None:
             rings.mover.catch_up()
 
     one.on_cdc_untrusted = catches_up  # type: ignore[method-assign]
-    del rings.group_links[2]
-    rings.mover.link_ends(rings.links[1])
+    rings.ends(2)
     assert (one.given, one.lost) == ([1, 2], [])
     assert (two.given, two.lost) == ([3], [])
+
+
+# --- what waits, and what only seems to -------------------------------------------------------
+
+
+def test_a_loss_told_on_two_links_is_no_reason_to_wait() -> None:
+    """One connection lost a message and its validation message failed with the next link, too.
+
+    Both of its links wait for what nobody has, and a new connection's first messages lie behind:
+    they are no loss.
+    """
+    one, new, two = Reader(30), Reader(), Reader(9)
+    Rings(
+        {1: one, 2: new, 3: two},
+        [validation(1, 31), message(1, 32), validation(2, 3), message(2, 4)],
+        [validation(3, 10), message(2, 1), message(2, 2), message(2, 3)],
+        [validation(3, 10), message(3, 11)],
+    ).take(1)
+    assert (new.given, new.lost) == ([1, 2, 3, 4], [])
+    assert one.lost
+    assert two.lost
+
+
+def test_what_comes_after_the_loss_is_not_waited_for() -> None:
+    """It was sent later, so it says nothing about the message that is missing."""
+    one, new = Reader(2), Reader()
+    Rings(
+        {1: one, 2: new},
+        [validation(2, 1), message(2, 2), validation(1, 4), message(1, 5)],
+        [validation(1, 3), message(2, 1), message(1, 4)],
+    ).take(1)
+    assert (new.given, new.lost) == ([1, 2], [])
+    assert len(one.lost) == 1
+
+
+def test_a_message_cut_short_is_not_waited_for() -> None:
+    one, two = Reader(), Reader()
+    rings = Rings(
+        {1: one, 2: two},
+        [validation(1, 1), validation(2, 1)],
+        [validation(2, 1), message(1, 1)[:8], message(1, 1)[:20]],
+    )
+    rings.take(1)
+    assert one.lost
+    assert two.lost
+
+
+def test_sequence_numbers_wrap_while_one_waits() -> None:
+    one, two = Reader(0xFFFE), Reader()
+    Rings(
+        {1: one, 2: two},
+        [validation(1, 0x10001), validation(2, 1), message(2, 2), message(1, 0x10002)],
+        [validation(2, 1), message(1, 0xFFFF), message(1, 0x10000), message(1, 0x10001)],
+    ).take(1)
+    assert (one.given, one.lost) == ([0xFFFF, 0, 1, 2], [])
+    assert two.lost
+
+
+class Sent:
+    """What one connection of the peer has sent."""
+
+    def __init__(self, token: int, link: int) -> None:
+        self.token = token
+        self.link = link
+        self.sequence = self.completed = 0
+        self.lost = False
+
+
+class Schedule:
+    """A peer whose connections send, move and lose messages, and links that are looked at late."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.readers: dict[int, Reader] = {}
+        self.rings = Rings(self.readers)
+        self.up = [self.rings.add([]) for _ in range(self.rng.randint(2, 4))]
+        self.failed: list[int] = []  # and not noticed here
+        self.sent: list[Sent] = []
+
+    def begin(self) -> None:
+        one = Sent(len(self.sent) + 1, self.rng.choice(self.up))
+        self.readers[one.token] = Reader()
+        self.sent.append(one)
+
+    def post(self, one: Sent, *, complete: bool) -> None:
+        """A message that is placed, and maybe known to be."""
+        one.sequence += 1
+        self.rings.rings[one.link].append(message(one.token, one.sequence))
+        if complete:
+            one.completed = one.sequence
+
+    def lose(self, one: Sent) -> None:
+        """A message that counts as arrived, and did not: the link fails with it."""
+        one.sequence += 1
+        one.completed = one.sequence
+        one.lost = True
+        self.fail(one.link)
+
+    def fail(self, link: int) -> None:
+        self.up.remove(link)
+        self.failed.append(link)
+        self.up.append(self.rings.add([]))
+        for each in self.sent:
+            if each.link == link:
+                self.move(each, self.rng.choice(self.up[:-1]))
+
+    def move(self, one: Sent, link: int) -> None:
+        one.link = link
+        self.rings.rings[link].append(validation(one.token, one.completed))
+        if one.completed != one.sequence or self.rng.random() < 0.7:
+            self.post(one, complete=self.rng.random() < 0.5)
+
+    def leave(self, one: Sent) -> None:
+        """To another link, when nothing is under way."""
+        one.completed = one.sequence
+        self.move(one, self.rng.choice(self.up))
+
+    def look(self) -> None:
+        """Take what a link brought, or notice that one has failed."""
+        if self.failed and self.rng.random() < 0.4:
+            link = self.failed.pop(self.rng.randrange(len(self.failed)))
+            self.rings.ends(link)
+        else:
+            link = self.rng.choice([*self.up, *self.failed])
+            self.rings.drain(None, self.rings.links[link - 1].qp)
+
+    def run(self, steps: int) -> None:
+        for _ in range(2):
+            self.begin()
+        for _ in range(steps):
+            one = self.rng.choice(self.sent)
+            [what] = self.rng.choices(range(6), (8, 40, 3, 4, 10, 12))
+            if what == 0:
+                self.begin()
+            elif what == 1:
+                self.post(one, complete=self.rng.random() < 0.7)
+            elif what == 2 and not one.lost:
+                self.lose(one)
+            elif what == 3:
+                self.fail(self.rng.choice(self.up))
+            elif what == 4:
+                self.leave(one)
+            elif what == 5:
+                self.look()
+        for link in [*self.up, *self.failed]:
+            self.rings.drain(None, self.rings.links[link - 1].qp)
+
+    def wrong(self) -> list[str]:
+        """What must not be."""
+        found = []
+        for one in self.sent:
+            reader = self.readers[one.token]
+            if bool(reader.lost) != one.lost:
+                found.append(f"{one.token}: {reader.lost} instead of {one.lost}")
+            elif not one.lost and reader.last != one.sequence:
+                found.append(f"{one.token}: {reader.last} instead of {one.sequence}")
+        return found
+
+
+def test_many_moves_and_losses(seed: int) -> None:
+    """Links that fail while others wait, again and again: who lost a message, and nobody else."""
+    losses = 0
+    for number in range(400):
+        schedule = Schedule(seed + number)
+        schedule.run(60)
+        assert schedule.wrong() == [], f"schedule {seed + number}"
+        losses += sum(one.lost for one in schedule.sent)
+    assert losses > 100

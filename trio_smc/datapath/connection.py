@@ -313,10 +313,12 @@ class Connection(Endings):
     def _validate_untrusted(self, sequence: int) -> None:
         """Failover validation: of such a message only token and sequence count (4.6.1).
 
+        What a connection misses that is reset already is no news, nor worth waiting for.
+
         Raises:
           MessageMissing: the peer believes we have a message that did not arrive yet.
         """
-        if (self._last_received - sequence) & 0x8000:
+        if (self._last_received - sequence) & 0x8000 and not self._aborting:
             raise MessageMissing(
                 f"data was lost with a link: message {sequence} is missing after "
                 f"{self._last_received}"

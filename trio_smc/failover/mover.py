@@ -139,7 +139,8 @@ class GroupMover:
         What other links brought is taken first, and may itself have to wait in the same way: for
         something behind the first message.  So each link stops at a message that waits, and all
         are looked at in turn, until one waits for what nobody has: that is lost (4.6.1).  They
-        cannot wait for each other, since each misses what was complete before it was sent.
+        cannot wait for each other in a circle: what a validation message misses was complete
+        before it was sent, and was sent after the validation message that it lies behind.
         """
         if link not in self._waiting:
             self._waiting.append(link)
@@ -162,7 +163,7 @@ class GroupMover:
         for link in waiting:
             if not any(link.waits_for(other) for other in waiting if other is not link):
                 return link
-        return waiting[0]  # a peer that lies
+        return waiting[0]  # a circle: the peer lies
 
     def close(self) -> None:
         """The group is gone."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cdc import CDC_TYPE, MessageMissing
+from trio_smc.datapath.cdc import CDC_SIZE, CDC_TYPE, FAILOVER_VALIDATION, MessageMissing
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.link_life import LinkLife, PeerPort, PeerQueuePair
 from trio_smc.rnic.verbs import Completion, Rnic, RnicError, WcOpcode, WcStatus
@@ -39,6 +39,7 @@ __all__ = ["Link", "LinkConnection", "PeerPort", "PeerQueuePair"]
 LOGGER = logging.getLogger("trio_smc.link")
 
 _RECV: Final = int(WcOpcode.RECV)
+_PRODUCER_FLAGS: Final = 24  # where they stand in a CDC message (A.4)
 _from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
@@ -263,11 +264,23 @@ class Link(LinkLife):
         return self._behind is not None
 
     def waits_for(self, other: Link) -> bool:
-        """Whether what it waits for may be among what waits behind such a message of ``other``."""
+        """Whether what it waits for is among what waits behind such a message of ``other``.
+
+        A validation message is nothing to wait for, nor is what was sent after the message that
+        is missing: a connection that has lost one and moved twice has both on several links.
+        """
         if not self._behind or not other._behind:
             return False
-        token = self._behind[0][4:8]
-        return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._behind)
+        missing = self._behind[0]
+        token, sequence = missing[4:8], missing[2] << 8 | missing[3]
+        return any(
+            each[4:8] == token
+            and each[0] == CDC_TYPE
+            and len(each) == CDC_SIZE
+            and not each[_PRODUCER_FLAGS] & FAILOVER_VALIDATION
+            and not (sequence - (each[2] << 8 | each[3])) & 0x8000
+            for each in other._behind
+        )
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
