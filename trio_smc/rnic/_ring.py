@@ -136,7 +136,11 @@ class ReceiveRing:
     def shut(self, word: int) -> bool:
         """As `tell`, for the last time: what a `take_untrusted` after this does not find, the
         sender has not been told was sent."""
-        self._words[_ARMED] = 1
+        words = self._words
+        # In this order: a sender that clears ARMED because it had been set before must find the
+        # word when it looks at POSTED for its next message.
+        words[_POSTED] = word
+        words[_ARMED] = 1
         return self.tell(word)
 
     def arm(self) -> None:
