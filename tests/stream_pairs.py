@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket as stdlib_socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
@@ -71,11 +72,24 @@ class Pairs:
 
 async def _fill_tcp(stream: SmcStream) -> None:
     """Fill a TCP connection until the kernel has stayed full for a moment."""
-    full = False
-    while not full:
-        with trio.move_on_after(0.05) as scope:
+
+    async def fill() -> None:
+        while True:
             await stream.send_all(bytes(4096))
-        full = scope.cancelled_caught
+
+    assert await cancelled_when_it_waits(fill)
+
+
+async def cancelled_when_it_waits(call: Callable[[], Awaitable[object]]) -> bool:
+    """Make a call and cancel it once all tasks have waited for a moment; whether it still ran.
+
+    Cancelled after some time, it may have done nothing yet: the machine may be busy.
+    """
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await wait_all_tasks_blocked(0.05)
+        nursery.cancel_scope.cancel()
+    return nursery.cancel_scope.cancelled_caught
 
 
 @contextlib.asynccontextmanager

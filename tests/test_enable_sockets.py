@@ -18,6 +18,7 @@ import trio
 from trio.testing import check_half_closeable_stream
 
 import trio_smc
+from tests.stream_pairs import cancelled_when_it_waits
 from trio_smc._face import SocketFace
 
 LOOPBACK = "127.0.0.1"
@@ -87,9 +88,12 @@ async def make_pair(
 async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
     client, server = await make_pair()
     for sending in (client, server):
-        with trio.move_on_after(0.05):
+
+        async def fill(sending: trio.SocketStream = sending) -> None:
             while True:
                 await sending.socket.send(b"x" * 4096)
+
+        assert await cancelled_when_it_waits(fill)
     return client, server
 
 

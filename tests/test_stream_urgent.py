@@ -13,6 +13,7 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 from tests.stream_pairs import (
     SMALL_RING,
     Pairs,
+    cancelled_when_it_waits,
     close_both,
     open_pairs,
     read,
@@ -165,9 +166,7 @@ async def test_writes_wait_for_the_acknowledgement(smc: Pairs) -> None:
 async def test_a_cancelled_urgent_send_leaves_nothing_urgent(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(bytes(SMALL_RING - 3))
-    with trio.move_on_after(0.02) as scope:
-        await a.send_urgent(b"abcdef!")
-    assert scope.cancelled_caught
+    assert await cancelled_when_it_waits(lambda: a.send_urgent(b"abcdef!"))
     assert await read(b, SMALL_RING) == bytes(SMALL_RING - 3) + b"abc"
     await a.send_all(b"x")
     assert await read(b, 1) == b"x"
