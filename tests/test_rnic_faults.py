@@ -166,6 +166,70 @@ class TestRequests:
         assert state_of(a.qp) is state_of(b.qp) is RTS
 
 
+class TestAtOnce:
+    """`QueuePair.deliver` on an RNIC with a plan."""
+
+    def test_where_no_fault_can_come(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        told: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: told.append(each)
+        address, rkey = b.region.address, b.region.rkey
+        until(lambda: a.qp.deliver(b"message", memoryview(b"data"), address, rkey), a, b)
+        a.qp.post_send(1, b"posted")
+        until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
+        assert b.received == [b"message", b"posted"]
+        assert bytes(b.memory.view[:4]) == b"data"
+        assert told == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
+
+    @pytest.mark.parametrize("kind", [Fault.NOT_PLACED, Fault.MESSAGE_LOST, Fault.COMPLETION_LOST])
+    def test_refused_where_one_waits_and_met_when_posted(self, faulty: Faulty, kind: Fault) -> None:
+        a, b = faulty.pair()
+        told: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: told.append(each)
+        until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
+        faulty.plan.inject(kind)
+        assert not a.qp.deliver(b"message", None, 0, 0)
+        assert kinds(faulty.plan) == []
+        a.qp.post_send(1, b"message")
+        assert kinds(faulty.plan) == [kind]
+        assert not a.qp.deliver(b"after", None, 0, 0)
+        until(lambda: bool(a.sent) and bool(b.flushed), a, b)
+        status = 0 if kind is Fault.NOT_PLACED else UNREACHABLE
+        assert a.sent == [(1, status)]
+        assert told[1:] == [(a.qp.qp_num, b"message", status)]
+        arrived = [b"message"] if kind is Fault.COMPLETION_LOST else []
+        assert b.received == [b"before", *arrived]
+
+    @pytest.mark.parametrize("kind", [Fault.LINK_SILENT, Fault.DELAY, Fault.PORT_DOWN])
+    def test_not_while_nothing_goes_out(self, faulty: Faulty, kind: Fault) -> None:
+        a, b = faulty.pair()
+        until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
+        until(got(b, 1), a, b)
+        faulty.plan.delay = 60
+        faulty.plan.inject(kind)
+        assert not a.qp.deliver(b"message", None, 0, 0)
+        nothing_comes(b)
+        assert b.received == [b"before"]
+
+    def test_faults_that_come_by_themselves_meet_what_is_posted(
+        self, runtime_directory: Path, seed: int
+    ) -> None:
+        plan = FaultPlan(seed, kinds=(Fault.MESSAGE_LOST,), every=20)
+        faulty = Faulty(runtime_directory / "smc", plan)
+        a, b = faulty.pair()
+        sent = 0
+        while state_of(a.qp) is RTS:
+            data = memoryview(b"data") if sent % 2 else None
+            if not a.qp.deliver(b"message", data, b.region.address, b.region.rkey):
+                a.qp.post_send(sent, b"message")
+            sent += 1
+        until(lambda: bool(b.flushed), a, b)
+        assert len(b.received) == sent - 1
+        assert kinds(plan) == [Fault.MESSAGE_LOST]
+        assert 1 <= plan.log[0].request <= 40
+        faulty.close()
+
+
 class TestLinks:
     def test_down_and_both_notice(self, faulty: Faulty) -> None:
         a, b = faulty.pair()

@@ -2,7 +2,8 @@
 
 Theory of operation.  A `FaultPlan` is given to one `SoftRnic`, whose queue pairs are
 `FaultyQueuePair` from then on; those of an RNIC without a plan know nothing of this module.  A
-faulty queue pair asks its plan about each request just before it is done.  A fault is either
+faulty queue pair asks its plan about each request just before it is done; where no fault can come,
+a write and its message may also be done at once (`QueuePair.deliver`).  A fault is either
 *struck* at once (links and ports go down, messages are held up) or *armed*, to meet the next
 request that it is about.  Both happen on command (`FaultPlan.inject`), or by themselves after
 random numbers of requests: the seed and the sequence of requests determine all of it, and
@@ -101,6 +102,8 @@ class FaultPlan:
     Attributes:
       log: what has happened, oldest first.
       on_struck: told of each as it happens; it must not call the RNIC.
+      on_message: told of each message that was sent: the queue pair's number, the message, and the
+        status of its completion; it must not call the RNIC.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class FaultPlan:
     ) -> None:
         self.log: list[Struck] = []
         self.on_struck: Callable[[Struck], object] | None = None
+        self.on_message: Callable[[int, bytes, int], object] | None = None
         self.delay = delay
         self.flap = flap
         self.concerns = concerns
@@ -220,6 +224,13 @@ class FaultPlan:
                 return each.kind
         return None
 
+    def lets_pass(self, requests: int) -> bool:
+        """Whether the next few requests meet no fault, whatever they are; they are done then."""
+        if self._armed or self._requests < self._next <= self._requests + requests:
+            return False
+        self._requests += requests
+        return True
+
     def _is_about(self, kind: Fault, message: bytes | None) -> bool:
         if message is None:
             return kind is Fault.WRITE_LOST
@@ -247,7 +258,7 @@ class Moment:
 
 
 class FaultyQueuePair(SoftQueuePair):
-    """A queue pair of an RNIC that has a plan; all its work takes the slow path."""
+    """A queue pair of an RNIC that has a plan; what is posted takes the slow path."""
 
     def __init__(
         self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int, plan: FaultPlan
@@ -290,6 +301,18 @@ class FaultyQueuePair(SoftQueuePair):
     def refresh(self) -> None:
         self._ready = None
 
+    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        if self._waits():
+            return False
+        super().refresh()
+        # Refused by the plan, both are posted, and meet it then.
+        ready = self._ready is not None and self._plan.lets_pass(1 if data is None else 2)
+        done = ready and super().deliver(message, data, address, rkey)
+        self.refresh()
+        if done:
+            self._report(message, _OK)
+        return done
+
     def post_receive(self, count: int) -> None:
         if self._silent and self.state is QpState.RTS:
             self.ring.posted += count
@@ -301,6 +324,16 @@ class FaultyQueuePair(SoftQueuePair):
             super().port_changed()
 
     def _execute(self, request: Request) -> int:
+        status = self._attempt(request)
+        if request.message is not None and status != STALLED:
+            self._report(request.message, status)
+        return status
+
+    def _report(self, message: bytes, status: int) -> None:
+        if self._plan.on_message is not None:
+            self._plan.on_message(self.qp_num, message, status)
+
+    def _attempt(self, request: Request) -> int:
         if self._waits():
             return STALLED
         contact = self._contact
