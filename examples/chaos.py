@@ -112,11 +112,22 @@ class Result:
     seconds: float = 0.0
     recoveries: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    recalled: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
+    """What both sides remember of conversations that ended as they perhaps should not."""
 
     @property
     def injected(self) -> int:
         """Failures: faults that end a link at least."""
         return sum(count for kind, count in self.faults.items() if kind not in HARMLESS)
+
+    def recollections(self) -> list[str]:
+        """What led to those problems that are about one conversation."""
+        lines = []
+        for number, told in self.recalled.items():
+            if any(f"connection {number} " in problem for problem in self.problems):
+                lines.append(f"connection {number}:")
+                lines += [f"{when % 3600:9.4f} {text}" for when, text in sorted(set(told))]
+        return lines
 
     def rows(self) -> list[tuple[str, str]]:
         """The table at the end."""
@@ -153,12 +164,15 @@ class Side:
         self.ended = False
         # Commands that it has obeyed.
         self.done: Counter[str] = Counter()
+        self._telling = trio.Lock()
 
     async def tell(self, do: str, **arguments: Any) -> None:
         """Send a command."""
         assert self.process.stdin is not None
+        command = json.dumps({"do": do, **arguments}) + "\n"
         with contextlib.suppress(trio.BrokenResourceError):
-            await self.process.stdin.send_all((json.dumps({"do": do, **arguments}) + "\n").encode())
+            async with self._telling:
+                await self.process.stdin.send_all(command.encode())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """What it says until it ends."""
@@ -181,6 +195,7 @@ class Chaos:
         self._changed = trio.Event()
         self._struck = 0
         self._disturbing = False
+        self._doubtful: dict[int, list[int]] = {}
         self._sides: list[Side] = []
         self._start = 0.0
 
@@ -224,6 +239,10 @@ class Chaos:
         async for event in side.events():
             getattr(self, "_on_" + event.pop("event"))(side, **event)
             self._changed.set()
+            while self._doubtful:
+                number, tokens = self._doubtful.popitem()
+                for each in self._sides:
+                    await each.tell("recall", number=number, tokens=tokens)
         code = await side.process.wait()
         side.ended = True
         if code:
@@ -284,10 +303,17 @@ class Chaos:
         about = "" if number is None else f", connection {number}"
         self._say(f"fault {self._struck}: {kind} on {rnic}{about}")
 
+    def _on_recalled(self, side: Side, number: int, told: list[tuple[float, str]]) -> None:
+        lines = self.result.recalled.setdefault(number, [])
+        lines += [(when, f"{side.role}: {text}") for when, text in told]
+
     def _on_ended(
-        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, moment: str
-    ) -> None:
+        self, side: Side, number: int, kind: str, how: str, bytes: int, pause: float, moment: str,
+        tokens: list[int],
+    ) -> None:  # fmt: skip
         result = self.result
+        if (how != "done") is not result.due.get(number, False) and self.policy.rnics > 1:
+            self._doubtful[number] = tokens  # or the other side has not told of the fault yet
         result.bytes += bytes
         if kind == "stream":
             result.longest_pause = max(result.longest_pause, pause)
@@ -495,6 +521,8 @@ def main() -> int:
         print(json.dumps({**dict(result.rows()), "seed": seed, "problems": result.problems}))
     else:
         _show_table(result.rows())
+        for line in result.recollections():
+            print(line)
         for problem in result.problems:
             print(problem)
     return 1 if result.problems else 0

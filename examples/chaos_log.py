@@ -1,15 +1,81 @@
-"""What happens in a stack, as lines of a log: for who wants to know why (`chaos.py --log`)."""
+"""What happens in a stack: kept in memory for who wants to know why a connection ended as it did,
+or as lines of a log (`chaos.py --log`).
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
+from collections import deque
+from itertools import islice
 
 from trio_smc import Fallback, Stack
+from trio_smc.datapath import cdc
 from trio_smc.rendezvous import llc
 
-__all__ = ["log_everything"]
+__all__ = ["Recollection", "log_everything"]
 
 LOGGER = logging.getLogger("chaos")
+RECORDS, MESSAGES, CONNECTIONS = 2000, 60, 500
+"""How much is kept: log records, and of each connection messages."""
+TOLD = 400
+
+
+class Recollection(logging.Handler):
+    """The last log records, and the last CDC messages sent on each connection.
+
+    What is an error goes to standard error as well: nobody may have to ask for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: deque[tuple[float, str]] = deque(maxlen=RECORDS)
+        self._messages: dict[bytes, deque[tuple[float, str, int, int, bytes]]] = {}
+
+    def install(self) -> None:
+        """Be the handler of all log records."""
+        aloud = logging.StreamHandler(sys.stderr)
+        aloud.setLevel(logging.ERROR)
+        logging.basicConfig(level=logging.INFO, handlers=[self, aloud])
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it as text: what it tells of changes."""
+        self._records.append((record.created, f"{record.name}: {record.getMessage()}"))
+
+    def sent(self, device: str, qp_num: int, message: bytes, status: int) -> None:
+        """A message was posted, and completed (`FaultPlan.on_message`)."""
+        if not message or message[0] != cdc.CDC_TYPE:
+            return
+        token = message[4:8]
+        kept = self._messages.get(token)
+        if kept is None:
+            if len(self._messages) >= CONNECTIONS:
+                del self._messages[next(iter(self._messages))]
+            kept = self._messages[token] = deque(maxlen=MESSAGES)
+        kept.append((time.time(), device, qp_num, status, message))
+
+    def of(self, tokens: list[int]) -> list[tuple[float, str]]:
+        """What there is about a connection with these alert tokens, ours and the peer's, with its
+        time of day in seconds.  Of the moves of others nothing is told.
+        """
+        names = [f"{token:#010x}" for token in tokens]
+        told = [
+            (when, text)
+            for when, text in islice(self._records, max(0, len(self._records) - TOLD), None)
+            if "goes on over link" not in text or any(name in text for name in names)
+        ]
+        for token in tokens:
+            for when, device, qp_num, status, message in self._messages.get(
+                token.to_bytes(4, "big"), ()
+            ):
+                found = cdc.decode_untrusted(message)
+                what = "validation of" if found.producer_flags & cdc.FAILOVER_VALIDATION else "sent"
+                told.append((when, (
+                    f"{device}, queue pair {qp_num}: {what} message {found.sequence} to "
+                    f"{token:#010x}, flags {found.connection_flags:#04x}, status {status}"
+                )))  # fmt: skip
+        return sorted(told)
 
 
 class LogObserver:

@@ -20,7 +20,7 @@ import trio
 
 import trio_smc
 from examples.chaos_load import Conversation, Wrong
-from examples.chaos_log import log_everything
+from examples.chaos_log import Recollection, log_everything
 from trio_smc import Config, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.faults import Fault, FaultPlan, Struck
 
@@ -55,6 +55,13 @@ async def outcome(conversation: Conversation) -> str:
     return how
 
 
+def tokens_of(conversation: Conversation) -> list[int]:
+    """The alert tokens of its connection, ours and the peer's; nothing for one over TCP."""
+    # They are nobody's business but the protocol's, so nothing public has them.
+    core = getattr(conversation.stream, "_core", None)
+    return [] if core is None else [core.alert_token, core._peer_token]
+
+
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
@@ -70,6 +77,7 @@ class Peer:
     seed: int
     rnics: list[SoftRnic]
     stack: Stack
+    recollection: Recollection
     connections: int
     scale: int
     talking: dict[int, Conversation] = field(default_factory=dict)
@@ -117,6 +125,7 @@ class Peer:
     async def talk(self, conversation: Conversation) -> None:
         """Have one conversation and say how it ended."""
         self.talking[conversation.number] = conversation
+        tokens = tokens_of(conversation)
         how = "hung"
         with trio.move_on_after(PATIENCE):
             how = await outcome(conversation)
@@ -125,7 +134,7 @@ class Peer:
         say(
             event="ended", number=conversation.number, kind=conversation.kind, how=how,
             bytes=conversation.moved, pause=round(conversation.pause, 4),
-            moment=conversation.moment,
+            moment=conversation.moment, tokens=tokens,
         )  # fmt: skip
         if how != "done":
             await trio.aclose_forcefully(conversation.stream)
@@ -189,9 +198,7 @@ class Peer:
             return False
         token = int.from_bytes(message[4:8], "big")
         for number, conversation in self.talking.items():
-            # Alert tokens are nobody's business but the protocol's, so nothing public has them.
-            core = getattr(conversation.stream, "_core", None)
-            if core is not None and core._peer_token == token:
+            if token in tokens_of(conversation)[1:]:
                 # A failover validation message carries nothing that could be missed.
                 validation = message[_PRODUCER_FLAGS] & _VALIDATION
                 # What an application that gives up has not taken, it will not miss either.
@@ -235,6 +242,9 @@ class Peer:
                                 f"{each.number} {each.kind}: {each.moment}"
                                 for each in self.talking.values()
                             ])  # fmt: skip
+                        case "recall":
+                            say(event="recalled", number=command["number"],
+                                told=self.recollection.of(command["tokens"]))  # fmt: skip
                         case "stop":
                             self.stopping = True
                             return
@@ -260,16 +270,20 @@ async def main(
     )
     config = Config(rnics=devices, **settings)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
-        if log is not None:
+        recollection = Recollection()
+        if log is None:
+            recollection.install()
+        else:
             log_everything(stack, f"{log}/{role}.log")
         peer = Peer(
-            role=role, seed=seed, rnics=list(devices), stack=stack, connections=connections,
-            scale=scale,
+            role=role, seed=seed, rnics=list(devices), stack=stack, recollection=recollection,
+            connections=connections, scale=scale,
         )  # fmt: skip
         for device in devices:
             assert device.faults is not None
             device.faults.concerns = peer.concerns
             device.faults.on_struck = partial(peer.struck, device)
+            device.faults.on_message = partial(recollection.sent, device.name)
         port = None
         if role == "server":
             serve = partial(stack.serve, peer.serve, 0, host=HOST)

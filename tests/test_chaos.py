@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import trio.testing
 from examples.chaos import KINDS as FAULTS
 from examples.chaos import Chaos, Policy
 from examples.chaos_load import KINDS, Conversation, Wrong
+from examples.chaos_log import CONNECTIONS, MESSAGES, Recollection
 from examples.chaos_peer import outcome
+from trio_smc.datapath import cdc
 
 # TEST LINK takes its time.
 QUICK = {kind: weight for kind, weight in FAULTS.items() if kind != "link-silent"}
@@ -121,6 +124,62 @@ class TestJudgement:
         assert self.judged(resets=set(), due={3: True}) == [
             "connection 3 went on, and a message of it was lost"
         ]
+
+
+class TestRecollection:
+    def test_a_connection_and_what_happened_around_it(self) -> None:
+        recollection = Recollection()
+        for name, text in (
+            ("trio_smc.failover", "<Connection 0x00000007 ACTIVE> goes on over link 2"),
+            ("trio_smc.failover", "<Connection 0x00000008 ACTIVE> goes on over link 2"),
+            ("trio_smc.link", "<Link 2 ACTIVE> failed"),
+        ):
+            recollection.handle(logging.makeLogRecord({"name": name, "msg": text}))
+        recollection.sent("a", 5, cdc.pack(3, 7, 0, 0, 0, 0), 0)
+        recollection.sent("a", 6, cdc.pack(3, 7, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION), 0)
+        recollection.sent("a", 5, cdc.pack(4, 8, 0, 0, 0, 0), 0)
+        recollection.sent("a", 5, bytes(44), 0)
+        told = [text for _, text in recollection.of([7, 9])]
+        assert told == [
+            "trio_smc.failover: <Connection 0x00000007 ACTIVE> goes on over link 2",
+            "trio_smc.link: <Link 2 ACTIVE> failed",
+            "a, queue pair 5: sent message 3 to 0x00000007, flags 0x00, status 0",
+            "a, queue pair 6: validation of message 3 to 0x00000007, flags 0x00, status 0",
+        ]
+
+    def test_it_forgets(self) -> None:
+        recollection = Recollection()
+        for token in range(2 * CONNECTIONS):
+            recollection.sent("a", 5, cdc.pack(1, token, 0, 0, 0, 0), 0)
+        for sequence in range(2 * MESSAGES):
+            recollection.sent("a", 5, cdc.pack(sequence, 7, 0, 0, 0, 0), 0)
+        assert recollection.of([CONNECTIONS - 2]) == []
+        assert len(recollection.of([2 * CONNECTIONS - 1])) == 1
+        assert len(recollection.of([7])) == MESSAGES
+
+
+async def test_what_both_sides_remember_is_told_with_the_problem(
+    runtime_directory: object, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is kept from the judge, so the reset that it causes seems to have no reason."""
+    struck = Chaos._on_struck
+
+    def keep_quiet(self: Chaos, side: Any, number: int | None = None, **event: Any) -> None:
+        struck(self, side, number=None, **event)
+
+    monkeypatch.setattr(Chaos, "_on_struck", keep_quiet)
+    policy = Policy(
+        seed=seed & 0xFFFF, faults=6, rnics=2, connections=8, scale=10, during=0,
+        kinds={"not-placed": 1},
+    )  # fmt: skip
+    with trio.fail_after(50):
+        result = await Chaos(policy, lambda text: None).run()
+    assert any("nothing of it was lost" in problem for problem in result.problems)
+    told = "\n".join(result.recollections())
+    for part in ("not-placed on", "validation of message", "data was lost with a link", "sent"):
+        assert part in told
+    assert "client: " in told
+    assert "server: " in told
 
 
 async def test_one_rnic(runtime_directory: object, seed: int) -> None:

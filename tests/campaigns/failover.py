@@ -65,9 +65,9 @@ def run_one(policy: Policy) -> Result:
     if policy.log is not None:
         with open(f"{policy.log}/chaos.log", "w") as file:
             file.write("\n".join(lines))
-    elif result.problems:
+    if result.problems:
         # What led there; the rest is of no interest.
-        print("\n".join(lines[-60:]))
+        print("\n".join([*lines[-60:], *result.recollections()]))
     return result
 
 

@@ -152,10 +152,22 @@ class GroupMover:
                 self.catch_up()
                 resumed = [each for each in list(self._waiting) if each.resume_untrusted()]
                 if not resumed:
-                    self._hopeless().resume_untrusted(give_up=True)
+                    self._give_up()
                 self._waiting = [each for each in self._waiting if each.waits]
         finally:
             self._judging = False
+
+    def _give_up(self) -> None:
+        link = self._hopeless()
+        LOGGER.info(
+            "%r waits for what nobody has; of links that wait, for others: %s",
+            link,
+            {
+                each.number: [other.number for other in self._waiting if each.waits_for(other)]
+                for each in self._waiting
+            },
+        )
+        link.resume_untrusted(give_up=True)
 
     def _hopeless(self) -> Link:
         """Of the links that wait, one that waits for none of the others."""
