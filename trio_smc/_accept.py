@@ -115,7 +115,7 @@ async def _negotiate(
     )
     negotiation.sock = sock
     with stack.handshake():
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
         if isinstance(outcome, Established):
             return established_stream(stack, outcome, sock, config, client)
     return outcome.fallback

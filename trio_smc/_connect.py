@@ -109,7 +109,7 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
             return Fallback.local(reason)
     elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
         return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
-    here = plain_address(sock.getsockname()[0])
+    here = attempt.here or plain_address(sock.getsockname()[0])
     rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named)
     if isinstance(rnic, FallbackReason):
         # Before ACCEPTED is taken, after which the server counts on a Proposal.
@@ -130,7 +130,7 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
     negotiation.sock = sock
     with stack.handshake():
         negotiation.start()
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
         if isinstance(outcome, Established):
             return established_stream(stack, outcome, sock, config, attempt.peer)
     return outcome.fallback
@@ -143,7 +143,7 @@ async def _decline(
     negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
     with stack.handshake():
         negotiation.decline(reason)
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout)
+        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
         if isinstance(outcome, Established):
             raise RuntimeError("a negotiation was declined and succeeded")
     return outcome.fallback

@@ -11,9 +11,9 @@ import contextlib
 import errno
 import os
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt", "connect_attempt", "connect_tcp"]
 
+_REMEMBERED = 256  # numeric addresses looked up last
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address
 
 
@@ -42,6 +43,8 @@ class Attempt:
       peer: the address it resolved to.
       announcement: made on this host; or why discovery is impossible.
       offers: whether the TCP option is to tell.
+      here: the address that it was announced to come from.
+      plain: the same socket when it was made here, so that nobody has set an option or bound it.
     """
 
     sock: trio.socket.SocketType
@@ -49,6 +52,8 @@ class Attempt:
     peer: tuple[str, int]
     announcement: Announcement | FallbackReason | None = None
     offers: bool = False
+    here: str | None = None
+    plain: stdlib_socket.socket | None = None
 
     def assumed(self, config: Config) -> bool:
         """Whether the peer is known to speak SMC-R without being asked."""
@@ -72,10 +77,7 @@ async def connect_tcp(
         raise ValueError("host cannot be None")
     if not isinstance(port, int):
         raise TypeError("port must be an integer")
-    found = await _resolve(host, port)
-    targets: list[_Target] = _alternate_families(
-        [(family, kind, protocol, address) for family, kind, protocol, _, address in found]
-    )
+    targets = await _resolve(host, port)
     named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
     connect = partial(_connect_one, stack, named=named, local=local, config=config)
     if len(targets) > 1:
@@ -86,14 +88,26 @@ async def connect_tcp(
         raise _nothing_connected(named, [error]) from error
 
 
-async def _resolve(host: str | bytes, port: int) -> list[Any]:
+async def _resolve(host: str | bytes, port: int) -> Sequence[_Target]:
     """As `trio.socket.getaddrinfo`; an address needs no pass of the scheduler."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    numeric = stdlib_socket.AI_NUMERICHOST | stdlib_socket.AI_NUMERICSERV
     try:
-        return stdlib_socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM, flags=numeric)
+        return _numeric(host, port)
     except (stdlib_socket.gaierror, UnicodeError):
-        return await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
+        return _alternate_families(
+            await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
+        )
+
+
+@lru_cache(_REMEMBERED)
+def _numeric(host: str | bytes, port: int) -> Sequence[_Target]:
+    """Where an address leads, which does not change; gaierror for a name."""
+    numeric = stdlib_socket.AI_NUMERICHOST | stdlib_socket.AI_NUMERICSERV
+    if b"%" in host if isinstance(host, bytes) else "%" in host:
+        raise UnicodeError("the number of an interface may change")
+    return _alternate_families(
+        stdlib_socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM, flags=numeric)
+    )
 
 
 async def _first_of(
@@ -144,9 +158,13 @@ def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError
     return failure
 
 
-def _alternate_families(targets: Sequence[_Target]) -> list[_Target]:
+def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list[_Target]:
     """The resolver's order, but the second target of the other family (RFC 8305, 4)."""
-    ordered = list(dict.fromkeys(targets))
+    ordered = list(
+        dict.fromkeys(
+            (family, kind, protocol, address) for family, kind, protocol, _, address in found
+        )
+    )
     for place, target in enumerate(ordered[1:], 1):
         if target[0] != ordered[0][0]:
             ordered.insert(1, ordered.pop(place))
@@ -160,19 +178,21 @@ async def _connect_one(
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
     plain = stdlib_socket.socket(family, kind, protocol)
-    sock = from_stdlib_socket(plain)
-    attempt = Attempt(sock, named, (plain_address(address[0]), address[1]))
-    await connect_attempt(
-        stack, attempt, address, local, config, connect=partial(_connect, plain, address)
-    )
+    peer = (plain_address(address[0]), address[1])
+    attempt = Attempt(from_stdlib_socket(plain), named, peer, plain=plain)
+    await connect_attempt(stack, attempt, address, local, config)
     return attempt
 
 
-async def _connect(plain: stdlib_socket.socket, address: Any) -> None:
-    """Connect a non-blocking socket, without a pass of the scheduler over loopback.
+async def _connect(attempt: Attempt, address: Any) -> None:
+    """Connect without a pass of the scheduler over loopback.
 
     There the connection is made as soon as the kernel was asked for it, and the next call says so.
     """
+    plain = attempt.plain
+    if plain is None:
+        await attempt.sock.connect(address)
+        return
     error = plain.connect_ex(address)
     if error == errno.EINPROGRESS:
         error = plain.connect_ex(address)
@@ -184,27 +204,20 @@ async def _connect(plain: stdlib_socket.socket, address: Any) -> None:
 
 
 async def connect_attempt(
-    stack: Stack,
-    attempt: Attempt,
-    address: Any,
-    local: str | None,
-    config: Config,
-    connect: Callable[[], Awaitable[None]] | None = None,
+    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
-    """Announce and connect; ``local``: the address to connect from, bound already or not.
-
-    ``connect``: does it; None: `trio.socket.SocketType.connect`.
-    """
+    """Announce and connect; ``local``: the address to connect from, bound already or not."""
     sock = attempt.sock
-    bound = sock.getsockname()[1] != 0
+    bound = attempt.plain is None and sock.getsockname()[1] != 0
     try:
         source = _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             # A port of its own, known before the connection is.
             if not bound:
-                await _bind(sock, source, late_port=False)
+                await _bind(attempt, source, late_port=False)
             name = sock.getsockname()
+            attempt.here = plain_address(name[0])
             attempt.announcement = await stack.discovery.announce(
                 (name[0], name[1]),
                 attempt.peer,
@@ -214,25 +227,26 @@ async def connect_attempt(
         else:
             attempt.announcement = source
             if local is not None and not bound:
-                await _bind(sock, local, late_port=True)
+                await _bind(attempt, local, late_port=True)
             if attempt.offers:
                 attempt.announcement = stack.tcp_option.offer(sock)
                 attempt.offers = attempt.announcement is None
-        if connect is None:
-            await sock.connect(address)
-        else:
-            await connect()
+        await _connect(attempt, address)
     except BaseException:
         attempt.close()
         raise
 
 
-async def _bind(sock: trio.socket.SocketType, source: str, *, late_port: bool) -> None:
+async def _bind(attempt: Attempt, source: str, *, late_port: bool) -> None:
+    sock = attempt.sock
     try:
         if late_port:
             # The port is chosen at connect, so that many connections may share one.
             with contextlib.suppress(OSError, AttributeError):
                 sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
+        elif attempt.plain is not None and "%" not in source:
+            attempt.plain.bind((source, 0))  # Trio would take a pass to look an address up
+            return
         await sock.bind((source, 0))
     except OSError as error:
         raise OSError(

@@ -4,15 +4,15 @@ Not a byte beyond the CLC messages may be consumed: after a Decline the applicat
 follow at once.  `rendezvous.clc_reader` tells how many may be taken, and nothing is read any more
 when only our last message is left to send; see `rendezvous.negotiation`.
 
-Theory of operation: one task waits for whichever comes first: bytes of the peer, news of the link
-group (`Negotiation.changed`, which cancels that wait and nothing else), or the CLC timer.  Reading
-and writing are tried before anything is waited for, since each wait is a pass of the scheduler,
-and passes are what a short-lived connection costs most.
+Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
+`Negotiation.changed` or the CLC timer.  For news the wait is ended as if the socket were about to
+be closed; a cancel scope for each wait would cost a short-lived connection as much as a system
+call or two.  Nothing is read behind an answer of ours before the socket is readable again: the
+peer takes a while.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.client import ClientNegotiation
     from trio_smc.rendezvous.outcomes import FellBack
     from trio_smc.rendezvous.server import ServerNegotiation
+    from trio_smc.rendezvous.timers import Timers
 
 __all__ = ["run_negotiation"]
 
@@ -36,20 +37,22 @@ async def run_negotiation(
     negotiation: ClientNegotiation | ServerNegotiation,
     sock: trio.socket.SocketType,
     patience: float,
+    timers: Timers,
 ) -> Established | FellBack:
     """Run a negotiation to its end.
 
     Args:
-      negotiation: a client's must have been started.
+      negotiation: a client's must have been started; for a server's there are bytes to read.
       sock: the TCP connection; stays open whatever happens.
       patience: seconds for each CLC message (RFC 7609, C.5).
+      timers: of the stack.
 
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
     """
     reader = ClcReader()
     try:
-        await _run(negotiation, sock, patience, reader)
+        await _run(negotiation, sock, patience, timers, reader)
         if negotiation.outcome is None:
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
@@ -75,33 +78,49 @@ async def _run(
     negotiation: ClientNegotiation | ServerNegotiation,
     sock: trio.socket.SocketType,
     patience: float,
+    timers: Timers,
     reader: ClcReader,
 ) -> None:
     """Until there is an outcome, or only our last message is left to send."""
+    fd = sock.fileno()
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_last_word:
         if negotiation.outgoing:
             await _answer(negotiation, sock, patience, reader)
+        elif _read(negotiation, fd, reader):
             continue
-        if _read(negotiation, sock, reader):
+        if negotiation.outgoing or negotiation.outcome is not None:
             continue
         if negotiation.state != state:
-            state, deadline = negotiation.state, trio.current_time() + patience
-        limit = deadline if negotiation.awaits_clc else math.inf
-        changed = False
-
-        def note_change(scope: trio.CancelScope) -> None:
-            nonlocal changed
-            changed = True
-            scope.cancel()
-
-        with trio.CancelScope(deadline=limit) as scope:
-            negotiation.changed = partial(note_change, scope)
-            await trio.lowlevel.wait_readable(sock)
-        # This loop sees by itself what happens now: there is no wait to end.
-        negotiation.changed = _nothing
-        if scope.cancelled_caught and not changed:
+            state, deadline = negotiation.state, timers.now() + patience
+        if await _wait(negotiation, fd, timers, deadline):
             negotiation.timed_out()
+
+
+async def _wait(
+    negotiation: ClientNegotiation | ServerNegotiation, fd: int, timers: Timers, deadline: float
+) -> bool:
+    """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
+    expired = False
+
+    def expire() -> None:
+        nonlocal expired
+        expired = True
+        trio.lowlevel.notify_closing(fd)
+
+    state = negotiation.state
+    timer = timers.call_later(deadline - timers.now(), expire) if negotiation.awaits_clc else None
+    negotiation.changed = partial(trio.lowlevel.notify_closing, fd)
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    except trio.ClosedResourceError:
+        return expired and negotiation.outcome is None and negotiation.state == state
+    finally:
+        # Its caller sees by itself what happens now: there is no wait to end.
+        negotiation.changed = _nothing
+        if timer is not None:
+            timer.cancel()
+    return False
 
 
 async def _answer(
@@ -141,14 +160,10 @@ def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
         return data
 
 
-def _read(
-    negotiation: ClientNegotiation | ServerNegotiation,
-    sock: trio.socket.SocketType,
-    reader: ClcReader,
-) -> bool:
+def _read(negotiation: ClientNegotiation | ServerNegotiation, fd: int, reader: ClcReader) -> bool:
     """Take bytes that have come, at most to the end of a message; False: there are none."""
     try:
-        piece = os.read(sock.fileno(), reader.wanted)
+        piece = os.read(fd, reader.wanted)
         if not piece:
             raise ConnectionResetError("the peer closed the connection during the handshake")
         message = reader.feed_untrusted(piece)
