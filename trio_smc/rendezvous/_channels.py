@@ -85,10 +85,16 @@ class Channels:
         """Let go of processes that have ended, until cancelled; after `open`."""
         while self._ends is not None:
             await trio.lowlevel.wait_readable(self._ends.fileno())
-            for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
-                channel = self._channels.get(number)
-                while channel is not None and self._hear_one(channel):
-                    pass  # the end is the last
+            self._hear_ends()
+
+    def _hear_ends(self) -> None:
+        """Let go of processes that have ended by now."""
+        if self._ends is None:
+            return
+        for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
+            channel = self._channels.get(number)
+            while channel is not None and self._hear_one(channel):
+                pass  # the end is the last
 
     def close(self) -> None:
         """Withdraw what is not settled and end all Unix connections."""
@@ -137,6 +143,8 @@ class Channels:
         """
         channels: list[Channel] = []
         announcement = Announcement(self, protocol.four_tuple(source, destination))
+        # The name of a process that is gone is removed only by who cannot connect to it.
+        self._hear_ends()
         try:
             reason = await self._look_up(channels, self._namespace(sock), source[0], destination)
             for channel in channels:
