@@ -32,6 +32,8 @@ from tests.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.ports import reserved_port
+from tests.stream_pairs import cancelled_when_it_waits
 from trio_smc import (
     Config,
     FallbackReason,
@@ -72,26 +74,22 @@ class Resolver(trio.abc.HostnameResolver):
         raise NotImplementedError
 
 
-async def unused_port() -> int:
-    async with plain_server() as listener:
-        return address_of(listener)[1]
-
-
 # --- TCP ---------------------------------------------------------------------------------------
 
 
 async def test_nobody_listens(stack: Stack) -> None:
-    port = await unused_port()
-    with pytest.raises(ConnectionRefusedError) as caught:
+    with reserved_port() as port, pytest.raises(ConnectionRefusedError) as caught:
         await stack.open_stream(HOST, port)
     assert caught.value.errno == errno.ECONNREFUSED
     assert str(port) in str(caught.value)
 
 
 async def test_nobody_listens_on_several_addresses(stack: Stack) -> None:
-    port = await unused_port()
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.1", "127.0.0.2", "127.0.0.3"))
-    with pytest.raises(OSError, match=f"no connection to several port {port}: ") as caught:
+    with (
+        reserved_port() as port,
+        pytest.raises(OSError, match=f"no connection to several port {port}: ") as caught,
+    ):
         await stack.open_stream("several", port)
     assert caught.value.errno == errno.ECONNREFUSED
     assert isinstance(caught.value.__cause__, ExceptionGroup)
@@ -151,6 +149,7 @@ async def test_local_address_that_cannot_be(
 async def deaf_server(host: str, port: int) -> AsyncIterator[None]:
     """Whoever connects here waits."""
     with trio.socket.socket() as sock, contextlib.ExitStack() as callers:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await sock.bind((host, port))
         sock.listen(0)
         for _ in range(3):
@@ -183,12 +182,12 @@ async def test_happy_eyeballs_go_on_at_once_after_a_failure(
 
 
 async def test_cancelled_while_all_wait(stack: Stack) -> None:
-    port = await unused_port()
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.2", "127.0.0.3"))
-    async with deaf_server("127.0.0.2", port), deaf_server("127.0.0.3", port):
-        with trio.move_on_after(0.05) as scope:
-            await stack.open_stream("two", port, happy_eyeballs_delay=0.001)
-        assert scope.cancelled_caught
+    with reserved_port() as port:
+        async with deaf_server("127.0.0.2", port), deaf_server("127.0.0.3", port):
+            assert await cancelled_when_it_waits(
+                partial(stack.open_stream, "two", port, happy_eyeballs_delay=0.001)
+            )
 
 
 # --- cancellation ------------------------------------------------------------------------------

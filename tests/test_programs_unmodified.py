@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import reserved_port
+
 RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
 PATIENCE = 30
 
@@ -149,10 +151,9 @@ def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
     """Client - SMC-R - `trio-smc proxy` - TCP - a server that knows nothing of it."""
     redis = shutil.which("redis-server")
     assert redis, "redis-server is missing"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     proxy = [sys.executable, "-u", "-m", "trio_smc.tools", "proxy", "--require-smc"]
     with (
+        reserved_port() as port,
         started([redis, "--port", str(port), "--save", ""], tmp_path) as database,
         started([*proxy, "smc:127.0.0.1:0", f"tcp:127.0.0.1:{port}"], tmp_path) as front,
     ):

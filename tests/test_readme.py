@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trio
 
 from tests.document_steps import ROOT, Walk, steps_of
+from tests.ports import reserved_port
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 FIVE_MINUTES = 300.0
 
 
 @pytest.fixture
-def ports() -> dict[str, str]:
-    """Free ports for those that the pages name."""
-    found = {}
-    with socket.socket() as one, socket.socket() as two:
-        for name, sock in (("7000", one), ("8000", two)):
-            sock.bind(("127.0.0.1", 0))
-            found[name] = str(sock.getsockname()[1])
-    return found
+def ports() -> Iterator[dict[str, str]]:
+    """Ports for those that the pages name."""
+    with reserved_port() as one, reserved_port() as two:
+        yield {"7000": str(one), "8000": str(two)}
 
 
 @pytest.mark.timeout(180)  # a dozen processes, each of which starts Python

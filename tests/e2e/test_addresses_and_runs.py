@@ -10,6 +10,7 @@ import pytest
 import trio
 
 import trio_smc
+from tests.ports import reserved_port
 from tests.stream_pairs import SMALL_RING, open_pairs, smc_config
 from trio_smc import Config, SmcStream
 
@@ -56,9 +57,8 @@ async def test_the_address_a_server_listens_on(host: str) -> None:
 async def test_every_address_of_a_server_that_listens_on_all(host: str) -> None:
     async with trio_smc.open_stack(smc_config()), trio.open_nursery() as nursery:
         # One port for both families, as `trio.serve_tcp` has it.
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        await nursery.start(lambda **kw: trio_smc.serve(echo, port, **kw))
+        with reserved_port() as port:
+            await nursery.start(lambda **kw: trio_smc.serve(echo, port, **kw))
         await talk(host, port)
         nursery.cancel_scope.cancel()
 

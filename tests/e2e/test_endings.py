@@ -14,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
+from tests.ports import reserved_port
 from tests.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
 from trio_smc._rdma_stream import RdmaStream
@@ -281,7 +282,7 @@ async def test_a_killed_server(while_: str, connections: int) -> None:
         streams = [await trio_smc.open_stream(HOST, port) for _ in range(connections)]
         await kill_while(victim, streams, use)
         await victim.process.wait()
-        with pytest.raises(OSError, match="refused"):
+        with reserved_port(port), pytest.raises(OSError, match="refused"):
             await trio_smc.open_stream(HOST, port)
 
 
