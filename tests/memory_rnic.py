@@ -109,6 +109,7 @@ class Fabric:
       tamper: called with each SEND on its way; returns the messages to deliver in its place
         (the sender's completion is good all the same), or None to let the request fail.
       cut: pairs of GIDs between which nothing arrives, although their ports are active.
+      at_once: whether what need not wait can be done at once (`QueuePair.deliver`).
     """
 
     def __init__(self, *, tells_death: bool = True) -> None:
@@ -116,6 +117,7 @@ class Fabric:
         self.tells_death = tells_death
         self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
         self.cut: set[frozenset[bytes]] = set()
+        self.at_once = False
         self.busy: dict[PlainQueuePair, None] = {}
         self.rnics: dict[bytes, MemoryRnic] = {}
         self.numbers = 1
@@ -267,6 +269,21 @@ class PlainQueuePair(QueuePair):
         pieces = (data,) if more is None else (data, more)
         serial = self.rnic.fabric.number()
         self._post(Work(serial, wr_id, signaled, None, pieces, address, rkey))
+
+    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        peer = self.peer()
+        if (
+            not self.rnic.fabric.at_once
+            or self.work
+            or self.state is not QpState.RTS
+            or peer is None
+            or not (peer.places and peer.receives and self.reaches(peer))
+        ):
+            return False
+        if data is not None:
+            write = Work(0, 0, False, None, (data,), address, rkey)
+            assert self._write(peer, write) is WcStatus.SUCCESS
+        return self._send(peer, Work(0, 0, False, message)) is WcStatus.SUCCESS
 
     def write_capacity(self) -> int:
         return 1 << 62

@@ -1,0 +1,65 @@
+"""A short run of the campaign of lost messages, and whether it would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.campaigns import losses
+from tests.campaigns._replays import finds_and_replays
+from trio_smc.datapath.cdc import CDC_TYPE
+from trio_smc.datapath.connection import Connection
+from trio_smc.failover.mover import GroupMover
+from trio_smc.rendezvous.link import Link
+
+
+def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> None:
+    cases = 3_000 if full else 60
+    result = losses.run(cases, seed)
+    assert result.failures == []
+    assert set(result.faults) == {"fail", "fail_noticed", "lose", "unacknowledged", "unplaced"}
+    assert set(result.streams) == {"alive", "broken", "closed"}
+    assert result.moves > 10 * cases
+
+
+def _credulous(self: Connection, _: int) -> None:
+    """What the peer says was sent is taken to have arrived."""
+
+
+def _hasty(self: GroupMover) -> None:
+    """What other links brought is not looked at."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [(Connection, "_validate_untrusted", _credulous), (GroupMover, "catch_up", _hasty)],
+)
+def test_a_broken_failover_is_noticed_and_its_schedule_replays(
+    owner: type,
+    name: str,
+    broken: Callable[..., object],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    finds_and_replays(losses.run, "of its messages one was lost", seed=seed, step=20, most=400)
+
+
+def _waits_for_any(self: Link, other: Link) -> bool:
+    """As if any message of that connection could be the one that is missing."""
+    if not self._behind or not other._behind:
+        return False
+    token = self._behind[0][4:8]
+    return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._behind)
+
+
+@pytest.mark.parametrize("case", [192, 1145])
+def test_a_reset_in_vain_is_noticed_in_a_known_schedule(
+    case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two losses at once on links that failed in a row: about one schedule in 500 shows it."""
+    assert losses.run(1, 1, first=case).failures == []
+    monkeypatch.setattr(Link, "waits_for", _waits_for_any)
+    [failure] = losses.run(1, 1, first=case).failures
+    assert "of its messages one was lost: False" in failure
