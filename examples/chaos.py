@@ -304,6 +304,8 @@ class Chaos:
         self._say(f"fault {self._struck}: {kind} on {rnic}{about}")
 
     def _on_recalled(self, side: Side, number: int, told: list[tuple[float, str]]) -> None:
+        if number in self.result.resets and number in self.result.due:
+            return  # it is clear by now
         lines = self.result.recalled.setdefault(number, [])
         lines += [(when, f"{side.role}: {text}") for when, text in told]
 
@@ -312,7 +314,8 @@ class Chaos:
         tokens: list[int],
     ) -> None:  # fmt: skip
         result = self.result
-        if (how != "done") is not result.due.get(number, False) and self.policy.rnics > 1:
+        doubtful = result.due.get(number, False) if how == "done" else number not in result.due
+        if doubtful and self.policy.rnics > 1:
             self._doubtful[number] = tokens  # or the other side has not told of the fault yet
         result.bytes += bytes
         if kind == "stream":
