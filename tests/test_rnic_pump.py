@@ -250,6 +250,32 @@ class TestDispatch:
             pump.drain_queue_pair(b.rnic, b.qp)
             assert at_once == seen == [b"1", b"2", b"3"]
 
+    def test_what_was_put_off_is_not_overtaken(
+        self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        """A queue pair's completions keep their order, whichever call found them."""
+        a, b = ends
+        c, d = make_end(rnics[0]), make_end(rnics[1])
+        connect(c, d)
+        pump = Pump(spin=0)
+        for rnic in rnics:
+            pump.add(rnic)
+        to_d = Sink(pump, d)
+
+        class Nested:
+            def on_completion(self, _: Completion) -> None:
+                c.qp.post_send(1, b"1", signaled=False)
+                pump.drain_queue_pair(b.rnic, b.qp)
+                assert to_d.messages == []
+                c.qp.post_send(2, b"2", signaled=False)
+
+        pump.register(a.rnic, a.qp, Nested())
+        b.qp.post_send(1, b"x", signaled=False)
+        pump.drain()
+        assert to_d.messages == [b"1", b"2"]
+        c.close()
+        d.close()
+
     def test_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
         with pytest.raises(ValueError, match="does not belong"):
             Sink(Pump(spin=0), ends[0])

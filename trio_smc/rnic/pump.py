@@ -158,9 +158,9 @@ class Pump:
         self._draining = True
         came = bool(self._put_off)
         try:
-            if came:
-                self._dispatch_put_off()
             for lane in self._lanes:
+                if self._put_off:
+                    self._dispatch_put_off()  # older than what is polled now
                 completions = lane.poll()
                 if completions:
                     came = True
