@@ -31,10 +31,10 @@ from trio_smc.rendezvous.server import ServerNegotiation
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._stack import Stack
-    from trio_smc.rendezvous.discovery import Publication
+    from trio_smc.rendezvous.discovery import Claim, Publication
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["accept_stream", "established_stream"]
+__all__ = ["Arrival", "established_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -42,113 +42,149 @@ _SNIFF: Final = len(clc.EYE_CATCHER)
 _TCP_CLOSE_WAIT: Final = 8
 
 
-async def accept_stream(
-    stack: Stack,
-    sock: trio.socket.SocketType,
-    config: Config,
-    publication: Publication,
-    *,
-    busy: bool = False,
-) -> SmcStream | None:
-    """Make a stream of an accepted TCP connection, or None when it had to be closed.
+class Arrival:
+    """A TCP connection that was accepted, and what could be said of it at once.
 
-    ``busy``: as many handshakes are under way as the listener wants to have.
+    Made where it was accepted, before there is a task for it: a client that waits to hear that it
+    was accepted waits a pass of the scheduler less.
 
-    Never raises for anything the client does; closes ``sock`` unless a stream has it.
+    Args:
+      stack, config, publication: of the listener.
+      sock, remote: the connection and its peer's address, as ``accept`` gave them.
+      busy: as many handshakes are under way as the listener wants to have.
     """
-    try:
-        fallback = await _negotiate(stack, sock, config, publication, busy)
-    except _Silent as error:
-        LOGGER.info("connection closed: %s", error)
-        sock.close()
-        return None
-    except OSError as error:
-        LOGGER.info("handshake failed: %s", error)
-        close_with_reset(sock)
-        return None
-    except BaseException as error:
-        close_with_reset(sock)
-        if isinstance(error, Exception):
-            # A defect of ours costs this connection, not the server.
-            LOGGER.exception("handshake failed")
+
+    __slots__ = ("_claim", "_client", "_config", "_failure", "_local", "_publication", "_remote",
+                 "_rnic", "_stack", "sock")  # fmt: skip
+
+    def __init__(
+        self,
+        stack: Stack,
+        config: Config,
+        publication: Publication,
+        sock: trio.socket.SocketType,
+        remote: tuple[str, int],
+        *,
+        busy: bool,
+    ) -> None:
+        self.sock = sock
+        self._stack = stack
+        self._config = config
+        self._publication = publication
+        self._claim: Claim | None = None
+        self._failure: Exception | None = None
+        self._rnic: Rnic | FallbackReason = FallbackReason.PEER_NOT_CAPABLE
+        try:
+            self._greet(remote, busy)
+        except Exception as error:
+            self._failure = error  # of this connection, which has no task yet
+
+    def _greet(self, remote: tuple[str, int], busy: bool) -> None:
+        stack, config, publication = self._stack, self._config, self._publication
+        self._local, self._remote = _name(self.sock.getsockname()), _name(remote)
+        self._client = (self._remote[0], self._local[1])
+        self._rnic = permitted_rnic(
+            stack, config, self._local[0], self._client, self._local, publication.address,
+            busy=busy,
+        )  # fmt: skip
+        self._claim = publication.claim(self._local, self._remote)
+        if self._claim is not None:
+            if isinstance(self._rnic, FallbackReason):
+                self._claim.refuse(self._rnic)
+            else:
+                self._claim.accept()
+
+    def cancel(self) -> None:
+        """End the handshake, from outside of its task."""
+        close_with_reset(self.sock)
+
+    async def stream(self) -> SmcStream | None:
+        """Make a stream of it, or None when it had to be closed.
+
+        Never raises for anything the client does; closes ``sock`` unless a stream has it.
+        """
+        stack, sock, config = self._stack, self.sock, self._config
+        try:
+            fallback = await self._negotiate()
+        except _Silent as error:
+            LOGGER.info("connection closed: %s", error)
+            sock.close()
             return None
-        raise
-    if isinstance(fallback, RdmaStream):
-        return fallback
-    if config.require_smc:
-        stack.count_mode(None, fallback)
-        stack.handshakes["refused"] += 1
-        LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
-        sock.close()
-        return None
-    stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
-    stack.count_mode(stream, fallback)
-    return stream
-
-
-async def _negotiate(
-    stack: Stack,
-    sock: trio.socket.SocketType,
-    config: Config,
-    publication: Publication,
-    busy: bool,
-) -> RdmaStream | Fallback:
-    try:
-        local, remote = _name(sock.getsockname()), _name(sock.getpeername())
-        client = (remote[0], local[1])
-        rnic = permitted_rnic(
-            stack, config, local[0], client, local, publication.address, busy=busy
-        )
-        plain = await _discover(stack, sock, config, publication, local, remote, rnic)
-    except (OSError, _Silent):
-        with stack.handshake():  # ended before it began
+        except OSError as error:
+            LOGGER.info("handshake failed: %s", error)
+            close_with_reset(sock)
+            return None
+        except BaseException as error:
+            cancelled = sock.fileno() < 0
+            close_with_reset(sock)
+            if isinstance(error, trio.ClosedResourceError) and cancelled:
+                return None
+            if isinstance(error, Exception):
+                # A defect of ours costs this connection, not the server.
+                LOGGER.exception("handshake failed")
+                return None
             raise
-    if plain is not None:
-        return plain
-    negotiation = ServerNegotiation(
-        host=stack,
-        rnic=None if isinstance(rnic, FallbackReason) else rnic,
-        admit=lambda proposal: (
-            rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, local[0])
-        ),
-        receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
-    )
-    negotiation.sock = sock
-    with stack.handshake():
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
-        if isinstance(outcome, Established):
-            return established_stream(stack, outcome, sock, config, client)
-    return outcome.fallback
+        if isinstance(fallback, RdmaStream):
+            return fallback
+        if config.require_smc:
+            stack.count_mode(None, fallback)
+            stack.handshakes["refused"] += 1
+            LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
+            sock.close()
+            return None
+        stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
+        stack.count_mode(stream, fallback)
+        return stream
 
+    async def _negotiate(self) -> RdmaStream | Fallback:
+        stack, sock, config, rnic = self._stack, self.sock, self._config, self._rnic
+        try:
+            if self._failure is not None:
+                raise self._failure
+            plain = await self._discover()
+        except (OSError, _Silent):
+            with stack.handshake():  # ended before it began
+                raise
+        if plain is not None:
+            return plain
+        address = self._local[0]
+        negotiation = ServerNegotiation(
+            host=stack,
+            rnic=None if isinstance(rnic, FallbackReason) else rnic,
+            admit=lambda proposal: (
+                rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, address)
+            ),
+            receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
+        )
+        negotiation.sock = sock
+        with stack.handshake():
+            outcome = await run_negotiation(
+                negotiation, sock, config.handshake_timeout, stack.timers
+            )
+            if isinstance(outcome, Established):
+                return established_stream(stack, outcome, sock, config, self._client)
+        return outcome.fallback
 
-async def _discover(
-    stack: Stack,
-    sock: trio.socket.SocketType,
-    config: Config,
-    publication: Publication,
-    local: tuple[str, int],
-    remote: tuple[str, int],
-    rnic: Rnic | FallbackReason,
-) -> Fallback | None:
-    """Why the client is not going to send CLC messages; None: it is."""
-    claim = publication.claim(local, remote)
-    if claim is not None:
-        if isinstance(rnic, FallbackReason):
-            claim.refuse(rnic)
-            return Fallback.local(rnic)
-        agreed = await claim.confirm(sock, trio.current_time() + config.handshake_timeout)
-    elif config.assumes(local, remote, publication.address):
-        agreed = await _proposal_follows(sock, config.handshake_timeout)
-    else:
-        reason = stack.tcp_option.answer(sock)
-        if reason is not None:
-            if config.discovery == "auto" and is_same_host(local[0], remote[0]):
-                reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
-            return Fallback.local(reason)
-        # Looked at and not just believed: the client does not know when the option of the
-        # SYN-ACK was lost on the way.
-        agreed = await _proposal_follows(sock, config.handshake_timeout)
-    return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+    async def _discover(self) -> Fallback | None:
+        """Why the client is not going to send CLC messages; None: it is."""
+        stack, sock, config, publication = self._stack, self.sock, self._config, self._publication
+        local, remote = self._local, self._remote
+        if self._claim is not None:
+            if isinstance(self._rnic, FallbackReason):
+                return Fallback.local(self._rnic)
+            agreed = await self._claim.confirm(sock, trio.current_time() + config.handshake_timeout)
+        elif config.assumes(local, remote, publication.address):
+            agreed = await _proposal_follows(sock, config.handshake_timeout)
+        else:
+            reason = stack.tcp_option.answer(sock)
+            if reason is not None:
+                if config.discovery == "auto" and is_same_host(local[0], remote[0]):
+                    reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
+                return Fallback.local(reason)
+            # Looked at and not just believed: the client does not know when the option of the
+            # SYN-ACK was lost on the way.
+            agreed = await _proposal_follows(sock, config.handshake_timeout)
+        return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
 
 def established_stream(

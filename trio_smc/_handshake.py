@@ -93,7 +93,10 @@ async def _run(
             continue
         if negotiation.state != state:
             state, deadline = negotiation.state, timers.now() + patience
-        if await _wait(negotiation, fd, timers, deadline):
+        in_vain = await _wait(negotiation, fd, timers, deadline)
+        if sock.fileno() < 0:
+            raise trio.ClosedResourceError("the handshake was given up")
+        if in_vain:
             negotiation.timed_out()
 
 

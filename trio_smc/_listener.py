@@ -1,8 +1,11 @@
 """`SmcListener`: accepts TCP connections, runs their handshakes, hands out ready streams.
 
-Handshakes run in child tasks, so that a slow or hostile client holds up nobody.  At most
+Handshakes run in tasks of their own, so that a slow or hostile client holds up nobody.  At most
 `Config.max_handshakes` connections are in a handshake or wait for `accept`; further ones wait in
 the TCP backlog.  Nothing that goes wrong with one connection reaches the caller of `accept`.
+
+Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
+which saves a short-lived connection a task and two passes of the scheduler.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import errno
 import logging
 import socket as stdlib_socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import trio
 from trio.socket import from_stdlib_socket
 
-from trio_smc._accept import accept_stream
+from trio_smc._accept import Arrival
 from trio_smc._base.reasons import FallbackReason
 
 if TYPE_CHECKING:
@@ -43,23 +47,32 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
       socket: the listening TCP socket, for names and options.
     """
 
-    def __init__(self, stack: Stack, sock: trio.socket.SocketType, config: Config) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        sock: trio.socket.SocketType,
+        config: Config,
+        *,
+        to_serve: bool = False,
+    ) -> None:
+        """``to_serve``: nothing is accepted before `serve` is called, and `accept` never is."""
         self.socket = sock
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
         self._error: OSError | None = None
         self._arrived = trio.Event()
-        self._accepting = False
+        self._to_serve = self._accepting = to_serve
         self._closed = False
+        self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
-        self._under_way = 0
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._released = trio.Event()
         self.publication = self._publish()
         stack.add_listener(self)
-        stack.nursery.start_soon(self._run)
+        if not to_serve:
+            stack.nursery.start_soon(self._run)
 
     def _publish(self) -> Publication:
         sock, discovery = self.socket, self._stack.discovery
@@ -114,6 +127,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._stack.check_not_forked()
         self._closed = True
         self._scope.cancel()
+        for arrival in list(self._arrivals):
+            arrival.cancel()
         self.publication.close()
         self.socket.close()
         while self._ready:
@@ -121,38 +136,106 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._arrived.set()
         self._stack.remove_listener(self)
 
+    async def serve(
+        self, handler: Callable[[SmcStream], Awaitable[object]], nursery: trio.Nursery
+    ) -> NoReturn:
+        """Run ``handler(stream)`` for each connection, in a task of ``nursery``.
+
+        As `trio.serve_listeners` does it with `accept`.  Closes the listener at the end.
+
+        Raises:
+          trio.ClosedResourceError: the listener or its stack was closed.
+        """
+        try:
+            with self._stack.busy(self._scope), self._scope:
+                await self._accept_all(
+                    lambda arrival: nursery.start_soon(self._serve_one, handler, arrival)
+                )
+        finally:
+            self.close()
+            self._accepting = False
+        raise trio.ClosedResourceError("the listener was closed")
+
+    async def _serve_one(
+        self, handler: Callable[[SmcStream], Awaitable[object]], arrival: Arrival
+    ) -> None:
+        try:
+            stream = await self._shake_hands(arrival)
+        finally:
+            self._release()
+        if stream is not None:
+            try:
+                await handler(stream)
+            finally:
+                await trio.aclose_forcefully(stream)
+
     async def _run(self) -> None:
+        with self._stack.busy(self._scope), self._scope:
+            async with trio.open_nursery() as nursery:
+                await self._accept_all(lambda arrival: nursery.start_soon(self._keep_one, arrival))
+
+    async def _keep_one(self, arrival: Arrival) -> None:
+        stream = None
+        try:
+            stream = await self._shake_hands(arrival)
+        finally:
+            if stream is None:
+                self._release()
+        if stream is not None:
+            self._ready.append(stream)
+            self._arrived.set()
+            if self._closed:
+                stream.abort()
+
+    async def _shake_hands(self, arrival: Arrival) -> SmcStream | None:
+        try:
+            with self._stack.busy(arrival):
+                return await arrival.stream()
+        finally:
+            self._arrivals.remove(arrival)
+
+    async def _accept_all(self, begin: Callable[[Arrival], None]) -> None:
+        """Accept until the listener is closed; ``begin`` starts a task for each connection."""
         if self.socket.fileno() < 0:
             self.close()  # before anything began
             return
-        with self._stack.busy(self._scope), self._scope:
-            async with trio.open_nursery() as nursery:
-                # Trio's `accept` takes two more passes of the scheduler for each connection.
-                plain = stdlib_socket.socket(fileno=self.socket.fileno())
-                try:
-                    plain.setblocking(False)
-                    while not self._closed:
-                        await self._accept_some(plain, nursery)
-                finally:
-                    plain.detach()  # it is that of `socket`
+        # Trio's `accept` takes two more passes of the scheduler for each connection.
+        plain = stdlib_socket.socket(fileno=self.socket.fileno())
+        try:
+            plain.setblocking(False)
+            while not self._closed:
+                await self._accept_some(plain, begin)
+        finally:
+            plain.detach()  # it is that of `socket`
 
-    async def _accept_some(self, plain: stdlib_socket.socket, nursery: trio.Nursery) -> None:
+    async def _accept_some(
+        self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
+    ) -> None:
         """Wait for connections, and begin the handshakes of those that there are."""
-        while self._held >= self._config.max_handshakes:
+        config = self._config
+        while self._held >= config.max_handshakes:
             self._released = trio.Event()
             await self._released.wait()
         try:
             await trio.lowlevel.wait_readable(self.socket)
-            while self._held < self._config.max_handshakes and self.socket.fileno() >= 0:
-                sock = from_stdlib_socket(plain.accept()[0])
+            while self._held < config.max_handshakes and self.socket.fileno() >= 0:
+                accepted, remote = plain.accept()
+                sock = from_stdlib_socket(accepted)
+                limit = config.handshake_limit
+                busy = limit is not None and len(self._arrivals) >= limit
+                arrival = Arrival(self._stack, config, self.publication, sock, remote, busy=busy)
                 self._held += 1
-                nursery.start_soon(self._handshake, sock)
+                self._arrivals.add(arrival)
+                begin(arrival)
         except BlockingIOError:
             return
         except trio.ClosedResourceError:
             self.close()  # somebody closed the socket itself
         except OSError as error:
             if error.errno in _CAPACITY_ERRORS:
+                if self._to_serve:
+                    name = errno.errorcode[error.errno]
+                    LOGGER.error("accept: %s; again in %s s", name, _CAPACITY_PAUSE)
                 self._error = error
                 self._arrived.set()
                 await trio.sleep(_CAPACITY_PAUSE)
@@ -165,25 +248,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """A connection has left the listener."""
         self._held -= 1
         self._released.set()
-
-    async def _handshake(self, sock: trio.socket.SocketType) -> None:
-        stream = None
-        self._under_way += 1
-        try:
-            limit = self._config.handshake_limit
-            busy = limit is not None and self._under_way > limit
-            stream = await accept_stream(
-                self._stack, sock, self._config, self.publication, busy=busy
-            )
-        finally:
-            self._under_way -= 1
-            if stream is None:
-                self._release()
-        if stream is not None:
-            self._ready.append(stream)
-            self._arrived.set()
-            if self._closed:
-                stream.abort()
 
 
 # As for streams: a program that asks for a SocketListener wants its `socket`.

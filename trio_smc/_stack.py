@@ -133,6 +133,17 @@ class Stack(StackCore):
         config: Config | None = None,
     ) -> list[SmcListener]:
         """As `trio_smc.open_listeners`, by this stack."""
+        return await self._listen(port, host, backlog, config)
+
+    async def _listen(
+        self,
+        port: int,
+        host: str | bytes | None,
+        backlog: int | None,
+        config: Config | None,
+        *,
+        to_serve: bool = False,
+    ) -> list[SmcListener]:
         with self.call():
             effective = self._effective(config)
             listening = await open_listening_sockets(
@@ -143,7 +154,7 @@ class Stack(StackCore):
                     undo.callback(each.close)
                 listeners: list[SmcListener] = []
                 for each in listening:
-                    listener = SmcListener(self, each, effective)
+                    listener = SmcListener(self, each, effective, to_serve=to_serve)
                     undo.callback(listener.close)
                     listeners.append(listener)
                 undo.pop_all()
@@ -161,10 +172,11 @@ class Stack(StackCore):
         task_status: trio.TaskStatus[list[SmcListener]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """As `trio_smc.serve`, by this stack."""
-        listeners = await self.open_listeners(port, host=host, backlog=backlog, config=config)
-        await trio.serve_listeners(
-            handler, listeners, handler_nursery=handler_nursery, task_status=task_status
-        )
+        listeners = await self._listen(port, host, backlog, config, to_serve=True)
+        async with trio.open_nursery() as nursery:
+            for each in listeners:
+                nursery.start_soon(each.serve, handler, handler_nursery or nursery)
+            task_status.started(listeners)
 
     # --- RNICs -----------------------------------------------------------------------------
 

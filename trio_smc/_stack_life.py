@@ -22,15 +22,14 @@ able to go on with any of it, so a hook at fork makes all of them unusable there
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 import trio
 
@@ -93,7 +92,7 @@ class StackLife:
         self._endpoints: dict[object, Endpoint] = {}
         self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
         self._listeners: set[SmcListener] = set()
-        self._busy: dict[object, trio.CancelScope] = {}
+        self._busy: dict[_Busy, Cancellable] = {}
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
         self._forked = False
@@ -191,31 +190,14 @@ class StackLife:
             while self._groups:
                 await self._wait_for_an_ending()
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> _Call:
         """Around a user's call: leaving the stack ends it with ClosedResourceError."""
         self.check_usable()
-        scope = trio.CancelScope()
-        self._busy[scope] = scope
-        try:
-            with scope:
-                yield
-        finally:
-            del self._busy[scope]
-            self._something_ended.set()
-        if scope.cancelled_caught:
-            raise trio.ClosedResourceError("the stack was closed")
+        return _Call(self)
 
-    @contextlib.contextmanager
-    def busy(self, scope: trio.CancelScope) -> Iterator[None]:
+    def busy(self, work: Cancellable) -> _Busy:
         """Around work that leaving the stack cancels and waits for."""
-        key = object()
-        self._busy[key] = scope
-        try:
-            yield
-        finally:
-            del self._busy[key]
-            self._something_ended.set()
+        return _Busy(self, work)
 
     def check_usable(self) -> None:
         """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
@@ -262,6 +244,60 @@ class StackLife:
 
     def _timer_is_earlier(self) -> None:
         self._timers_changed.set()
+
+
+class Cancellable(Protocol):
+    """Work that can be told to end."""
+
+    def cancel(self) -> None:
+        """End soon."""
+
+
+class _Busy:
+    """See `StackLife.busy`."""
+
+    __slots__ = ("_stack", "_work")
+
+    def __init__(self, stack: StackLife, work: Cancellable) -> None:
+        self._stack = stack
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._stack._busy[self] = self._work
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self._stack._busy[self]
+        self._stack._something_ended.set()
+
+
+class _Call(_Busy):
+    """See `StackLife.call`."""
+
+    __slots__ = ("_scope",)
+
+    def __init__(self, stack: StackLife) -> None:
+        self._scope = trio.CancelScope()
+        super().__init__(stack, self._scope)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._scope.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._scope.__exit__(kind, error, traceback)
+        if self._scope.cancelled_caught:
+            raise trio.ClosedResourceError("the stack was closed")
 
 
 def running_stacks() -> tuple[StackLife, ...]:

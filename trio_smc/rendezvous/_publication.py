@@ -60,14 +60,19 @@ class _Client:
 class Claim:
     """An accepted TCP connection whose client announced it: to be confirmed or refused."""
 
-    __slots__ = ("_client", "_key", "_publication", "_settled", "withdrawn")
+    __slots__ = ("_client", "_key", "_publication", "_settled", "_told", "withdrawn")
 
     def __init__(self, publication: Publication, client: _Client, key: bytes) -> None:
         self._publication = publication
         self._client = client
         self._key = key
         self._settled = False
+        self._told = False
         self.withdrawn = False
+
+    def accept(self) -> None:
+        """Tell the client at once that its connection was accepted; `confirm` is to follow."""
+        self._told = not self._is_over() and self._client.tell(protocol.accepted(self._key))
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
@@ -83,7 +88,9 @@ class Claim:
         """
         publication, client = self._publication, self._client
         try:
-            if self._is_over() or not client.tell(protocol.accepted(self._key)):
+            if not self._told:
+                self.accept()
+            if self._is_over() or not self._told:
                 return False
             while True:
                 until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
