@@ -45,9 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # One number replays Hypothesis too, unless it was given a seed of its own.
     if config.getoption("--hypothesis-seed", None) is None:
         config.option.hypothesis_seed = seed
-    # Shared machines pause for longer than any per-example deadline.
-    hypothesis.settings.register_profile("short", deadline=None)
-    hypothesis.settings.register_profile("full", deadline=None, max_examples=5000)
+    # Shared machines pause for longer than any per-example deadline, and than Hypothesis allows
+    # for drawing examples.
+    patient = hypothesis.settings(
+        deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.register_profile("short", patient)
+    hypothesis.settings.register_profile("full", patient, max_examples=5000)
     full = config.getoption("--full")
     hypothesis.settings.load_profile("full" if full else "short")
     if full:

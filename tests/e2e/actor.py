@@ -109,9 +109,19 @@ class Actor:
         """Close."""
         await self._stream.aclose()
 
+    async def aclose_into(self) -> str:
+        """Close; returns the state then, before a short timer can end it."""
+        await self._stream.aclose()
+        return self._stream._core.state
+
     async def abort(self) -> None:
         """Abort."""
         self._stream.abort()
+
+    async def abort_into(self) -> tuple[str, int]:
+        """Abort; returns the state and how many RMB elements are in use then."""
+        self._stream.abort()
+        return self._stream._core.state, await self.elements()
 
     async def start(self, what: str, **arguments: Any) -> None:
         """Begin another operation; `finish` returns what came of it."""

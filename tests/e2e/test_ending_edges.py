@@ -309,8 +309,7 @@ async def test_close_timer_a_peer_that_never_closes(quick: Ends) -> None:
     for way in WAYS:
         async with quick.joined(way) as (a, b):
             start = trio.current_time()
-            await a.aclose()
-            assert await a.state() == "PEERCLOSEWAIT1"
+            assert await a.aclose_into() == "PEERCLOSEWAIT1"
             await a.reach(state="CLOSED")
             assert trio.current_time() - start >= SOON
             await a.all_free()
@@ -325,8 +324,7 @@ async def test_close_timer_after_a_half_close_of_the_peer(quick: Ends) -> None:
         async with quick.joined(way) as (a, b):
             await b.send_eof()
             await a.reach(state="APPCLOSEWAIT1")
-            await a.aclose()
-            assert await a.state() == "PEERFINCLOSEWAIT"
+            assert await a.aclose_into() == "PEERFINCLOSEWAIT"
             await a.reach(state="CLOSED")
             await b.reach(state="CLOSED")
             assert await b.receive() == 0, "the end came before the reset"
@@ -351,9 +349,7 @@ async def test_abort_timer(quick: Ends) -> None:
     there.stop()
     try:
         start = trio.current_time()
-        await here.abort()
-        assert await here.state() == "PEERABORTWAIT"
-        assert await here.elements() == 1
+        assert await here.abort_into() == ("PEERABORTWAIT", 1)
         await here.all_free()
         assert await here.state() == "CLOSED"
         assert trio.current_time() - start >= SOON
