@@ -185,6 +185,8 @@ class Conversation:
     async def _receive(self, most: int) -> bytes:
         self.moment = f"waits for byte {self._in}"
         data = bytes(await self.stream.receive_some(most))
+        if len(data) > most:
+            raise Wrong(f"{len(data)} bytes where {most} were asked for")
         self.moved += len(data)
         return data
 

@@ -94,6 +94,14 @@ class TestLoad:
         client, _ = await converse(kind, seed, damage)
         assert client.startswith("wrong"), client
 
+    async def test_a_byte_too_many_is_found_even_if_it_is_the_right_one(self, seed: int) -> None:
+        a, b = trio.testing.memory_stream_pair()
+        tampered: Any = Tampered(a, lambda data: data + bytes(1))
+        one = Conversation(stream=tampered, seed=seed, number=0)
+        await b.send_all(b"ab")
+        with pytest.raises(Wrong, match="3 bytes where 2 were asked for"):
+            await one._receive(2)
+
     async def test_an_early_end_is_found(self, seed: int) -> None:
         a, b = trio.testing.memory_stream_pair()
         one = Conversation(stream=a, seed=seed, number=number_of("half-close", seed), client=False)  # type: ignore[arg-type]
