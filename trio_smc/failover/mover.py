@@ -159,14 +159,12 @@ class GroupMover:
 
     def _give_up(self) -> None:
         link = self._hopeless()
-        LOGGER.info(
-            "%r waits for what nobody has; of links that wait, for others: %s",
-            link,
-            {
+        if LOGGER.isEnabledFor(logging.INFO):
+            waiting = {
                 each.number: [other.number for other in self._waiting if each.waits_for(other)]
                 for each in self._waiting
-            },
-        )
+            }
+            LOGGER.info("%r waits for what nobody has; who waits for whom: %s", link, waiting)
         link.resume_untrusted(give_up=True)
 
     def _hopeless(self) -> Link:
