@@ -244,6 +244,8 @@ class Pair:
             )
             for i in (0, 1)
         )
+        if merge:
+            self.a.tell_later = self.b.tell_later = self.flushes.append
         self.ab, self.ba = self._new_channel(0, 1), self._new_channel(1, 1)
         if connect:
             self.know(0)

@@ -123,7 +123,7 @@ def test_blocked_is_cleared_by_the_next_message_after_the_window_opened(
     assert [entry.flags for entry in cdcs(pair.ab)][-2:] == [WRITER_BLOCKED, 0]
 
 
-def test_a_blocked_writer_goes_on_at_a_tenth_of_the_ring(pairs: list[Pair]) -> None:
+def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) -> None:
     """The peer reads byte by byte; the writer does not send byte by byte (4.5.1)."""
     pair = make(pairs)
     data = memoryview(bytes(2 * RING))
@@ -131,13 +131,13 @@ def test_a_blocked_writer_goes_on_at_a_tenth_of_the_ring(pairs: list[Pair]) -> N
     pair.ab.deliver()
     woken: list[int] = []
     pair.a.on_writable = lambda: woken.append(pair.b.bytes_received - pair.b.readable)
-    for _ in range(RING // 10 + 10):
+    for _ in range(RING // 4 + 10):
         assert pair.b.receive(1) == b"\0"
         pair.ba.deliver()
         if not woken:
             assert pair.a.send(data[sent:]) == 0
-    assert woken == [RING // 10]
-    assert pair.a.send(data[sent:]) == RING // 10 + 10
+    assert woken == [RING // 4]
+    assert pair.a.send(data[sent:]) == RING // 4 + 10
 
 
 def test_a_blocked_writer_with_little_left_goes_on_earlier(pairs: list[Pair]) -> None:
@@ -417,6 +417,52 @@ def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], 
     forge(pair, 0, 10, sequence=2)
     pair.b.receive(1)
     assert len(cdcs(pair.ba)) == 2, "the flag is gone"
+
+
+@pytest.mark.rfc("4.5.1/3")
+@pytest.mark.parametrize("occasion", ["the scheduler sleeps", "the reader waits", "a tenth"])
+def test_a_blocked_writer_is_told_of_little_a_little_later(
+    pairs: list[Pair], occasion: str
+) -> None:
+    pair = make(pairs, merge=True)
+    forge(pair, WRITER_BLOCKED, RING // 2)
+    pair.b.receive(1)
+    pair.b.receive(2)
+    assert cdcs(pair.ba) == []
+    assert len(pair.flushes) == 1
+    if occasion == "the scheduler sleeps":
+        pair.flush()
+        told = 3
+    elif occasion == "the reader waits":
+        pair.b.tell()
+        told = 3
+    else:
+        told = RING // 10 + 3
+        pair.b.receive(RING // 10)
+    assert [entry.consumer for entry in cdcs(pair.ba)] == [(told, 0)]
+    pair.flush()
+    pair.b.tell()
+    assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+    pair.b.receive(1)
+    assert len(pair.flushes) == 1, "it is told of again"
+
+
+@pytest.mark.parametrize("flag", [UPDATE_REQUESTED, URGENT_PENDING])
+def test_other_peers_that_wait_are_told_at_once(pairs: list[Pair], flag: int) -> None:
+    pair = make(pairs, merge=True)
+    forge(pair, flag | WRITER_BLOCKED, 10)
+    pair.b.receive(1)
+    assert [entry.consumer for entry in cdcs(pair.ba)] == [(1, 0)]
+
+
+def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) -> None:
+    pair = make(pairs, merge=True)
+    forge(pair, WRITER_BLOCKED, 10)
+    pair.b.receive(1)
+    forge(pair, 0, 10, sequence=2)
+    pair.flush()
+    pair.b.tell()
+    assert cdcs(pair.ba) == []
 
 
 @pytest.mark.rfc("4.5.1/4", "A.4/13")

@@ -275,7 +275,7 @@ def test_a_blocked_writer_stays_blocked(pair: Pair) -> None:
     pair.settle()
     woken: list[bool] = []
     pair.a.on_writable = lambda: woken.append(True)
-    pair.b.receive(SIZE // 10 + 1)
+    pair.b.receive(SIZE // 4 + 1)
     pair.settle()
     assert woken
 

@@ -17,7 +17,7 @@ import trio.testing
 from tests.rnic_contract import PATIENCE, End, connect, make_end
 from tests.rnic_peer import Peer
 from trio_smc.rnic.poller import Poller
-from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.pump import _SOON, Pump
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
 
@@ -301,6 +301,32 @@ class TestLoop:
             assert calls == ["flush", "nested"]
             await trio.sleep(0.01)
             assert calls == ["flush", "nested"]
+
+    async def test_what_is_due_soon_waits_for_a_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        calls: list[int] = []
+        async with running(*rnics) as pump:
+            pump.flush_soon(lambda: calls.append(1))
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+            assert calls == []
+            await trio.sleep(0.001)
+            assert calls == [1]
+
+    async def test_what_is_due_soon_does_not_wait_for_ever_for_a_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        calls: list[int] = []
+        async with running(*rnics) as pump:
+            for _ in range(2):
+                pump.flush_soon(lambda: calls.append(1))
+            for _ in range(_SOON + 1):
+                await trio.lowlevel.checkpoint()
+            assert calls == [1, 1]
+            pump.flush_soon(lambda: calls.append(2))
+            await trio.lowlevel.checkpoint()
+            assert calls == [1, 1]
 
     async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture

@@ -70,7 +70,8 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         self.socket = SmcSocket(sock)
         self.link_group = stack.view(endpoint.group)
         self._endpoint = endpoint
-        self._core = endpoint.connection
+        self._core = core = endpoint.connection
+        core.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
         self._drain = stack.pump.drain
         self._token = trio.lowlevel.current_trio_token()
@@ -350,9 +351,9 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             self._drain()
         if getattr(core, waiter) is None:
             return False
-        if not pump.waiting and waiter is _READER:
-            pump.try_spin(lambda: core.on_readable is None)
-            if core.on_readable is None:
+        if not pump.waiting:
+            pump.try_spin(lambda: getattr(core, waiter) is None)
+            if getattr(core, waiter) is None:
                 return False
 
         def abort(_: RaiseCancelT) -> Abort:

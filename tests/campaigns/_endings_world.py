@@ -131,6 +131,8 @@ class World:
                     flush_later=self.flushes.append if merge else None,
                 )
             )
+            if merge:
+                connections[side].tell_later = self.flushes.append
         self.connections = (connections[0], connections[1])
         for side in (0, 1):
             self.hosts[side].peer = self.hosts[1 - side]

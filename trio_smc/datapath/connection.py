@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 _URGENT = URGENT_PENDING | URGENT_PRESENT
-_TELL_ALL = WRITER_BLOCKED | UPDATE_REQUESTED | _URGENT
+_TELL_ALL = UPDATE_REQUESTED | _URGENT
 
 
 class Connection(Endings):
@@ -280,6 +280,7 @@ class Connection(Endings):
                 if (flags | self._urgent_flags) & _URGENT:
                     self._urgent_untrusted(flags & _URGENT, arrived)
                 self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
+                self._writer_waits = bool(flags & WRITER_BLOCKED)
                 if flags & UPDATE_REQUESTED and self._consumed != self._told:
                     self._owe_cdc()
         except ProtocolError as exc:

@@ -11,7 +11,9 @@ most one is ever owed, and a later one makes an earlier one unnecessary. One is
   given `flush`, to be called before the scheduler sleeps. The first send since the application
   waited puts nothing off where its message can be posted at once: mostly no other follows. And
   whoever is about to wait calls `tell`: what it waits for may be the answer. This is no Nagle
-  algorithm (4.5.2): nothing waits for time.
+  algorithm (4.5.2): nothing waits for time;
+- put off, too, when it tells a blocked writer of less than 10 % of the ring: a reader that goes
+  on makes it more, and `tell` or ``tell_later`` sends it for one that does not (4.5.1).
 
 Where the link can do it (`Channel.try_post`), a message is in the peer's memory as soon as it is
 posted. Then nothing of it has to be remembered, and no completion tells of it. Messages with D, C
@@ -59,6 +61,7 @@ class Messenger(UrgentReceiver):
         "_rkey",
         "_sequence",
         "_silent",
+        "_tell_pending",
         "_urgent_end",
         "_urgent_goal",
         "_waiting",
@@ -91,6 +94,7 @@ class Messenger(UrgentReceiver):
         self._flags = 0  # D, C, A
         self._blocked = False  # B is, or is to be, told
         self._owed = False
+        self._tell_pending = False  # `tell_later` was told
         self._waiting = False  # for room on the channel
         self._silent = False  # C or A was posted: nothing may follow
         self._urgent_goal = 0  # not 0: urgent data up to this count is to be sent
@@ -108,7 +112,22 @@ class Messenger(UrgentReceiver):
     def tell(self) -> None:
         """The application is about to wait: post a CDC message that waits for more sends."""
         self._first = not self._patient
-        if self._owed and self._flush_pending and not self._patient:
+        if (self._owed and self._flush_pending and not self._patient) or (
+            self._writer_waits and self._consumed != self._told
+        ):
+            self._owe_cdc()
+
+    def _tell_soon(self) -> None:
+        """A blocked writer is to know what was consumed, which is little (4.5.1)."""
+        if self.tell_later is None:
+            self._owe_cdc()
+        elif not self._tell_pending:
+            self._tell_pending = True
+            self.tell_later(self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._tell_pending = False
+        if self._writer_waits and self._consumed != self._told:
             self._owe_cdc()
 
     def _try_cdc(self, channel: Channel, data: memoryview | None, address: int) -> bool:

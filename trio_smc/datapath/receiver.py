@@ -15,7 +15,9 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
 
 - the peer's window, as it knows it, is under half of the ring and the update widens it by at
   least 10 %; or
-- the peer says that its writer is blocked (B) and anything was consumed; or
+- the peer says that its writer is blocked (B) and anything was consumed: at once when that is
+  10 % of the ring, and less than that at the latest when the reader waits for more or the
+  scheduler sleeps, where there is one to ask (`tell_later`); or
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
@@ -66,14 +68,18 @@ class Receiver:
         "_told",
         "_urgent_mark",
         "_usable",
+        "_writer_waits",
         "error",
         "on_readable",
+        "tell_later",
     )
 
     error: OSError | None
     """Why the connection failed; None while it has not."""
     on_readable: Callable[[], None] | None
     """Called once, and cleared, when a blocked reader might go on."""
+    tell_later: Callable[[Callable[[], None]], None] | None
+    """Calls what it is given before the scheduler sleeps, or soon; None: nothing is put off."""
 
     def __init__(self, rmbe: Rmbe) -> None:
         self._rmbe = rmbe
@@ -87,7 +93,8 @@ class Receiver:
         self._received_offset = rmbe.first
         self._consumed = 0
         self._told = 0
-        self._tell_all = False  # the peer waits for each cursor update: B, R, P or U
+        self._tell_all = False  # the peer waits for each cursor update: R, P or U
+        self._writer_waits = False  # the peer's writer is blocked: B
         self._urgent_mark = 0  # the count behind the last urgent byte
         self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
         self._peer_done = False
@@ -95,6 +102,7 @@ class Receiver:
         self._open_to_application = False
         self.error = None
         self.on_readable = None
+        self.tell_later = None
 
     # --- what the application sees -----------------------------------------------------------
 
@@ -192,13 +200,21 @@ class Receiver:
     def _consume(self, length: int) -> None:
         """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
         consumed = self._consumed = self._consumed + length
-        if self._tell_all or (
-            consumed - self._told >= self._least_update
-            and 2 * (self._usable - self._received + self._told) < self._usable
-        ):
-            if self._hidden and consumed + 1 == self._received:
-                self._skip_hidden()
-            self._owe_cdc()
+        told = self._told
+        if consumed - told >= self._least_update:
+            if not (
+                self._writer_waits
+                or self._tell_all
+                or 2 * (self._usable - self._received + told) < self._usable
+            ):
+                return
+        elif not self._tell_all:
+            if self._writer_waits:
+                self._tell_soon()
+            return
+        if self._hidden and consumed + 1 == self._received:
+            self._skip_hidden()
+        self._owe_cdc()
 
     def _skip_hidden(self) -> None:
         """The urgent byte is the next one: it was remembered, nobody reads it here."""
@@ -277,6 +293,10 @@ class Receiver:
         return copy
 
     # --- supplied by the classes built on this one -------------------------------------------
+
+    def _tell_soon(self) -> None:
+        """Send a CDC message for what was consumed so far, if no other one does before long."""
+        raise NotImplementedError
 
     def _owe_cdc(self) -> None:
         """Send a CDC message now, or as soon as there is room."""

@@ -15,9 +15,9 @@ message with the new producer cursor; the consumer cursor of our own RMBE rides 
 Writer blocked (B) is set in the CDC message that fills the window while more data waits, or in
 one of its own when a send finds the window closed. It asks the peer for a cursor update whenever
 anything is consumed, and is cleared in the next message after the window has opened again.
-A blocked writer goes on at a tenth of the ring and not at each byte the peer takes (the silly
-window of 4.5.1, seen from the other side); the peer reports any consumption until then, so this
-cannot stall.
+A blocked writer goes on at a quarter of the ring, or when all it has left fits, and not at each
+byte the peer takes (the silly window of 4.5.1, seen from the other side); the peer reports any
+consumption until then, so this cannot stall.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Sender(Delivery):
         self._peer_first = self._taken_offset = first
         usable = self._peer_usable = element_size - first
         self._chunk = usable if self._chunk < 0 else max(1, usable // 4)
-        self._resume = max(1, usable // 10)
+        self._resume = max(1, usable // 4)
 
     # --- what the application sees -----------------------------------------------------------
 

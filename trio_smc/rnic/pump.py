@@ -17,7 +17,8 @@ there is none while no task waits for a completion: what Trio sleeps for then co
 When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
 task, the wake eventfd is made readable, so that the wait ends at once.
 
-Work that was put off with `flush_later` is done before the loop sleeps, always.
+Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
+`flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _PATIENCE: Final = 8
 _SELDOM: Final = 64
+_SOON: Final = 16
 _LOOKS: Final = 6
 """So often it looks before it asks for the time and yields the processor, which take longer."""
 
@@ -91,6 +93,8 @@ class Pump:
         self._tries = 0
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
+        self._soon: list[Callable[[], None]] = []
+        self._busy_passes = 0  # since the first of `_soon` came
         self._put_off: deque[tuple[_Lane, Completion]] = deque()
         # What calls of `drain_queue_pair` have found and not dispatched yet; they nest.
         self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
@@ -121,6 +125,7 @@ class Pump:
             lane.rnic.abandon()
         self._lanes = []
         self._flushes = []
+        self._soon = []
 
     def register(self, rnic: Rnic, qp: QueuePair, sink: CompletionSink) -> None:
         """Hand the completions of this queue pair to ``sink.on_completion``.
@@ -222,6 +227,12 @@ class Pump:
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""
         self._flushes.append(flush)
+
+    def flush_soon(self, flush: Callable[[], None]) -> None:
+        """Call ``flush()`` once before the scheduler sleeps, or a few passes later."""
+        if not self._soon:
+            self._busy_passes = 0
+        self._soon.append(flush)
 
     def try_spin(self, ready: Callable[[], bool] | None = None) -> bool:
         """Poll for a moment instead of parking a task; True if what it waits for came.
@@ -329,6 +340,11 @@ class Pump:
 
     def before_io_wait(self, timeout: float) -> None:
         """Flush, drain, and before a sleep also spin and arm."""
+        if self._soon:
+            self._busy_passes += 1
+            if timeout > 0 or self._busy_passes >= _SOON:
+                self._flushes += self._soon
+                self._soon = []
         if self._flushes:
             self._flush()
         came = self.drain()
