@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.link_judged import JudgedLink
     from trio_smc.rnic.verbs import QueuePair, Rnic
 
 __all__ = ["GroupConnection", "GroupHost", "Mover"]
@@ -83,7 +84,7 @@ class Mover(Protocol):
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
 
-    def judge(self, link: Link) -> None:
+    def judge(self, link: JudgedLink) -> None:
         """A failover validation message on ``link`` misses what other links may have brought."""
 
     def close(self) -> None:

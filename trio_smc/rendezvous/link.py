@@ -15,7 +15,8 @@ peer that asks for replies faster than it takes them uses the reserve up and los
 
 Receives are posted in bulk and replenished in quarters of the queue.
 
-Link implements `trio_smc.datapath.channel.Channel`; its life is told in `link_life`.
+Link implements `trio_smc.datapath.channel.Channel`; its life is told in `link_life`, what of its
+messages waits in `link_judged`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cdc import CDC_SIZE, CDC_TYPE, FAILOVER_VALIDATION, MessageMissing
+from trio_smc.datapath.cdc import CDC_TYPE, MessageMissing
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.link_life import LinkLife, PeerPort, PeerQueuePair
+from trio_smc.rendezvous.link_judged import JudgedLink
+from trio_smc.rendezvous.link_life import PeerPort, PeerQueuePair
 from trio_smc.rnic.verbs import Completion, Rnic, RnicError, WcOpcode, WcStatus
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ __all__ = ["Link", "LinkConnection", "PeerPort", "PeerQueuePair"]
 LOGGER = logging.getLogger("trio_smc.link")
 
 _RECV: Final = int(WcOpcode.RECV)
-_PRODUCER_FLAGS: Final = 24  # where they stand in a CDC message (A.4)
 _from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
@@ -61,11 +62,11 @@ class LinkConnection(Protocol):
         """There is room in the send queue again."""
 
 
-class Link(LinkLife):
+class Link(JudgedLink):
     """One link of a link group."""
 
     __slots__ = (
-        "_behind", "_connection_of", "_deliver", "_free", "_host", "_pending", "_post_send",
+        "_deliver", "_free", "_host", "_pending", "_post_send",
         "_post_write", "_received", "_replenish", "_since_signal", "_waiting", "_wr_id",
         "copies_on_post",
     )  # fmt: skip
@@ -74,7 +75,6 @@ class Link(LinkLife):
         """Make the queue pair and take it to INIT.  Raises RnicError."""
         super().__init__(group, number, rnic)
         self.copies_on_post = rnic.copies_on_post
-        self._connection_of = group.connections
         # What every message needs, looked up once.
         self._host = group.host
         self._post_send = self.qp.post_send
@@ -89,8 +89,6 @@ class Link(LinkLife):
         ] = deque()
         self._waiting: dict[LinkConnection, None] = {}
         self._received = 0
-        # What came behind a validation message that is being judged; None: none is.
-        self._behind: deque[bytes] | None = None
         self._replenish = max(1, rnic.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
 
@@ -217,70 +215,6 @@ class Link(LinkLife):
             self._wait_to_be_judged(data)
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
-
-    def _wait_to_be_judged(self, data: bytes) -> None:
-        """What the message misses may have come over another link and wait there (4.6.1)."""
-        if self._behind is None:
-            self._behind = deque()
-        self._behind.appendleft(data)
-        self.group.mover.judge(self)
-
-    def resume_untrusted(self, *, give_up: bool = False) -> bool:
-        """Judge the message that waits once more, then take what came behind it.
-
-        Args:
-          give_up: when it still misses something, that is lost.
-
-        Returns:
-          Whether it did not have to wait any longer; `waits` tells of the next one.
-        """
-        behind = self._behind
-        if behind is None:
-            return True
-        data = behind.popleft()
-        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
-        if connection is not None:
-            try:
-                connection.on_cdc_untrusted(data)
-            except MessageMissing as error:
-                if not give_up:
-                    behind.appendleft(data)
-                    return False
-                LOGGER.warning("%r: %s", self, error)
-                connection.protocol_error(error)
-            except ProtocolError as error:
-                LOGGER.warning("%r: %s", self, error)
-        while behind:
-            data = behind.popleft()
-            self._receive_untrusted(data)
-            if behind and behind[0] is data:
-                return True  # the next one waits
-        self._behind = None
-        return True
-
-    @property
-    def waits(self) -> bool:
-        """Whether a failover validation message waits for what other links brought."""
-        return self._behind is not None
-
-    def waits_for(self, other: Link) -> bool:
-        """Whether what it waits for is among what waits behind such a message of ``other``.
-
-        A validation message is nothing to wait for, nor is what was sent after the message that
-        is missing: a connection that has lost one and moved twice has both on several links.
-        """
-        if not self._behind or not other._behind:
-            return False
-        missing = self._behind[0]
-        token, sequence = missing[4:8], missing[2] << 8 | missing[3]
-        return any(
-            each[4:8] == token
-            and each[0] == CDC_TYPE
-            and len(each) == CDC_SIZE
-            and not each[_PRODUCER_FLAGS] & FAILOVER_VALIDATION
-            and not (sequence - (each[2] << 8 | each[3])) & 0x8000
-            for each in other._behind
-        )
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
