@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import deque
 
 import trio
 
@@ -28,6 +29,8 @@ from tests.campaigns._options import parse
 
 CASES_PER_FAILURE = 25
 LONG = 50_000
+# Failures after which a line is printed, and lines of what happened before a problem.
+PROGRESS, LAST_LINES = 1000, 60
 # RNICs of each process, and their share of the failures.
 MIXTURE = ((2, 0.5), (3, 0.25), (4, 0.25))
 # Less is said by each, so that connections come and go all the time.
@@ -56,18 +59,29 @@ def run(
 
 def run_one(policy: Policy) -> Result:
     """All failures with one number of RNICs."""
-    lines: list[str] = []
+    # Without a log only the end of it may be wanted.
+    lines: deque[str] = deque(maxlen=LAST_LINES if policy.log is None else None)
+    told = 0
+
+    def show(line: str) -> None:
+        nonlocal told
+        lines.append(line)
+        if chaos.result.injected >= told + PROGRESS:
+            told += PROGRESS
+            print(f"with {policy.rnics} RNICs: {told} failures so far", flush=True)
+
+    chaos = Chaos(policy, show)
     if policy.log is not None:
         os.makedirs(policy.log, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
-        result = trio.run(Chaos(policy, lines.append).run)
+        result = trio.run(chaos.run)
     if policy.log is not None:
         with open(f"{policy.log}/chaos.log", "w") as file:
             file.write("\n".join(lines))
     if result.problems:
         # What led there; the rest is of no interest.
-        print("\n".join([*lines[-60:], *result.recollections()]))
+        print("\n".join([*list(lines)[-LAST_LINES:], *result.recollections()]))
     return result
 
 
