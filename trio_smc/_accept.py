@@ -12,7 +12,7 @@ import trio
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
-from trio_smc._option_actions import receive_buffer_for
+from trio_smc._option_actions import Inherited, inherited, receive_buffer_for
 from trio_smc._policy import Peer, permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
@@ -148,13 +148,14 @@ class Arrival:
         if plain is not None:
             return plain
         address = self._local[0]
+        options = inherited(sock)
         negotiation = ServerNegotiation(
             host=stack,
             rnic=None if isinstance(rnic, FallbackReason) else rnic,
             admit=lambda proposal: (
                 rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, address)
             ),
-            receive_buffer=receive_buffer_for(sock, config, _kind(rnic)),
+            receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
         )
         negotiation.sock = sock
         with stack.handshake():
@@ -162,7 +163,7 @@ class Arrival:
                 negotiation, sock, config.handshake_timeout, stack.timers
             )
             if isinstance(outcome, Established):
-                return established_stream(stack, outcome, sock, config, self._client)
+                return established_stream(stack, outcome, sock, config, self._client, options)
         return outcome.fallback
 
     async def _discover(self) -> Fallback | None:
@@ -193,8 +194,11 @@ def established_stream(
     sock: trio.socket.SocketType,
     config: Config,
     peer: Peer,
+    options: Inherited | None,
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete.
+
+    ``options``: what ``sock`` had before it was ours; None: it was made here.
 
     Raises OSError when it has ended since, before anybody could use it.
     """
@@ -214,6 +218,8 @@ def established_stream(
     endpoint.connection.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     stream = RdmaStream(stack, endpoint, sock, config)
+    if options is not None:
+        stream.inherit(options)
     stack.count_mode(stream, None)
     if config.learn_short:
         stack.short_connections.opened(endpoint.connection, peer)

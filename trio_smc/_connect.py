@@ -14,6 +14,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._dial import Attempt, connect_attempt, connect_tcp
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
+from trio_smc._option_actions import inherited
 from trio_smc._policy import permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
@@ -132,7 +133,8 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
         negotiation.start()
         outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
         if isinstance(outcome, Established):
-            return established_stream(stack, outcome, sock, config, attempt.peer)
+            options = None if attempt.plain is not None else inherited(sock)
+            return established_stream(stack, outcome, sock, config, attempt.peer, options)
     return outcome.fallback
 
 

@@ -50,7 +50,7 @@ class Endpoint:
     """
 
     __slots__ = ("_stack", "_timer", "abandoned", "closed_by_user", "connection", "group",
-                 "reset", "rmbe", "sock")  # fmt: skip
+                 "lingers", "reset", "rmbe", "sock")  # fmt: skip
 
     connection: Connection
 
@@ -65,6 +65,8 @@ class Endpoint:
         """The TCP connection is to end by RST, or has; it may not have been adopted yet."""
         self.closed_by_user = False
         """Its stream was closed; what is left to do happens here."""
+        self.lingers = True
+        """SO_LINGER is on, for all that is known here."""
         self.abandoned = False
         """Aborted because its stack was left; nobody waits for it."""
 
@@ -106,9 +108,10 @@ class Endpoint:
         """End the TCP connection by FIN, after the SMC-R connection (4.8.1)."""
         sock = self._let_go()
         if sock is not None:
-            # Lingering was the stream's affair; here it would make a reset of the FIN.
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
+            if self.lingers:
+                # That was the stream's affair; here it would make a reset of the FIN.
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
             sock.close()
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:

@@ -22,6 +22,7 @@ from trio.socket import from_stdlib_socket
 
 from trio_smc._accept import Arrival
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
@@ -167,7 +168,10 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             try:
                 await handler(stream)
             finally:
-                await trio.aclose_forcefully(stream)
+                if isinstance(stream, RdmaStream):
+                    stream.close_forcefully()
+                else:
+                    await trio.aclose_forcefully(stream)
 
     async def _run(self) -> None:
         with self._stack.busy(self._scope), self._scope:

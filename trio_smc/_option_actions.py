@@ -27,7 +27,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import trio
@@ -42,8 +42,10 @@ __all__ = [
     "HOLD",
     "LEAST_SEND_BUFFER",
     "LEAST_TCP_KEEPALIVE",
+    "Inherited",
     "Key",
     "OptionActions",
+    "inherited",
     "plain",
     "receive_buffer_for",
 ]
@@ -104,7 +106,6 @@ class OptionActions:
         self._user_timeout = 0  # milliseconds
         self._watch: Timer | None = None
         self._progress = ((0, 0.0), (0, 0.0))
-        self._inherit()
 
     @property
     def linger(self) -> int | None:
@@ -136,17 +137,15 @@ class OptionActions:
     def _keep(self, key: Key, value: int | bytes) -> None:
         self._kept[key] = value
 
-    def _inherit(self) -> None:
+    def inherit(self, found: Inherited) -> None:
         """Act on what an accepted TCP connection has from its listening socket."""
-        sock = self._sock
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        if found.keepalive:
             self.set_keepalive(1)
-        timeout = _get(sock, socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None))
-        if timeout:
-            self.set_user_timeout(timeout)
-        if _buffer_locks(sock) & _SNDBUF_LOCKED:
+        if found.user_timeout:
+            self.set_user_timeout(found.user_timeout)
+        if found.locks & _SNDBUF_LOCKED:
             # Linux doubles what is set, for its own books.
-            self.set_send_buffer(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
+            self.set_send_buffer(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
 
     # --- buffers -----------------------------------------------------------------------------
 
@@ -301,23 +300,45 @@ class OptionActions:
         self._watch = self._timers.call_later(min(patience / 4, _LONGEST_CHECK), self._look)
 
 
+class Inherited(NamedTuple):
+    """Options that act by themselves, as a TCP connection has them before it is a stream's.
+
+    Fields:
+      keepalive: SO_KEEPALIVE.
+      user_timeout: TCP_USER_TIMEOUT, milliseconds.
+      locks: which buffer sizes were set by hand; 0 where the kernel cannot tell (before Linux
+        5.16).
+    """
+
+    keepalive: int
+    user_timeout: int
+    locks: int
+
+
+def inherited(sock: trio.socket.SocketType) -> Inherited:
+    """What somebody set on ``sock``, or on the listening socket that it comes from."""
+    return Inherited(
+        _get(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        _get(sock, socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)),
+        _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK) if sys.platform == "linux" else 0,
+    )
+
+
 def receive_buffer_for(
-    sock: trio.socket.SocketType, config: Config, kind: Literal["software", "roce"]
+    sock: trio.socket.SocketType,
+    found: Inherited,
+    config: Config,
+    kind: Literal["software", "roce"],
 ) -> int:
     """Bytes of the RMBE for an accepted TCP connection.
 
     SO_RCVBUF of the listening socket, when somebody set it (the accepted socket inherits that),
     rounded up to 16 KiB << n; else ``config.receive_buffer``.
     """
-    if _buffer_locks(sock) & _RCVBUF_LOCKED:
+    if found.locks & _RCVBUF_LOCKED:
         asked = max(1, sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2)
         config = replace(config, receive_buffer=asked)
     return config.receive_buffer_for(kind)
-
-
-def _buffer_locks(sock: trio.socket.SocketType) -> int:
-    """Which buffer sizes were set by hand; 0 where the kernel cannot tell (before Linux 5.16)."""
-    return _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK) if sys.platform == "linux" else 0
 
 
 def _get(sock: trio.socket.SocketType, level: int, option: int | None) -> int:

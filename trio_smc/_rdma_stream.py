@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from trio_smc._base.config import Config
     from trio_smc._endpoint import Endpoint
+    from trio_smc._option_actions import Inherited
     from trio_smc._stack import Stack
 
 __all__ = ["RdmaStream"]
@@ -88,6 +89,10 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             stack.timers,
             None if self._strict else stack.pump.flush_later,
         )
+
+    def inherit(self, options: Inherited) -> None:
+        """Act on the options that the TCP connection came with."""
+        self._options.inherit(options)
 
     def __del__(self) -> None:
         """A stream that nobody closed is reset."""
@@ -270,11 +275,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         if self._closed:
             await trio.lowlevel.checkpoint()
             return
-        patience = self._options.linger
-        if patience == 0:
-            self.abort()
-        else:
-            self._close_now()
+        patience = self._begin_ending()
         parked = False
         try:
             if patience is None:
@@ -285,6 +286,20 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             if not parked:
                 await trio.lowlevel.checkpoint()
+
+    def close_forcefully(self) -> None:
+        """`trio.aclose_forcefully` without the checkpoint."""
+        if not self._closed:
+            self._begin_ending()
+
+    def _begin_ending(self) -> int | None:
+        patience = self._options.linger
+        self._endpoint.lingers = patience is not None
+        if patience == 0:
+            self.abort()
+        else:
+            self._close_now()
+        return patience
 
     async def _wait_for_end(self) -> bool:
         parked = False
