@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,18 +24,18 @@ from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery import Announcement
 from trio_smc.rendezvous.outcomes import Established
-from trio_smc.rendezvous.prefixes import interface_prefixes, plain_address
+from trio_smc.rendezvous.prefixes import Prefix, interface_prefixes, plain_address
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._stack import Stack
-    from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["connect_socket", "connect_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
 _HAPPY_EYEBALLS_DELAY: Final = 0.25
+_REMEMBERED: Final = 64  # Proposals made last
 # Nobody accepted the connection, or said so in words that this side understands or believes.
 _NOBODY: Final = frozenset(
     {
@@ -160,18 +161,24 @@ def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
 
 def _proposal(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
     """RFC 7609, 3.5.1.2, A.2.1."""
+    return _proposal_from(stack.peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
+
+
+@functools.lru_cache(_REMEMBERED)
+def _proposal(peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]) -> clc.Proposal:
+    """The same for one connection after the other."""
     subnet, length = bytes(4), 0
     prefixes: list[clc.Ipv6Prefix] = []
-    for prefix in interface_prefixes(address):
+    for prefix in networks:
         if prefix.is_ipv4:
             if not length:
                 subnet, length = prefix.network, prefix.length
         elif len(prefixes) < clc.MAX_PREFIXES:
             prefixes.append(clc.Ipv6Prefix(prefix=prefix.network, length=prefix.length))
     return clc.Proposal(
-        peer_id=stack.peer_id,
-        gid=rnic.gid,
-        mac=rnic.mac,
+        peer_id=peer_id,
+        gid=gid,
+        mac=mac,
         ipv4_subnet=subnet,
         ipv4_mask_length=length,
         ipv6_prefixes=tuple(prefixes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -29,6 +30,7 @@ MIN_PROPOSAL_SIZE = 52
 _FIXED = 38  # up to the offset to the prefix area
 _AREA = struct.Struct(">4sB2sB")  # IPv4 subnet, its length, reserved, number of IPv6 prefixes
 _PREFIX_SIZE = 17
+_REMEMBERED = 64  # Proposals decoded last
 
 # Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
 _V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
@@ -130,8 +132,11 @@ class Proposal(ClcMessage):
         )
 
 
+@functools.lru_cache(_REMEMBERED)
 def decode_proposal_untrusted(raw: bytes) -> Proposal:
     """Decode a Proposal whose header and trailer were checked.
+
+    A peer sends the same one for all its connections, so the last ones are remembered.
 
     Raises:
       ProtocolError: its parts do not add up to its length, or have values that none may have.

@@ -26,6 +26,7 @@ A newer version nibble decodes; the answer carries ``answer_version``, the lower
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, ClassVar, TypeAlias
@@ -72,6 +73,13 @@ _HEADER = struct.Struct(">4sBHB")
 _ACCEPT_SIZE = 68
 _DECLINE_SIZES = (28, 44)
 _DIAGNOSIS = struct.Struct(">4I")
+# Bytes that a message of each type may have.
+_SIZES: dict[int, Container[int]] = {
+    MessageType.PROPOSAL: range(MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
+    MessageType.ACCEPT: (_ACCEPT_SIZE,),
+    MessageType.CONFIRM: (_ACCEPT_SIZE,),
+    MessageType.DECLINE: _DECLINE_SIZES,
+}
 
 
 class QpMtu(IntEnum):
@@ -226,15 +234,10 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
         raise ProtocolError("no CLC message: it does not start with the eye catcher")
     if last >> 4 == 0:
         raise ProtocolError("CLC message of version 0")
-    if kind == MessageType.PROPOSAL:
-        fits = MIN_PROPOSAL_SIZE <= length <= MAX_MESSAGE_SIZE
-    elif kind in (MessageType.ACCEPT, MessageType.CONFIRM):
-        fits = length == _ACCEPT_SIZE
-    elif kind == MessageType.DECLINE:
-        fits = length in _DECLINE_SIZES
-    else:
+    fits = _SIZES.get(kind)
+    if fits is None:
         raise ProtocolError(f"CLC message of unknown type {kind}")
-    if not fits:
+    if length not in fits:
         raise ProtocolError(f"CLC {MessageType(kind).name} of {length} bytes")
     return int(length)
 
