@@ -29,6 +29,7 @@ from trio_smc.rendezvous.prefixes import Prefix, interface_prefixes, plain_addre
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._stack import Stack
+    from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["connect_socket", "connect_stream"]
 
@@ -165,7 +166,9 @@ def _proposal(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
 
 
 @functools.lru_cache(_REMEMBERED)
-def _proposal(peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]) -> clc.Proposal:
+def _proposal_from(
+    peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]
+) -> clc.Proposal:
     """The same for one connection after the other."""
     subnet, length = bytes(4), 0
     prefixes: list[clc.Ipv6Prefix] = []
