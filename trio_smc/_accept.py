@@ -138,6 +138,8 @@ class Arrival:
 
     async def _negotiate(self) -> RdmaStream | Fallback:
         stack, sock, config, rnic = self._stack, self.sock, self._config, self._rnic
+        if sock.fileno() < 0:
+            raise trio.ClosedResourceError("given up before its task began")
         try:
             if self._failure is not None:
                 raise self._failure

@@ -93,6 +93,8 @@ class Claim:
             if self._is_over() or not self._told:
                 return False
             while True:
+                if connection.fileno() < 0:
+                    raise trio.ClosedResourceError("given up while this task was to go on")
                 until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
                 with trio.CancelScope(deadline=until) as scope:
                     await trio.lowlevel.wait_readable(connection)
