@@ -17,7 +17,7 @@ import trio.testing
 from tests.rnic_contract import PATIENCE, End, connect, make_end
 from tests.rnic_peer import Peer
 from trio_smc.rnic.poller import Poller
-from trio_smc.rnic.pump import _SOON, Pump
+from trio_smc.rnic.pump import _SLEEPLESS, _SOON, Pump
 from trio_smc.rnic.software import SoftRnic
 from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
 
@@ -327,6 +327,33 @@ class TestLoop:
             pump.flush_soon(lambda: calls.append(2))
             await trio.lowlevel.checkpoint()
             assert calls == [1, 1]
+
+    async def test_rnics_are_disarmed_after_the_first_sleep_of_a_busy_loop_too(
+        self,
+        rnics: tuple[SoftRnic, SoftRnic],
+        ends: tuple[End, End],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The hook that does it is gone while the loop is busy."""
+        rnic = rnics[1]
+        disarmed: list[bool] = []
+        arm, disarm = rnic.arm, rnic.disarm
+        monkeypatch.setattr(rnic, "arm", lambda: (disarmed.clear(), arm())[1])
+        monkeypatch.setattr(rnic, "disarm", lambda: (disarmed.append(True), disarm())[1])
+        pump = Pump(spin=0)
+        pump.add(rnic)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(pump.run)
+            for _ in range(2):
+                for _ in range(_SLEEPLESS + 2):
+                    await trio.lowlevel.checkpoint()
+                assert not pump._listening
+                disarmed.clear()
+                await trio.sleep(0.001)
+                assert pump._listening
+                assert disarmed == [True]
+            nursery.cancel_scope.cancel()
+        assert not pump._listening
 
     async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture

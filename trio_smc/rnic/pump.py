@@ -17,6 +17,9 @@ there is none while no task waits for a completion: what Trio sleeps for then co
 When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
 task, the wake eventfd is made readable, so that the wait ends at once.
 
+A hook costs each pass of the scheduler something, called or not.  So ``after_io_wait`` is there
+only while the loop sleeps now and then, and gone after `_SLEEPLESS` passes without a sleep.
+
 Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
 `flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
 """
@@ -42,6 +45,7 @@ _log = logging.getLogger("trio_smc.rnic")
 _PATIENCE: Final = 8
 _SELDOM: Final = 64
 _SOON: Final = 16
+_SLEEPLESS: Final = 32
 _LOOKS: Final = 6
 """So often it looks before it asks for the time and yields the processor, which take longer."""
 
@@ -100,6 +104,9 @@ class Pump:
         self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
         self._draining = False
         self._wake_fd = -1
+        self._after_wait = _AfterWait(self)
+        self._listening = False  # `_after_wait` is installed
+        self._sleepless = 0  # passes without a sleep since then
 
     # -- who takes part ------------------------------------------------------------------
 
@@ -295,8 +302,8 @@ class Pump:
         At the end the hooks are gone and the threads are joined.  Raises what is `broken`.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        hooks = _Hooks(self)
-        trio.lowlevel.add_instrument(hooks)
+        before_wait = _BeforeWait(self)
+        trio.lowlevel.add_instrument(before_wait)
         try:
             for lane in self._lanes:
                 lane.poller = Poller(lane.rnic, self._wake)
@@ -309,7 +316,8 @@ class Pump:
                 if self.broken is not None:
                     raise self.broken
         finally:
-            trio.lowlevel.remove_instrument(hooks)
+            trio.lowlevel.remove_instrument(before_wait)
+            self._stop_listening()
             for lane in self._lanes:
                 if lane.poller is not None:
                     lane.poller.stop()
@@ -339,22 +347,32 @@ class Pump:
                 self._wake()  # `run` raises it
 
     def before_io_wait(self, timeout: float) -> None:
-        """Flush, drain, and before a sleep also spin and arm."""
-        if self._soon:
-            self._busy_passes += 1
-            if timeout > 0 or self._busy_passes >= _SOON:
-                self._flushes += self._soon
-                self._soon = []
-        if self._flushes:
-            self._flush()
-        came = self.drain()
-        if timeout > 0:
-            if not came:
-                came = self._idle(timeout)
-            if came:
-                self._wake()
-        if self._flushes:
-            self._flush()
+        """The hook: flush, drain, and before a sleep also spin and arm.  Raises nothing."""
+        try:
+            if self._soon:
+                self._busy_passes += 1
+                if timeout > 0 or self._busy_passes >= _SOON:
+                    self._flushes += self._soon
+                    self._soon = []
+            if self._flushes:
+                self._flush()
+            came = self.drain()
+            if timeout > 0:
+                if came or self._idle(timeout):
+                    self._wake()
+            elif self._listening:
+                self._sleepless += 1
+                if self._sleepless > _SLEEPLESS:
+                    self._stop_listening()
+            if self._flushes:
+                self._flush()
+        except Exception as problem:
+            self._break(problem)
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            trio.lowlevel.remove_instrument(self._after_wait)
 
     def _idle(self, timeout: float) -> bool:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
@@ -364,6 +382,10 @@ class Pump:
             budget = min(self._spin_ns, int(min(timeout, 1.0) * 1e9))
             if worthwhile and self._spin(time.perf_counter_ns() + budget):
                 return True
+        self._sleepless = 0
+        if not self._listening:
+            self._listening = True
+            trio.lowlevel.add_instrument(self._after_wait)
         armed = True
         for lane in self._lanes:
             if not lane.arm():
@@ -373,28 +395,26 @@ class Pump:
             self.drain()
         return not armed
 
-    def after_io_wait(self) -> None:
-        """Drain what ended a sleep, before any task runs."""
-        for lane in self._lanes:
-            lane.disarm()
-        self.drain()
-
-
-class _Hooks(trio.abc.Instrument):
-    """Trio's hooks; they may not raise, Trio would drop them and nobody would drain."""
-
-    def __init__(self, pump: Pump) -> None:
-        self._pump = pump
-
-    def before_io_wait(self, timeout: float) -> None:
-        try:
-            self._pump.before_io_wait(timeout)
-        except Exception as problem:
-            self._pump._break(problem)
-
     def after_io_wait(self, timeout: float) -> None:
+        """The hook: drain what ended a sleep, before any task runs.  Raises nothing."""
         if timeout > 0:
             try:
-                self._pump.after_io_wait()
+                for lane in self._lanes:
+                    lane.disarm()
+                self.drain()
             except Exception as problem:
-                self._pump._break(problem)
+                self._break(problem)
+
+
+# Trio's hooks, without a call between; they may not raise, Trio would drop them and nobody would
+# drain.
+
+
+class _BeforeWait(trio.abc.Instrument):
+    def __init__(self, pump: Pump) -> None:
+        self.before_io_wait = pump.before_io_wait  # type: ignore[method-assign]
+
+
+class _AfterWait(trio.abc.Instrument):
+    def __init__(self, pump: Pump) -> None:
+        self.after_io_wait = pump.after_io_wait  # type: ignore[method-assign]
