@@ -17,9 +17,10 @@ def test_damaged_handshakes(seed: int, full: bool) -> None:
     cases = 50_000 if full else 2_000
     result = handshakes.run(cases, seed)
     assert result.failures == []
-    # Every kind of damage was done, and all that can come of it has come.
+    # Every kind of damage was done, and all that can come of it has come. Of the rarest kind come
+    # 17 in 2,000 cases on average: fewer than 2 in one run of a million.
     assert len(result.damages) >= 28
-    assert min(result.damages.values()) > cases // 1000
+    assert min(result.damages.values()) >= cases // 1000
     kinds = {outcome for pair in result.outcomes for outcome in pair}
     assert kinds == {"Established", "FellBack", "Failed"}
     assert result.outcomes["Established", "Established"] > cases // 5
