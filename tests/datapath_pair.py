@@ -9,6 +9,7 @@ from trio_smc.datapath import cdc
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.verbs import DeliveryUnknown
 
 __all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive"]
 
@@ -80,6 +81,12 @@ class FakeChannel:
     def __init__(self, number: int = 1) -> None:
         self.number = number
         self.instant = False
+        self.doubt = 0
+        """Which message that is done at once is the last: the link ends with it, and only the
+        peer knows whether it has arrived. 0: none."""
+        self.arrives = True
+        """Whether it has."""
+        self.dead = False
         self.queue: deque[tuple[str, object, int]] = deque()
         self.uncompleted: deque[tuple[Any, int]] = deque()
         self.log: list[Write | Cdc] = []
@@ -134,6 +141,12 @@ class FakeChannel:
     def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
         if not self.instant or self.uncompleted or self.waiting or not self._nothing_waits():
             return False
+        self.doubt -= 1
+        self.dead = self.doubt == 0
+        if self.dead:
+            self.instant = False
+            if not self.arrives:
+                raise DeliveryUnknown
         self.posted -= self.unsignaled
         self.unsignaled = 0
         if data is not None:
@@ -142,6 +155,8 @@ class FakeChannel:
             self.log.append(Write(start, start + len(data) - 1))
             self._place(data, start)
         self.queue.append(("told", message, self._note(message)))
+        if self.dead:
+            raise DeliveryUnknown
         return True
 
     def _nothing_waits(self) -> bool:
@@ -179,6 +194,9 @@ class FakeChannel:
         done = 0
         peer = self.peer
         assert peer is not None
+        if self.dead:
+            told = sum(kind == "told" for kind, _, _ in self.queue)
+            count = told if count is None else min(count, told)
         while self.queue and (count is None or done < count):
             kind, item, number = self.queue.popleft()
             if kind == "write":
@@ -320,8 +338,16 @@ class Pair:
         while True:
             self.flush()
             moved = sum(channel.deliver() + channel.complete() for channel in self.channels)
+            for side in (0, 1):
+                if self.channels[side].dead:
+                    self.mend(side)
+                    moved += 1
             if not moved and not self.flushes:
                 return
+
+    def mend(self, side: int) -> None:
+        """The link that one side sends on is dead; another carries on."""
+        self.fail_link(side)
 
     def states(self) -> tuple[str, str]:
         return self.a.state, self.b.state

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import (
     Completion,
+    DeliveryUnknown,
     MemoryRegion,
     ProtectionDomain,
     QpState,
@@ -110,6 +111,8 @@ class Fabric:
         (the sender's completion is good all the same), or None to let the request fail.
       cut: pairs of GIDs between which nothing arrives, although their ports are active.
       at_once: whether what need not wait can be done at once (`QueuePair.deliver`).
+      doubt: asked by each queue pair that is about to: None: nothing is wrong; else the other end
+        ends just then, and it says whether the message has arrived.
     """
 
     def __init__(self, *, tells_death: bool = True) -> None:
@@ -118,6 +121,7 @@ class Fabric:
         self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
         self.cut: set[frozenset[bytes]] = set()
         self.at_once = False
+        self.doubt: Callable[[PlainQueuePair], bool | None] = lambda qp: None
         self.busy: dict[PlainQueuePair, None] = {}
         self.rnics: dict[bytes, MemoryRnic] = {}
         self.numbers = 1
@@ -280,10 +284,19 @@ class PlainQueuePair(QueuePair):
             or not (peer.places and peer.receives and self.reaches(peer))
         ):
             return False
+        arrives = self.rnic.fabric.doubt(self)
         if data is not None:
             write = Work(0, 0, False, None, (data,), address, rkey)
             assert self._write(peer, write) is WcStatus.SUCCESS
-        return self._send(peer, Work(0, 0, False, message)) is WcStatus.SUCCESS
+        work = Work(0, 0, True, message)
+        if arrives is not False:
+            assert self._send(peer, work) is WcStatus.SUCCESS
+        if arrives is not None:
+            peer.fail(notices=False)
+            self._complete(work, WcStatus.RETRY_EXC_ERR)
+            self.fail(notices=False)
+            raise DeliveryUnknown
+        return True
 
     def write_capacity(self) -> int:
         return 1 << 62

@@ -18,7 +18,7 @@ def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> N
     cases = 3_000 if full else 60
     result = losses.run(cases, seed)
     assert result.failures == []
-    assert set(result.faults) == {"fail", "fail_noticed", "lose", "unacknowledged", "unplaced"}
+    assert set(result.faults) == set(losses.KINDS)
     assert set(result.streams) == {"alive", "broken", "closed"}
     assert result.moves > 10 * cases
 
@@ -54,12 +54,12 @@ def _waits_for_any(self: Link, other: Link) -> bool:
     return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._behind)
 
 
-@pytest.mark.parametrize("case", [192, 1145])
+@pytest.mark.parametrize("case", [323, 597])
 def test_a_reset_in_vain_is_noticed_in_a_known_schedule(
     case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two losses at once on links that failed in a row: about one schedule in 500 shows it."""
-    assert losses.run(1, 1, first=case).failures == []
+    assert losses.run(1, 2, first=case).failures == []
     monkeypatch.setattr(Link, "waits_for", _waits_for_any)
-    [failure] = losses.run(1, 1, first=case).failures
+    [failure] = losses.run(1, 2, first=case).failures
     assert "of its messages one was lost: False" in failure

@@ -478,6 +478,44 @@ def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> No
     pair.b.on_cdc_untrusted(cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
 
 
+@pytest.mark.parametrize("buffer", [bytes, bytearray])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -> None:
+    """The link ended with a message that was done at once; the peer may have taken it, and say so
+    before this side has noticed anything."""
+    pair = Pair(merge=True)
+    pair.ab.instant, pair.ab.doubt, pair.ab.arrives = True, 1, arrives
+    pair.ba.instant = True
+    data = buffer(b"abc")
+    assert pair.a.send(memoryview(data)) == 3
+    if buffer is bytearray:
+        data[:] = b"xyz"  # the sender's own again
+    assert (pair.a.sequence_sent, pair.a.unacknowledged) == (0, 3)
+    pair.ab.deliver()
+    assert pair.b.receive(10) == (b"abc" if arrives else b"")
+    assert pair.b.send(view(b"answer")) == 6
+    pair.ba.deliver()
+    assert pair.a.receive(10) == b"answer"
+    pair.settle()
+    assert pair.b.receive(10) == (b"" if arrives else b"abc")
+    assert pair.states() == ("ACTIVE", "ACTIVE")
+    assert pair.a.unacknowledged == 0
+    pair.close()
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
+    pair = Pair((SIZE, SIZE))
+    send(pair, bytes(SIZE))
+    pair.settle()
+    pair.ba.instant, pair.ba.doubt, pair.ba.arrives = True, 1, arrives
+    assert len(pair.b.receive(SIZE)) == SIZE
+    assert pair.ba.dead
+    pair.settle()
+    assert pair.a.window == SIZE
+    pair.close()
+
+
 # --- a link that is left while it works ------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from tests.rnic_contract import End, connect, got, make_end, nothing_comes, stat
 from trio_smc.rnic import _ring
 from trio_smc.rnic.faults import Fault, FaultPlan, FaultyQueuePair
 from trio_smc.rnic.software import SoftRnic
-from trio_smc.rnic.verbs import QpState, RnicEvent, WcStatus
+from trio_smc.rnic.verbs import DeliveryUnknown, QpState, RnicEvent, WcStatus
 
 FLUSHED = WcStatus.WR_FLUSH_ERR
 UNREACHABLE = WcStatus.RETRY_EXC_ERR
@@ -437,3 +437,31 @@ class TestRace:
         arrived = a.received == [b"message"]
         assert arrived is not before
         assert b.sent[0][1] in ((UNREACHABLE,) if not arrived else (0, UNREACHABLE))
+
+    @pytest.mark.parametrize("before", [False, True])
+    def test_what_is_delivered_at_once_may_have_been_taken(
+        self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
+    ) -> None:
+        """Nobody can tell, and nobody says that it was, or was not."""
+        a, b = faulty.pair()
+        until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)
+        pack, fence = _ring._pack_slot, _ring._release
+
+        def in_between(*arguments: Any) -> None:
+            monkeypatch.setattr(_ring, "_pack_slot", pack)
+            monkeypatch.setattr(_ring, "_release", fence)
+            if before:
+                pack(*arguments)
+            else:
+                fence()
+            a.qp.to_err()
+
+        monkeypatch.setattr(_ring, "_pack_slot" if before else "_release", in_between)
+        data = memoryview(b"data")
+        with pytest.raises(DeliveryUnknown):
+            b.qp.deliver(b"message", data, a.region.address, a.region.rkey)
+        assert state_of(b.qp) is ERR
+        until(lambda: bool(a.flushed) and len(b.flushed) == 2, a, b)
+        assert a.received == [b"first", *[b"message"][before:]]
+        assert b.flushed == [UNREACHABLE, FLUSHED]
+        assert not b.qp.deliver(b"after", None, 0, 0)

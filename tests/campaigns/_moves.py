@@ -23,6 +23,9 @@ def crowd(channel: FakeChannel, rng: random.Random) -> None:
     if rng.random() < 0.3:
         channel.room = rng.randint(1, 5000)
     channel.instant = rng.random() < 0.4
+    if rng.random() < 0.3:
+        channel.doubt = rng.randint(1, 20)
+        channel.arrives = rng.random() < 0.6
 
 
 class Moves:
@@ -42,6 +45,14 @@ class Moves:
         self.old: list[FakeChannel] = []
         self.failures = 0
         self.departures = 0
+        pair.mend = self._mend  # type: ignore[method-assign]
+
+    def _mend(self, side: int) -> None:
+        self._held[side] = None
+        self.failures += 1
+        self._pair.channels[side].deliver_told()
+        self._pair.channels[side].queue.clear()
+        self._change(side)
 
     def step(self) -> None:
         """Something happens to a link, or nothing."""
@@ -52,12 +63,18 @@ class Moves:
                 self.fail(side)
             else:
                 self.leave(side)
+        for side in (0, 1):
+            if self._pair.channels[side].dead and rng.random() < 0.2:
+                self._mend(side)
         if self.old and rng.random() < 0.1:
             rng.choice(self.old).complete(rng.randint(1, 3))
 
     def fail(self, side: int) -> None:
         """The link that ``side`` sends on fails in the middle of its work."""
         rng, channel = self._rng, self._pair.channels[side]
+        if channel.dead:
+            self._mend(side)
+            return
         channel.instant = False
         channel.deliver(rng.choice([0, 0, 1, 2, 5]))
         if channel.queue and channel.queue[0][0] == "write" and rng.random() < 0.5:

@@ -6,11 +6,11 @@
 
 A schedule is two whole stacks with 3-6 RNICs each and up to 14 connections, whose queue pairs fail
 again and again: at once, with a request that is lost, or whose acknowledgement is, or that is
-acknowledged and not placed (RFC 7609, 4.6.1).  Failures do not wait for each other, so validation
-messages are lost as well, and wait for what lies behind others.  One link that works for both sides
-is always left.  In half of the schedules what need not wait is done at once, without a completion
-(`QueuePair.deliver`).  This is the campaign `failover` without processes, threads and time: it
-replays.
+acknowledged and not placed (RFC 7609, 4.6.1), or of which nobody can tell (`DeliveryUnknown`).
+Failures do not wait for each other, so validation messages are lost as well, and wait for what lies
+behind others.  One link that works for both sides is always left.  In half of the schedules what
+need not wait is done at once, without a completion (`QueuePair.deliver`).  This is the campaign
+`failover` without processes, threads and time: it replays.
 
 In every schedule: no application gets a byte that was not sent, or in another order; a connection
 of which a message was acknowledged and not placed breaks at both ends, unless it was closed; no
@@ -32,13 +32,13 @@ from tests.memory_rnic import Fate, PlainQueuePair
 from trio_smc.datapath.cdc import CDC_TYPE, FAILOVER_VALIDATION, decode_untrusted
 from trio_smc.rnic.verbs import QpState
 
-__all__ = ["Case", "Result", "run"]
+__all__ = ["KINDS", "Case", "Result", "run"]
 
 WHOLE = 50_000
 SCHEDULES = 3_000
 _SETTLING = 70.0
 _WORKLOAD = {"nudge": 120, "send": 40, "receive": 10, "open": 5, "close": 1, "pass_time": 1}
-_KINDS = ("fail", "fail_noticed", "lose", "unacknowledged", *["unplaced"] * 3)
+KINDS = ("fail", "fail_noticed", "lose", "unacknowledged", *["unplaced"] * 3, "doubt")
 _FATES = {"lose": Fate.LOST, "unacknowledged": Fate.UNACKNOWLEDGED, "unplaced": Fate.UNPLACED}
 
 
@@ -76,6 +76,7 @@ class Case:
         self.streams: Counter[str] = Counter()
         # Alert tokens of messages that were acknowledged and not placed.
         self._unplaced: set[int] = set()
+        self._doubt = False  # the next message that is done at once
 
     def run(self) -> None:
         """Run it; AssertionError says which rule was broken."""
@@ -83,13 +84,14 @@ class Case:
         with GroupWorld(rng, (self.rnics, self.rnics)) as world:
             self.world = world
             world.fabric.at_once = self.at_once
+            world.fabric.doubt = self._doubts
             for _ in range(4):
                 self._do_open()
             world.pass_time(1.0)
             kinds, weights = tuple(_WORKLOAD), tuple(_WORKLOAD.values())
             for _ in range(self.steps):
                 if rng.random() < self.fault_rate:
-                    self._fault(rng.choice(_KINDS))
+                    self._fault(rng.choice(KINDS))
                 elif rng.random() < 0.02:
                     self._look_away(rng.randrange(2))
                 else:
@@ -108,7 +110,7 @@ class Case:
         for _ in range(rng.choice((10, 30, 60))):
             pick = rng.random()
             if pick < 0.15:
-                self._fault(rng.choice(_KINDS))
+                self._fault(rng.choice(KINDS))
             elif pick < 0.45 and world.streams:
                 rng.choice(world.streams).send(1 - place, rng.choice((1, 100, 3000)))
             elif pick < 0.6:
@@ -145,6 +147,9 @@ class Case:
 
     def _fault(self, kind: str) -> None:
         world, rng = self.world, self.rng
+        if kind == "doubt":
+            self._doubt = True
+            return
         if kind == "unplaced":
             pairs = [qp for qp in world.deliverable() if _acknowledged(qp)]
         elif kind in _FATES:
@@ -164,6 +169,14 @@ class Case:
         if kind not in ("lose", "unacknowledged"):
             qp.fail(notices=kind == "fail_noticed" or (kind == "unplaced" and rng.random() < 0.5))
         self.faults[kind] += 1
+
+    def _doubts(self, qp: PlainQueuePair) -> bool | None:
+        """See `Fabric.doubt`."""
+        if not self._doubt or not self._spares(qp):
+            return None
+        self._doubt = False
+        self.faults["doubt"] += 1
+        return self.rng.random() < 0.5
 
     def _spares(self, qp: PlainQueuePair) -> bool:
         """Whether another link works for both sides."""
@@ -192,6 +205,7 @@ class Case:
 
     def _settle(self) -> None:
         world = self.world
+        self._doubt = False
         for qp in world.queue_pairs():
             if not qp.places:
                 qp.fail(notices=False)

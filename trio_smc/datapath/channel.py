@@ -57,6 +57,10 @@ class Channel(Protocol):
           True: both are in the peer's memory, and all that was posted on the link before is; no
           completion follows. False: nothing has happened, and the same can be posted with
           `post_write` and `post_cdc` when there is `capacity`.
+
+        Raises:
+          DeliveryUnknown: the link fails just now; they may be there or not, as what was posted
+            and did not complete.
         """
 
     def hand_over(self, connection: AnyConnection, heir: AnyConnection | None) -> None:

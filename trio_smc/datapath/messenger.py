@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from trio_smc.datapath import cdc
 from trio_smc.datapath.urgent_receiver import UrgentReceiver
+from trio_smc.rnic.verbs import DeliveryUnknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,16 +136,24 @@ class Messenger(UrgentReceiver):
 
         ``_produced`` counts ``data`` already. True: it and all before it has arrived. False:
         nothing has happened. Not for urgent data, D, C or A.
+
+        Raises DeliveryUnknown: it counts as posted, and its link fails.
         """
         sequence = (self._sequence + 1) & 0xFFFF
         flags = cdc.WRITER_BLOCKED if self._blocked else 0
-        if not channel.try_post(self._message(sequence, flags, 0), data, address, self._rkey):
-            return False
+        known = True
+        try:
+            if not channel.try_post(self._message(sequence, flags, 0), data, address, self._rkey):
+                return False
+        except DeliveryUnknown:
+            known = False
         self._sequence = sequence
         self._told = self._consumed
         self._announced = self._produced
         self._owed = False
         self.cdcs_sent += 1
+        if not known:
+            raise DeliveryUnknown
         return True
 
     def _post_cdc(self, channel: Channel) -> None:
@@ -185,9 +194,15 @@ class Messenger(UrgentReceiver):
             return
         if self._waiting:
             self._owed = True
-        elif not (self._flags or self._urgent_goal) and self._try_cdc(channel, None, 0):
-            self.on_cdc_complete(self._sequence)
-        elif channel.capacity() > 0:
+            return
+        if not (self._flags or self._urgent_goal):
+            try:
+                if self._try_cdc(channel, None, 0):
+                    self.on_cdc_complete(self._sequence)
+                    return
+            except DeliveryUnknown:
+                return
+        if channel.capacity() > 0:
             self._post_cdc(channel)
         else:
             self._owed = True

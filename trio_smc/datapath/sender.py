@@ -27,6 +27,7 @@ import os
 from typing import TYPE_CHECKING
 
 from trio_smc.datapath.delivery import Delivery
+from trio_smc.rnic.verbs import DeliveryUnknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -256,10 +257,16 @@ class Sender(Delivery):
         self._produced = before + length
         was_blocked = self._blocked
         self._blocked = blocked
-        if not self._try_cdc(channel, data, self._address + start):
-            self._produced = before
-            self._blocked = was_blocked
-            return False
+        try:
+            if not self._try_cdc(channel, data, self._address + start):
+                self._produced = before
+                self._blocked = was_blocked
+                return False
+        except DeliveryUnknown:
+            kept = data if type(data.obj) is bytes else memoryview(bytes(data))
+            self._record.append((self._sequence, self._produced, kept))
+            self.writes += 1
+            return True  # as if posted
         self.writes += 1
         self._completed = self._sequence
         self._delivered = self._produced

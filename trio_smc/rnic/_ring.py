@@ -101,6 +101,8 @@ class Sent:
     """The peer's queue pair is in ERR or its port is down."""
     NONSENSE: Final = 3
     """The peer's words make no sense."""
+    UNKNOWN: Final = 4
+    """Published while the peer's queue pair ended: it may have been taken, or not."""
 
 
 class ReceiveRing:
@@ -203,7 +205,7 @@ class SendRing:
             words[_ARMED] = 0
             ring_doorbell(self.doorbell)
             if words[_POSTED] >= PORT_DOWN:
-                return Sent.GONE  # it may have been taken, or not
+                return Sent.UNKNOWN
         return 0
 
     def _refusal(self) -> int:

@@ -30,6 +30,7 @@ from ._softmr import SoftProtectionDomain
 from .verbs import (
     RECEIVE_SIZE,
     Completion,
+    DeliveryUnknown,
     QpState,
     QueueFull,
     QueuePair,
@@ -62,6 +63,7 @@ _STATUS_OF: Final = {
     Sent.NOT_READY: STALLED,
     Sent.GONE: _UNREACHABLE,
     Sent.NONSENSE: int(WcStatus.GENERAL_ERR),
+    Sent.UNKNOWN: _UNREACHABLE,
 }
 # Half the price of Completion(...).
 _new: Any = tuple.__new__
@@ -212,7 +214,11 @@ class SoftQueuePair(QueuePair):
         # What is written before the ring refuses the message is written again, to the same place.
         if data is not None and (peer.ring.gone() or peer.regions.write(data, None, address, rkey)):
             return False
-        return not peer.ring.put(message)
+        sent = peer.ring.put(message)
+        if sent == Sent.UNKNOWN:
+            self._enter_err(Request(0, True, message), _UNREACHABLE)
+            raise DeliveryUnknown
+        return not sent
 
     def write_capacity(self) -> int:
         return _UNLIMITED

@@ -47,6 +47,7 @@ from .memory import Memory
 __all__ = [
     "RECEIVE_SIZE",
     "Completion",
+    "DeliveryUnknown",
     "MemoryRegion",
     "ProtectionDomain",
     "QpState",
@@ -84,6 +85,10 @@ class QueueFull(RnicError):
 
     def __init__(self) -> None:
         super().__init__(errno.ENOMEM, "the work queue is full")
+
+
+class DeliveryUnknown(Exception):
+    """Nobody can tell whether what was to be delivered at once has arrived."""
 
 
 class QpState(StrEnum):
@@ -229,6 +234,10 @@ class QueuePair(ABC):
         Returns:
           True: both have arrived, and all that was posted before; there will be no completion.
           False: to be posted with `post_write` and `post_send` instead.
+
+        Raises:
+          DeliveryUnknown: the peer's queue pair ended just then, and may have taken it; this one
+            is in ERR, and a completion says so.
         """
         return False
 
