@@ -29,6 +29,7 @@ from trio_smc._handshake import run_negotiation
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.outcomes import Failed, FellBack
 from trio_smc.rendezvous.prefixes import interface_prefixes
+from trio_smc.rendezvous.spinning import Spinner
 from trio_smc.rendezvous.timers import Timers
 
 # Short, but long enough for a machine that is busy with other things.
@@ -556,7 +557,8 @@ async def test_an_answer_in_the_moment_of_the_time_out(
                 nursery.start_soon(advance)
                 nursery.start_soon(run_timers, timers)
                 try:
-                    await run_negotiation(cast(Any, negotiation), sock, 1.0, timers)
+                    core, spinner = cast(Any, negotiation), Spinner(0.0, bool)
+                    await run_negotiation(core, sock, 1.0, timers, spinner)
                     outcomes["answer"] += 1
                 except TimeoutError:
                     outcomes["time-out"] += 1

@@ -133,7 +133,9 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
     negotiation.sock = sock
     with stack.handshake():
         negotiation.start()
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
+        outcome = await run_negotiation(
+            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner
+        )
         if isinstance(outcome, Established):
             options = None if attempt.plain is not None else inherited(sock)
             return established_stream(stack, outcome, sock, config, attempt.peer, options)
@@ -147,7 +149,9 @@ async def _decline(
     negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
     with stack.handshake():
         negotiation.decline(reason)
-        outcome = await run_negotiation(negotiation, sock, config.handshake_timeout, stack.timers)
+        outcome = await run_negotiation(
+            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner
+        )
         if isinstance(outcome, Established):
             raise RuntimeError("a negotiation was declined and succeeded")
     return outcome.fallback

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.client import ClientNegotiation
     from trio_smc.rendezvous.outcomes import FellBack
     from trio_smc.rendezvous.server import ServerNegotiation
+    from trio_smc.rendezvous.spinning import Spinner
     from trio_smc.rendezvous.timers import Timers
 
 __all__ = ["run_negotiation"]
@@ -38,6 +39,7 @@ async def run_negotiation(
     sock: trio.socket.SocketType,
     patience: float,
     timers: Timers,
+    spinner: Spinner,
 ) -> Established | FellBack:
     """Run a negotiation to its end.
 
@@ -45,14 +47,14 @@ async def run_negotiation(
       negotiation: a client's must have been started; for a server's there are bytes to read.
       sock: the TCP connection; stays open whatever happens.
       patience: seconds for each CLC message (RFC 7609, C.5).
-      timers: of the stack.
+      timers, spinner: of the stack.
 
     Raises:
       OSError: the TCP connection must end (C.5, C.6, C.7).
     """
     reader = ClcReader()
     try:
-        await _run(negotiation, sock, patience, timers, reader)
+        await _run(negotiation, sock, patience, timers, spinner, reader)
         if negotiation.outcome is None:
             await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
@@ -79,6 +81,7 @@ async def _run(
     sock: trio.socket.SocketType,
     patience: float,
     timers: Timers,
+    spinner: Spinner,
     reader: ClcReader,
 ) -> None:
     """Until there is an outcome, or only our last message is left to send."""
@@ -91,9 +94,15 @@ async def _run(
             continue
         if negotiation.outgoing or negotiation.outcome is not None:
             continue
+        if negotiation.awaits_clc and spinner.until(lambda: _read(negotiation, fd, reader)):
+            continue
         if negotiation.state != state:
             state, deadline = negotiation.state, timers.now() + patience
-        in_vain = await _wait(negotiation, fd, timers, deadline)
+        spinner.sleeping += 1
+        try:
+            in_vain = await _wait(negotiation, fd, timers, deadline)
+        finally:
+            spinner.sleeping -= 1
         if sock.fileno() < 0:
             raise trio.ClosedResourceError("the handshake was given up")
         if in_vain:

@@ -40,6 +40,7 @@ from trio_smc._rnics import StackRnics
 from trio_smc._tcp_watch import TcpWatch
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.spinning import Spinner
 from trio_smc.rendezvous.tcp_option import TcpOption
 from trio_smc.rendezvous.timers import Timers
 from trio_smc.rnic.pump import Pump
@@ -56,6 +57,8 @@ __all__ = ["StackLife", "running_stacks"]
 
 LOGGER = logging.getLogger("trio_smc")
 
+_HANDSHAKE_SPINS = 4
+"""A peer takes longer to answer a message of a handshake than one of a stream."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
 
 
@@ -77,7 +80,8 @@ class StackLife:
         self.pump = Pump(spin=config.spin)
         self.timers = Timers(trio.current_time, self._timer_is_earlier)
         self.tcp_watch: TcpWatch
-        self.discovery = Discovery(config.private_directory())
+        self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
+        self.discovery = Discovery(config.private_directory(), self.spinner)
         self.tcp_option = TcpOption(Path(config.tcp_option))
         self.control: ControlSocket | None = None
         self.closing = False

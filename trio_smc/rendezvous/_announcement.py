@@ -63,7 +63,7 @@ class Announcement:
         both sides stay on TCP.
         """
         try:
-            if not self.answered:
+            if not self.answered and not self._owner.spin(self):
                 with trio.CancelScope(deadline=deadline):
                     await self._owner.wait(self)
         finally:

@@ -26,6 +26,7 @@ from trio_smc.rendezvous._announcement import Announcement, Channel
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_protocol import Kind, Message
 from trio_smc.rendezvous.prefixes import is_same_host
+from trio_smc.rendezvous.spinning import Spinner
 
 __all__ = ["AnySocket", "Channels"]
 
@@ -60,9 +61,10 @@ class _Place:
 class Channels:
     """The Unix connections of one stack to listening processes of this host."""
 
-    def __init__(self, private: Path) -> None:
+    def __init__(self, private: Path, spinner: Spinner | None = None) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
+        self._spinner = spinner or Spinner(0.0, lambda: False)
         self._listings = directory.Listings()
         self._namespaces: dict[bytes, str] = {}
         self._places: dict[tuple[str, str, int], _Place] = {}
@@ -171,9 +173,20 @@ class Channels:
 
     # --- answers -----------------------------------------------------------------------------
 
+    def spin(self, announcement: Announcement) -> bool:
+        """Whether ``announcement`` is answered within a moment, with nothing else to do."""
+        if self._reading or not announcement.asked:
+            return False
+        channel = announcement.asked[-1]  # nearly always the only one
+
+        def answered() -> bool:
+            return self._hear_one(channel) and announcement.answered
+
+        return self._spinner.until(answered)
+
     async def wait(self, announcement: Announcement) -> None:
         """Wait until ``announcement`` is answered."""
-        self._look()
+        self._spinner.sleeping += 1
         try:
             while not announcement.answered:
                 if self._reading:
@@ -188,6 +201,7 @@ class Channels:
                     self._reading = False
                 self._look()
         finally:
+            self._spinner.sleeping -= 1
             self._others.pop(announcement, None)
             if not self._reading and self._others:
                 self.wake(next(iter(self._others)))

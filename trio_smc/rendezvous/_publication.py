@@ -14,6 +14,7 @@ import logging
 import math
 import select
 import socket
+import sys
 
 import trio
 
@@ -22,6 +23,11 @@ from trio_smc.rendezvous import _local_protocol as protocol
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
+from trio_smc.rendezvous.spinning import Spinner
+
+if sys.platform == "linux":  # elsewhere nothing is published
+    import fcntl
+    import termios
 
 __all__ = ["Claim", "Publication"]
 
@@ -35,6 +41,7 @@ _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, sec
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
+_NO_BYTES = bytes(4)  # FIONREAD's answer, an int
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -96,16 +103,22 @@ class Claim:
                 if connection.fileno() < 0:
                     raise trio.ClosedResourceError("given up while this task was to go on")
                 until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
-                with trio.CancelScope(deadline=until) as scope:
-                    await trio.lowlevel.wait_readable(connection)
-                # Before a client sends anything else than CLC it withdraws.
+                publication.spinner.sleeping += 1
+                try:
+                    with trio.CancelScope(deadline=until) as scope:
+                        await trio.lowlevel.wait_readable(connection)
+                finally:
+                    publication.spinner.sleeping -= 1
+                if not scope.cancelled_caught:
+                    break
                 publication.hear_all(client)
                 if self._is_over():
                     return False
-                if not scope.cancelled_caught:
-                    return True
                 if trio.current_time() >= deadline:
                     raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and says nothing")
+            # Before a client sends anything else than CLC it withdraws.
+            publication.hear_all(client)
+            return not self._is_over()
         finally:
             self._settle()
 
@@ -123,6 +136,10 @@ class Claim:
         self._publication.forget(self._key, self)
 
 
+def _has_bytes(connection: trio.socket.SocketType) -> bool:
+    return fcntl.ioctl(connection.fileno(), termios.FIONREAD, _NO_BYTES) != _NO_BYTES
+
+
 class Publication:
     """One listening TCP socket that clients on this host can announce connections to.
 
@@ -136,8 +153,10 @@ class Publication:
         address: tuple[str, int],
         made: NewSocket | None,
         unavailable: FallbackReason | None,
+        spinner: Spinner | None = None,
     ) -> None:
         self.address = address
+        self.spinner = spinner or Spinner(0.0, lambda: False)
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()

@@ -48,6 +48,7 @@ from trio_smc.rendezvous._announcement import Announcement
 from trio_smc.rendezvous._channels import AnySocket, Channels
 from trio_smc.rendezvous._publication import Claim, Publication
 from trio_smc.rendezvous.prefixes import plain_address
+from trio_smc.rendezvous.spinning import Spinner
 
 __all__ = ["Announcement", "Claim", "Discovery", "Publication"]
 
@@ -60,10 +61,11 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class Discovery:
     """Same-host discovery of one stack: publishes its listeners, asks other stacks' listeners."""
 
-    def __init__(self, private: Path) -> None:
+    def __init__(self, private: Path, spinner: Spinner | None = None) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
-        self._channels = Channels(private)
+        self._spinner = spinner
+        self._channels = Channels(private, spinner)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
         self._warned = False
 
@@ -113,7 +115,7 @@ class Discovery:
         except directory.DirectoryUnusable as error:
             self._warn(error)
             return self.publish_nothing(address, error.reason)
-        publication = Publication(address, made, None)
+        publication = Publication(address, made, None, self._spinner)
         publication.start(nursery)
         self._publications.add(publication)
         return publication
