@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import MappingProxyType
@@ -16,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from trio_smc._base.observer import ObserverGroup
-from trio_smc._base.statistics import StackStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
 from trio_smc._connect import connect_stream
 from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
 from trio_smc._event_log import log_event
 from trio_smc._events import EventObserver
 from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
-from trio_smc._stack_core import STREAM_COUNTERS, StackCore, add_statistics
+from trio_smc._stack_core import StackCore
 from trio_smc._stack_life import running_stacks
 from trio_smc._tcp_stream import TcpStream
 
@@ -252,12 +251,11 @@ class Stack(StackCore):
 
     def statistics(self) -> StackStatistics:
         """The counters so far; a frozen value."""
-        totals = Counter(self._closed_totals)
-        for endpoint in self._endpoints.values():
-            add_statistics(totals, endpoint.connection.statistics())
+        counters = [each.connection.counters() for each in self._endpoints.values()]
+        totals = map(sum, zip(self._closed_totals, *counters, strict=True))
         pools = [group.own_rmbs.pool for group in self._groups]
         return StackStatistics(
-            **{name: totals[name] for name in STREAM_COUNTERS},
+            **dict(zip(STREAM_COUNTERS, totals, strict=True)),
             connections=self._counts["connections"],
             open_connections=len(self._endpoints),
             unknown_tokens=self._counts["unknown_tokens"],

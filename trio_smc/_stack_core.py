@@ -9,14 +9,14 @@ import logging
 import secrets
 import weakref
 from collections import Counter
-from dataclasses import fields
+from operator import add
 from typing import TYPE_CHECKING
 
 import trio
 
 from trio_smc._base.config import Config
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc._base.statistics import StreamStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS
 from trio_smc._endpoint import Endpoint
 from trio_smc._policy import ShortConnections
 from trio_smc._rnic_life import RnicChange
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.group_host import Mover
     from trio_smc.rendezvous.link import Link
 
-__all__ = ["STREAM_COUNTERS", "StackCore", "add_statistics"]
+__all__ = ["StackCore"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -58,7 +58,7 @@ class StackCore(StackLife):
         self.short_connections = ShortConnections(trio.current_time)
         self.link_gone = trio.lowlevel.ParkingLot()
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
-        self._closed_totals: Counter[str] = Counter()
+        self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._counts: Counter[str] = Counter()
         self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
         opened = self.rnic_set.opened
@@ -196,10 +196,10 @@ class StackCore(StackLife):
     def connection_closed(self, endpoint: Endpoint) -> None:
         """A connection is CLOSED and has given everything back."""
         del self._endpoints[endpoint.connection]
-        statistics = endpoint.connection.statistics()
-        add_statistics(self._closed_totals, statistics)
-        size = statistics.bytes_sent + statistics.bytes_received
-        self.short_connections.closed(endpoint.connection, size)
+        connection = endpoint.connection
+        self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
+        size = connection.bytes_sent + connection.bytes_received
+        self.short_connections.closed(connection, size)
         self._something_ended.set()
 
     def handshake(self) -> _Handshake:
@@ -241,11 +241,3 @@ class _Handshake:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
             self._counts["failed"] += 1
-
-
-STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
-
-
-def add_statistics(totals: Counter[str], statistics: StreamStatistics) -> None:
-    for name in STREAM_COUNTERS:
-        totals[name] += getattr(statistics, name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .reasons import FallbackReason, Origin
 
-__all__ = ["StackStatistics", "StreamStatistics"]
+__all__ = ["STREAM_COUNTERS", "StackStatistics", "StreamStatistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,10 @@ class StreamStatistics:
     """CDC messages discarded for their sequence number (RFC 7609, A.4)."""
     failovers: int = 0
     """How often this side moved its sending to another link (RFC 7609, 4.6)."""
+
+
+STREAM_COUNTERS = tuple(field.name for field in fields(StreamStatistics))
+"""Their names, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

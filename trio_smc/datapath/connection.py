@@ -19,7 +19,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc._base.statistics import StreamStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
 from trio_smc.datapath.cdc import (
     ABNORMAL_CLOSE,
     CONNECTION_CLOSED,
@@ -117,19 +117,23 @@ class Connection(Endings):
         """Sequence number of the last CDC message received: SR of RFC 7609, 4.6.1."""
         return self._last_received
 
+    def counters(self) -> tuple[int, ...]:
+        """The counters so far, in the order of `STREAM_COUNTERS`."""
+        return (
+            self._produced,
+            self._received,
+            self.writes,
+            self.cdcs_sent,
+            self.cdcs_received,
+            self.coalesced,
+            self.window_stalls,
+            self.stale_cdcs,
+            self.failovers,
+        )
+
     def statistics(self) -> StreamStatistics:
         """The counters so far."""
-        return StreamStatistics(
-            bytes_sent=self._produced,
-            bytes_received=self._received,
-            writes=self.writes,
-            cdcs_sent=self.cdcs_sent,
-            cdcs_received=self.cdcs_received,
-            coalesced=self.coalesced,
-            window_stalls=self.window_stalls,
-            stale_cdcs=self.stale_cdcs,
-            failovers=self.failovers,
-        )
+        return StreamStatistics(**dict(zip(STREAM_COUNTERS, self.counters(), strict=True)))
 
     def set_policy(
         self, *, close_timeout: float, flush_later: Callable[[Callable[[], None]], None] | None

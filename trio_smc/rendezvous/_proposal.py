@@ -30,7 +30,7 @@ MIN_PROPOSAL_SIZE = 52
 _FIXED = 38  # up to the offset to the prefix area
 _AREA = struct.Struct(">4sB2sB")  # IPv4 subnet, its length, reserved, number of IPv6 prefixes
 _PREFIX_SIZE = 17
-_REMEMBERED = 64  # Proposals decoded last
+_REMEMBERED = 64  # Proposals encoded and decoded last
 
 # Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
 _V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
@@ -120,16 +120,22 @@ class Proposal(ClcMessage):
 
     def encode(self) -> bytes:
         """The message on the wire."""
-        return b"".join(
-            (
-                self.LAYOUT.pack(self, self._head(self._length())),
-                len(self.growth).to_bytes(2, "big"),
-                self.growth,
-                self._area() if self._has_area else b"",
-                self.extension,
-                EYE_CATCHER,
-            )
+        return _encoded(self)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _encoded(proposal: Proposal) -> bytes:
+    """A client sends the same one for all its connections."""
+    return b"".join(
+        (
+            proposal.LAYOUT.pack(proposal, proposal._head(proposal._length())),
+            len(proposal.growth).to_bytes(2, "big"),
+            proposal.growth,
+            proposal._area() if proposal._has_area else b"",
+            proposal.extension,
+            EYE_CATCHER,
         )
+    )
 
 
 @functools.lru_cache(_REMEMBERED)

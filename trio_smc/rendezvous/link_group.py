@@ -106,7 +106,7 @@ class LinkGroup:
     @property
     def usable(self) -> bool:
         """Whether connections may use the group."""
-        return self.machine.state in USABLE and self.any_active_link() is not None
+        return self.machine.state in USABLE and self.links.any_usable
 
     def takes(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
