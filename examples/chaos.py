@@ -94,7 +94,7 @@ class Chaos:
 
     def __init__(self, policy: Policy, show: Show) -> None:
         self.policy = policy
-        self.result = Result(seed=policy.seed, rnics=policy.rnics)
+        self.result = Result(seed=policy.seed, rnics=policy.rnics, during=policy.during)
         self._show = show
         self._rng = random.Random(policy.seed)
         self._changed = trio.Event()

@@ -51,6 +51,7 @@ class Result:
 
     seed: int
     rnics: int
+    during: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     during_failover: int = 0
     missed: int = 0

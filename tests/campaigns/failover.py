@@ -9,9 +9,11 @@ checked for its position and every direction by its SHA-256.  The connections th
 acknowledged but not placed, and only those, are reset.
 
 Half of the failures meet groups of two links, the others some of three and of four, unless
-`--rnics` says otherwise.  A seed replays the faults and what every connection says; when each
-meets which is up to the scheduler.  50,000 cases are 2,000 failures, the long version 50,000
-(`--long`).
+`--rnics` says otherwise; some of the last come in rows, and half of those are messages acknowledged
+and not placed (`--rows`).  A seed replays the faults and what every connection says; when each
+meets which is up to the scheduler.  So both processes remember what was sent and logged lately, and
+tell it when a connection ends as it should not.  50,000 cases are 2,000 failures, the long version
+50,000 (`--long`).
 """
 
 from __future__ import annotations
@@ -24,36 +26,41 @@ from collections import deque
 
 import trio
 
-from examples.chaos import Chaos, Policy, Result
+from examples.chaos import KINDS, Chaos, Policy, Result
 from tests.campaigns._options import parse
 
 CASES_PER_FAILURE = 25
 LONG = 50_000
 # Failures after which a line is printed, and lines of what happened before a problem.
 PROGRESS, LAST_LINES = 1000, 60
-# RNICs of each process, and their share of the failures.
-MIXTURE = ((2, 0.5), (3, 0.25), (4, 0.25))
+# RNICs of each process, their share of the failures, and whether those come in rows.
+MIXTURE = ((2, 0.5, False), (3, 0.2, False), (4, 0.15, False), (4, 0.15, True))
+# Every other failure is a message acknowledged and not placed: what waits for what is lost then.
+ROWS = {**KINDS, "not-placed": 120, "process-stop": 0, "link-silent": 0}
 # Less is said by each, so that connections come and go all the time.
 SCALE = 30
 
 
 def run(
-    cases: int, seed: int, *, rnics: int | None = None, long: bool = False, log: str | None = None
-) -> list[Result]:
+    cases: int, seed: int, *, rnics: int | None = None, rows: bool = False, long: bool = False,
+    log: str | None = None,
+) -> list[Result]:  # fmt: skip
     """Let things go wrong; `Result.problems` says what must not happen and did.
 
     Args:
       rnics: of each process; None: the mixture.
+      rows: with ``rnics``: failures come in rows.
       log: a directory for what happened, one of its own for each number of RNICs.
     """
     failures = LONG if long else max(20, cases // CASES_PER_FAILURE)
-    mixture = MIXTURE if rnics is None else ((rnics, 1.0),)
+    mixture = MIXTURE if rnics is None else ((rnics, 1.0, rows),)
     return [
         run_one(Policy(
             seed=seed, faults=round(share * failures), rnics=number, scale=SCALE,
-            log=log and f"{log}/{number}-rnics",
+            during=1 if in_rows else 5, kinds=ROWS if in_rows else KINDS,
+            log=log and f"{log}/{number}-rnics{'-rows' * in_rows}",
         ))
-        for number, share in mixture
+        for number, share, in_rows in mixture
     ]  # fmt: skip
 
 
@@ -89,6 +96,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rnics", type=int, default=None, choices=(2, 3, 4), help="of each process (default: all)"
     )
+    parser.add_argument(
+        "--rows", action="store_true", help="with --rnics: failures come in rows, half of them lose"
+    )
     parser.add_argument("--log", metavar="DIRECTORY", help="where logs of all processes go")
     parser.add_argument("--long", action="store_true", help=f"{LONG} failures")
 
@@ -101,11 +111,12 @@ def main() -> int:
         arguments.cases,
         arguments.seed,
         rnics=arguments.rnics,
+        rows=arguments.rows,
         long=arguments.long,
         log=arguments.log,
     )
     for result in results:
-        print(f"with {result.rnics} RNICs on each side:")
+        print(f"with {result.rnics} RNICs on each side{', in rows' * (result.during == 1)}:")
         for name, text in result.rows():
             print(f"  {name:<24}{text}")
         for problem in result.problems:
