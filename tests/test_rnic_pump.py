@@ -338,22 +338,35 @@ class TestLoop:
         rnic = rnics[1]
         disarmed: list[bool] = []
         arm, disarm = rnic.arm, rnic.disarm
-        monkeypatch.setattr(rnic, "arm", lambda: (disarmed.clear(), arm())[1])
-        monkeypatch.setattr(rnic, "disarm", lambda: (disarmed.append(True), disarm())[1])
+
+        def armed() -> bool:
+            disarmed.clear()
+            return arm()
+
+        def disarmed_again() -> None:
+            disarmed.append(True)
+            disarm()
+
+        monkeypatch.setattr(rnic, "arm", armed)
+        monkeypatch.setattr(rnic, "disarm", disarmed_again)
         pump = Pump(spin=0)
         pump.add(rnic)
+
+        def listening() -> bool:
+            return pump._listening
+
         async with trio.open_nursery() as nursery:
             await nursery.start(pump.run)
             for _ in range(2):
                 for _ in range(_SLEEPLESS + 2):
                     await trio.lowlevel.checkpoint()
-                assert not pump._listening
+                assert listening() is False
                 disarmed.clear()
                 await trio.sleep(0.001)
-                assert pump._listening
+                assert listening() is True
                 assert disarmed == [True]
             nursery.cancel_scope.cancel()
-        assert not pump._listening
+        assert listening() is False
 
     async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture

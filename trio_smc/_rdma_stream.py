@@ -39,14 +39,13 @@ __all__ = ["RdmaStream"]
 
 _DEFAULT_RECEIVE: Final = 65536
 # What each call needs, looked up once.
-_reschedule: Final = trio.lowlevel.reschedule
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 _ABORTED: Final = Abort.SUCCEEDED
 _YIELD_EVERY_CALLS: Final = 32
 _CROWD: Final = 8
-"""So many waiting tasks are better served together, when the scheduler is about to sleep."""
+"""So many waiting tasks are better served together, when the last of them parks again."""
 _YIELD_EVERY_NS: Final = 200_000
 # Waiters of the core; `URGENT` is another.
 _READER: Final = "on_readable"
@@ -362,7 +361,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         core, pump = self._core, self._pump
         setattr(core, waiter, _nothing)
         core.tell()  # may call the waiter, too
-        if pump.waiting < _CROWD:
+        if pump.waiting < _CROWD or not pump.awake:
             self._drain()
         if getattr(core, waiter) is None:
             return False
@@ -375,10 +374,11 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             setattr(core, waiter, None)
             return _ABORTED
 
-        setattr(core, waiter, partial(_reschedule, trio.lowlevel.current_task()))
+        setattr(core, waiter, partial(pump.wake, trio.lowlevel.current_task()))
         pump.waiting += 1
         try:
             await _sleep(abort)
+            pump.awake -= 1
         finally:
             pump.waiting -= 1
         if not self._strict:
