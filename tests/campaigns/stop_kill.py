@@ -3,7 +3,7 @@
     python -m tests.campaigns.stop_kill --cases N --seed S [--round K]
 
 Half of them by SIGKILL, half by SIGSTOP, past the timers (links are tested after 0.2 s, and given
-up 0.2 s later), and then SIGCONT. The survivor's calls all raise BrokenResourceError within the
+up 0.6 s later), and then SIGCONT. The survivor's calls all raise BrokenResourceError within the
 configured time; then it has the descriptors, threads, mappings, memory and files it had before.
 50,000 cases are 500 rounds; --round runs one alone.
 """

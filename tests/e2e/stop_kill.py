@@ -29,7 +29,7 @@ from trio_smc import Config, SmcStream, Stack
 __all__ = ["LANES", "SETTINGS", "Outcome", "stop_and_kill"]
 
 LANES = 4
-SETTINGS = {"test_link_interval": 0.2, "test_link_timeout": 0.2, "close_timeout": 2.0}
+SETTINGS = {"test_link_interval": 0.2, "test_link_timeout": 0.6, "close_timeout": 2.0}
 CONFIGURED = 2 * SETTINGS["test_link_interval"] + SETTINGS["test_link_timeout"]
 """Seconds a survivor of SIGSTOP needs at most by its settings: an interval in which the last
 message came, one without any, and the time for the answer."""
