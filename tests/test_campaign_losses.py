@@ -15,7 +15,8 @@ from trio_smc.rendezvous.link import Link
 
 
 def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> None:
-    cases = 3_000 if full else 60
+    # Of ten cases two have streams that end in order, so that fewer may have none.
+    cases = 3_000 if full else 90
     result = losses.run(cases, seed)
     assert result.failures == []
     assert set(result.faults) == set(losses.KINDS)
