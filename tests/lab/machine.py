@@ -77,8 +77,9 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
     with _lab(name) as (kernel, place, console):
         guest = _Guest("a", kernel, place, memory)
         guest.prepare(commands, role="server", mtu=0)
-        _boot([guest], console, wired=False)
-        return Finished(guest.finish(seconds), console.text())
+        with _gone_at_the_end([guest]):
+            _boot([guest], console, wired=False)
+            return Finished(guest.finish(seconds), console.text())
 
 
 def run_pair(
@@ -92,10 +93,11 @@ def run_pair(
         guests = [_Guest(each, kernel, place, memory) for each in "ab"]
         for guest, role in zip(guests, ("server", "client"), strict=True):
             guest.prepare(commands, role=role, mtu=mtu)
-        _boot(guests, console, wired=True)
         status = 0
-        for guest in guests:
-            status = guest.finish(seconds) or status
+        with _gone_at_the_end(guests):
+            _boot(guests, console, wired=True)
+            for guest in guests:
+                status = guest.finish(seconds) or status
         wires = [place / f"wire{number}.pcap" for number in range(CAPTURED)]
         for wire in wires:
             thin_out(wire)
@@ -106,6 +108,17 @@ def run_pair(
             console.add("wire", line)
         status = status or int(bool(reading.malformed))
         return Finished(status, console.text())
+
+
+@contextlib.contextmanager
+def _gone_at_the_end(guests: Sequence[_Guest]) -> Iterator[None]:
+    """No guest outlives a test whose time ran out."""
+    try:
+        yield
+    finally:
+        for guest in guests:
+            if guest.started:
+                guest.kill()
 
 
 def _boot(guests: Sequence[_Guest], console: _Console, *, wired: bool) -> None:
@@ -174,6 +187,7 @@ class _Guest:
         self.memory = memory
         self.up = threading.Event()
         """Its commands have begun."""
+        self.started = False
         self.share = place / name
         self.share.mkdir()
 
@@ -227,6 +241,7 @@ class _Guest:
             target=console.follow, args=(self, self.process.stdout), name="console"
         )
         self._follower.start()
+        self.started = True
 
     def _wire(self, number: int) -> Sequence[str]:
         own, peer = (1, 2) if self.name == "a" else (2, 1)
@@ -245,7 +260,7 @@ class _Guest:
         """Have QEMU do something."""
         got = b""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as monitor:
-            monitor.settimeout(5)
+            monitor.settimeout(60)
             monitor.connect(f"{self.place}/{self.name}.monitor")
             monitor.sendall(command.encode() + b"\n")
             while got.count(b"(qemu) ") < 2:  # before the command, and after it

@@ -11,7 +11,7 @@ from tests.rnic_contract import RnicContract
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_the_contract_over_soft_roce(seed: int) -> None:
     """Each test of the contract has run and passed, but for those with a reason."""
     done = runner.contract(seed)

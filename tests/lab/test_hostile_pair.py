@@ -8,7 +8,7 @@ from tests.lab import liar, runner
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_liars_cost_their_own_connection() -> None:
     done = runner.hostile()
     for lie in liar.LIES:

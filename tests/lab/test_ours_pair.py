@@ -8,7 +8,7 @@ from tests.lab import guest_ours, runner
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(550)
 def test_streams_survive_links() -> None:
     done = runner.ours()
     assert done.returncode == 0, done.output

@@ -27,7 +27,7 @@ READINGS = (
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(650)
 def test_streams_between_two_guests(tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     done = runner.streams()

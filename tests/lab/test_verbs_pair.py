@@ -8,7 +8,7 @@ from tests.lab import runner
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(450)
 def test_bytes_between_two_guests(seed: int) -> None:
     done = runner.verbs(seed)
     assert done.returncode == 0, done.output
