@@ -31,6 +31,8 @@ from trio_smc.rendezvous.outcomes import Failed, FellBack
 from trio_smc.rendezvous.prefixes import interface_prefixes
 from trio_smc.rendezvous.spinning import Spinner
 from trio_smc.rendezvous.timers import Timers
+from trio_smc.states.clc_client import CLC_CLIENT
+from trio_smc.states.engine import Machine
 
 # Short, but long enough for a machine that is busy with other things.
 QUICK = replace(
@@ -511,6 +513,7 @@ class _LateNegotiation:
     has_last_word = False
     state = "PROPOSED"
     changed: Callable[[], None]
+    machine = Machine(CLC_CLIENT, cast(Any, None))
 
     @property
     def awaits_clc(self) -> bool:

@@ -69,6 +69,7 @@ async def run_negotiation(
         raise
     finally:
         negotiation.changed = _nothing
+        negotiation.machine.let_go()
     if outcome is None:
         raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
     if isinstance(outcome, Failed):

@@ -118,6 +118,14 @@ class Machine:
             self._queue = None
         return True
 
+    def let_go(self) -> None:
+        """Forget the model, which knows this machine: no cycle is left for the collector.
+
+        Only in a final state, whose edges ask nothing of the model and do nothing to it.
+        """
+        if self.state in self._table.final:
+            self._model = None
+
     def can(self, event: str) -> bool:
         """Whether ``send(event)`` would find an edge now."""
         model = self._model
