@@ -138,6 +138,31 @@ async def test_a_handler_that_fails_ends_the_server(stack: Stack) -> None:
     assert caught.group_contains(LookupError)
 
 
+@pytest.mark.parametrize("says", ["nothing", "proposal"])
+async def test_closed_while_serving_a_handshake(stack: Stack, says: str) -> None:
+    """Whoever is in a handshake is reset at once, and no handler runs."""
+
+    async def handler(stream: SmcStream) -> None:
+        raise AssertionError("nobody has shaken hands")
+
+    async with trio.open_nursery() as nursery:
+        serve = partial(stack.serve, handler, 0, host=HOST, config=ASSUME)
+        with pytest.RaisesGroup(pytest.RaisesGroup(trio.ClosedResourceError)):
+            async with trio.open_nursery() as serving:
+                [listener] = await serving.start(serve)
+                client = await plain_client(listener)
+                if says == "proposal":
+                    await client.send_all(proposal().encode())
+                    assert isinstance(await read_clc(client), clc.Accept)
+                await trio.testing.wait_all_tasks_blocked()
+                await listener.aclose()
+        with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
+            await client.receive_some()
+        await client.aclose()
+        nursery.cancel_scope.cancel()
+    await all_freed(stack)
+
+
 # --- accept --------------------------------------------------------------------------------------
 
 
