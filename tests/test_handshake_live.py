@@ -111,10 +111,11 @@ class Proxy:
 
     async def carry(self, client: trio.SocketStream) -> None:
         """One connection, until both directions are over."""
-        server = await trio.open_tcp_stream(*self.target)
-        async with client, server, trio.open_nursery() as nursery:
-            nursery.start_soon(self._direction, client, server, 0, nursery.cancel_scope)
-            nursery.start_soon(self._direction, server, client, 1, nursery.cancel_scope)
+        async with client:
+            server = await trio.open_tcp_stream(*self.target)
+            async with server, trio.open_nursery() as nursery:
+                nursery.start_soon(self._direction, client, server, 0, nursery.cancel_scope)
+                nursery.start_soon(self._direction, server, client, 1, nursery.cancel_scope)
 
     async def _direction(
         self,
