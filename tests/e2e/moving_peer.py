@@ -205,7 +205,7 @@ async def main() -> None:
         async for command in _lines():
             method = getattr(peer, command.pop("do"))
             try:
-                with trio.fail_after(15):
+                with trio.fail_after(40):
                     answer = await method(**command)
             except Exception as problem:
                 answer = {"error": f"{problem!r}; links: {peer._links()}"}

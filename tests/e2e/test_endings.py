@@ -19,7 +19,7 @@ from tests.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
 from trio_smc._rdma_stream import RdmaStream
 
-PROMPT = 5.0
+PROMPT = 15.0
 """Seconds after which an error is no longer prompt; it takes milliseconds on an idle machine."""
 
 
