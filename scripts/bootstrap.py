@@ -27,6 +27,8 @@ PACKAGE_OF = {
 }
 # What each set includes: a venv made for "dev" serves "cli" too.
 INCLUDED_IN = {"bench": ("bench", "dev"), "cli": ("cli", "dev"), "dev": ("dev",)}
+# A machine that was just started may be installing something itself: seconds to wait for it.
+WAITING = ("-o", "DPkg::Lock::Timeout=300")
 FAILED = 2
 
 
@@ -68,9 +70,8 @@ def _install_debian(packages: list[str]) -> bool:
         return False
     print("installing " + " ".join(packages), flush=True)
     prefix = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive"]
-    if _quiet([*prefix, *line]) or (
-        _quiet([*prefix, "apt-get", "update", "-q"]) and _quiet([*prefix, *line])
-    ):
+    install = [*prefix, *line, *WAITING]
+    if _quiet(install) or (_quiet([*prefix, "apt-get", "update", "-q"]) and _quiet(install)):
         return True
     _complain("that failed; please run\n    sudo " + " ".join(line))
     return False

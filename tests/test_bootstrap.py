@@ -41,7 +41,8 @@ def test_root_or_sudo_installs_them(
     monkeypatch.setattr("os.geteuid", lambda: uid)
     monkeypatch.setattr(bootstrap, "_install_python", lambda _extra: 0)
     assert bootstrap.main(["dev", "dot", "tshark"]) == 0
-    assert commands[-1] == [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", *LINE.split()]
+    line = [*LINE.split(), *bootstrap.WAITING]
+    assert commands[-1] == [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", *line]
 
 
 def test_a_failed_installation_is_tried_again_with_new_lists(
