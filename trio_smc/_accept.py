@@ -162,7 +162,7 @@ class Arrival:
         negotiation.sock = sock
         with stack.handshake():
             outcome = await run_negotiation(
-                negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner
+                negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
             )
             if isinstance(outcome, Established):
                 return established_stream(stack, outcome, sock, config, self._client, options)

@@ -25,6 +25,7 @@ from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery import Announcement
 from trio_smc.rendezvous.outcomes import Established
 from trio_smc.rendezvous.prefixes import Prefix, interface_prefixes, plain_address
+from trio_smc.rendezvous.spinning import NEVER
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
@@ -134,7 +135,7 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
     with stack.handshake():
         negotiation.start()
         outcome = await run_negotiation(
-            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner
+            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
         )
         if isinstance(outcome, Established):
             options = None if attempt.plain is not None else inherited(sock)
@@ -150,7 +151,7 @@ async def _decline(
     with stack.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(
-            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner
+            negotiation, sock, config.handshake_timeout, stack.timers, NEVER
         )
         if isinstance(outcome, Established):
             raise RuntimeError("a negotiation was declined and succeeded")

@@ -25,6 +25,7 @@ from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.spinning import NEVER, Spinner
 from trio_smc.rnic.verbs import QueuePair, Rnic
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class StackCore(StackLife):
         if not self._supported:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self.rnic_set.serving(local, remote)
+
+    def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
+        """Who may wait awake: the peer must be on this host, or it takes too long to answer."""
+        local = not isinstance(rnic, FallbackReason) and rnic.kind == "software"
+        return self.spinner if local else NEVER
 
     def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
         """Let a socket that is going to listen offer SMC-R by the TCP option, where it may.

@@ -26,7 +26,7 @@ from trio_smc.rendezvous._announcement import Announcement, Channel
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_protocol import Kind, Message
 from trio_smc.rendezvous.prefixes import is_same_host
-from trio_smc.rendezvous.spinning import Spinner
+from trio_smc.rendezvous.spinning import NEVER, Spinner
 
 __all__ = ["AnySocket", "Channels"]
 
@@ -61,10 +61,10 @@ class _Place:
 class Channels:
     """The Unix connections of one stack to listening processes of this host."""
 
-    def __init__(self, private: Path, spinner: Spinner | None = None) -> None:
+    def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
-        self._spinner = spinner or Spinner(0.0, lambda: False)
+        self._spinner = spinner
         self._listings = directory.Listings()
         self._namespaces: dict[bytes, str] = {}
         self._places: dict[tuple[str, str, int], _Place] = {}

@@ -23,7 +23,7 @@ from trio_smc.rendezvous import _local_protocol as protocol
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
-from trio_smc.rendezvous.spinning import Spinner
+from trio_smc.rendezvous.spinning import NEVER, Spinner
 
 if sys.platform == "linux":  # elsewhere nothing is published
     import fcntl
@@ -153,10 +153,10 @@ class Publication:
         address: tuple[str, int],
         made: NewSocket | None,
         unavailable: FallbackReason | None,
-        spinner: Spinner | None = None,
+        spinner: Spinner = NEVER,
     ) -> None:
         self.address = address
-        self.spinner = spinner or Spinner(0.0, lambda: False)
+        self.spinner = spinner
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()

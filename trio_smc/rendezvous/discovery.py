@@ -48,7 +48,7 @@ from trio_smc.rendezvous._announcement import Announcement
 from trio_smc.rendezvous._channels import AnySocket, Channels
 from trio_smc.rendezvous._publication import Claim, Publication
 from trio_smc.rendezvous.prefixes import plain_address
-from trio_smc.rendezvous.spinning import Spinner
+from trio_smc.rendezvous.spinning import NEVER, Spinner
 
 __all__ = ["Announcement", "Claim", "Discovery", "Publication"]
 
@@ -61,7 +61,7 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class Discovery:
     """Same-host discovery of one stack: publishes its listeners, asks other stacks' listeners."""
 
-    def __init__(self, private: Path, spinner: Spinner | None = None) -> None:
+    def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
         self._spinner = spinner

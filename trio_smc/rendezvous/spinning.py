@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-__all__ = ["Spinner"]
+__all__ = ["NEVER", "Spinner"]
 
 _PATIENCE: Final = 4
 _SELDOM: Final = 256
@@ -67,3 +67,7 @@ class Spinner:
                 self._misses += 1
                 return False
             os.sched_yield()
+
+
+NEVER: Final = Spinner(0.0, lambda: False)
+"""For peers of other hosts, and for whoever has no stack."""
