@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SUITES = ROOT / "build" / "suites"
 PLUGINS = ROOT / "tests" / "programs"
 
+pytestmark = pytest.mark.timeout(240)  # a suite in a process of its own
+
 # These reach into the hooks of memory streams, which no other stream has; each in two versions
 # of TLS.
 HOOKED = (
@@ -98,7 +100,6 @@ def plugins(*names: str) -> list[str]:
     return [word for name in names for word in ("-p", name)]
 
 
-@pytest.mark.timeout(240)
 def test_trio_websocket() -> None:
     source = source_of("trio-websocket")
     counts, output = run_suite(source, "-p", "smc_for_tcp", "-o", "trio_mode=true", "tests")
@@ -109,7 +110,6 @@ def test_trio_websocket() -> None:
     assert min(map(int, streams.values())) >= 40, output
 
 
-@pytest.mark.timeout(240)
 def test_trio_ssl(tmp_path: Path) -> None:
     """Trio's tests of SSLStream and SSLListener, wherever they make a pair of streams."""
     left_out = " or ".join(HOOKED)
