@@ -271,7 +271,7 @@ async def test_damaged_handshakes_through_a_proxy(
         # The healthy listener serves as before.
         for _ in range(5):
             stream = await client.open_stream(*address_of(listener))
-            assert stream.mode is Mode.SMC_R
+            assert stream.fallback is None
             got = bytearray()
             await talk(stream, FROM_CLIENT, got)
             assert got == FROM_SERVER
