@@ -9,6 +9,7 @@ this is what to compare two versions of the code with.  It says nothing about la
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -60,7 +61,7 @@ async def requests(connections: int, transport: Transport, port: int) -> float:
 
 async def writes(size: int, transport: Transport, port: int) -> float:
     """Microseconds of one write of ``size`` bytes and of reading them."""
-    data = bytes(size)
+    data = os.urandom(size)
     count = min(_MOST_WRITES, _BYTES // size)
     async with await transport.connect(port) as stream:
         await stream.send_all(REQUEST.pack(b"S", min(size, 64 * 1024)))

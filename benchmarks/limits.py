@@ -62,7 +62,7 @@ def round_trips(seconds: float, core: int | None) -> list[float]:
 def copies(size: int, seconds: float) -> list[float]:
     """MiB/s, and processor time in seconds per GiB."""
     ring = memoryview(bytearray(_RING))
-    data = memoryview(bytes(size))
+    data = memoryview(os.urandom(size))
     place = done = 0
     start, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:

@@ -14,6 +14,7 @@ unless connecting is what is measured.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import struct
 import time
@@ -130,7 +131,7 @@ async def streaming(size: int, transport: Transport, at: Any, seconds: float) ->
 
     Returns MiB/s, and the seconds of processor time that both ends take for a GiB.
     """
-    data = bytes(size)
+    data = os.urandom(size)  # a page of zeros is one page for the processor
     await _stream_for(transport, at, data, min(0.1, seconds))
     return await _stream_for(transport, at, data, seconds)
 
