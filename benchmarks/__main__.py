@@ -8,6 +8,7 @@ or requests per second); printed are its median and its range: over the rounds, 
 the medians of so many separate runs, each with processes of its own.
 
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
+"limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
 
 Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
 not in the mode that its transport stands for.
@@ -91,8 +92,9 @@ def pairs(names: list[str], pin: bool) -> Iterator[dict[str, tuple[Worker, Any]]
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[Worker, Any]] = {}
         for name in names:
-            if name == limits.NAME:
-                client = stack.enter_context(Worker("benchmarks.limits", core=here))
+            if name in limits.NAMES:
+                worker = Worker("benchmarks.limits", *limits.NAMES[name], core=here)
+                client = stack.enter_context(worker)
                 found[name] = client, None
                 continue
             server = stack.enter_context(Worker("benchmarks.worker", "serve", name, core=there))
@@ -105,7 +107,7 @@ def check_modes(clients: dict[str, tuple[Worker, Any]]) -> bool:
     """Print a transport whose mode is not what its name says; return whether there is none."""
     right = True
     for name, (client, at) in clients.items():
-        if name == limits.NAME:
+        if name in limits.NAMES:
             continue
         said = client.ask(workload="mode", at=at)
         mode = said["mode"]
@@ -149,7 +151,7 @@ def measure(
 def parse() -> argparse.Namespace:
     """Return the command line's settings, with those of --short filled in."""
     two_cores = len(os.sched_getaffinity(0)) > 1
-    known = [*TRANSPORTS, limits.NAME]
+    known = [*TRANSPORTS, *limits.NAMES]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="compare SMC-R with plain Trio TCP and others"
     )

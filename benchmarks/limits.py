@@ -1,8 +1,11 @@
 """What no transport can beat on this machine: copying memory, and waking another process.
 
-`python -m benchmarks.limits [--core N]` is a client process as `benchmarks.worker` has them.  A
-round trip is two eventfds between two processes that sleep in read(2); a stream is each byte
-copied twice, into a ring and out of it, by one processor.
+`python -m benchmarks.limits [--steps] [--core N]` is a client process as `benchmarks.worker` has
+them.  A round trip is two eventfds between two processes that sleep in read(2); a stream is each
+byte copied twice, into a ring and out of it, by one processor.
+
+With --steps a stream is what strict checkpoints leave of that: each write and each read of 64 KiB
+is a copy and a step of Trio's scheduler.  Both ends work at once, so the slower one counts.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-NAME = "limit"
+import trio
+
+NAMES = {"limit": (), "limit-steps": ("--steps",)}
+"""The pretended transports, and the arguments that make them."""
 _RING = 1024 * 1024
 _READ = 64 * 1024
 _SIZES = {"stream-4k": 4 * 1024, "stream-64k": 64 * 1024, "stream-1m": 1024 * 1024}
@@ -75,10 +81,42 @@ def copies(size: int, seconds: float) -> list[float]:
     return [done / elapsed / (1 << 20), used / done * (1 << 30)]
 
 
+def steps(size: int, seconds: float) -> list[float]:
+    """The same, with a step of Trio's scheduler for each write and each read."""
+    ring = memoryview(bytearray(_RING))
+    data = memoryview(os.urandom(size))
+
+    def write(at: int) -> None:
+        ring[at : at + size] = data
+
+    def read(at: int) -> None:
+        ring[at : at + _READ].tobytes()
+
+    ends = [trio.run(_step_by_step, *end, seconds / 2) for end in ((write, size), (read, _READ))]
+    elapsed = max(elapsed for elapsed, _ in ends)
+    return [1 / elapsed / (1 << 20), sum(used for _, used in ends) * (1 << 30)]
+
+
+async def _step_by_step(
+    copy: Callable[[int], None], size: int, seconds: float
+) -> tuple[float, float]:
+    """Seconds and seconds of processor time that a byte takes."""
+    place = done = 0
+    start, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        copy(place)
+        await trio.lowlevel.checkpoint()
+        done += size
+        place = (place + size) % _RING
+    elapsed, used = time.perf_counter() - start, time.process_time() - used
+    return elapsed / done, used / done
+
+
 def main() -> None:
     """Answer what standard input asks for; `null` for a workload without a limit of its own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--core", type=int, default=None)
+    parser.add_argument("--steps", action="store_true")
     arguments = parser.parse_args()
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
@@ -86,10 +124,10 @@ def main() -> None:
         asked = json.loads(line)
         name, seconds = asked["workload"], asked.get("seconds", 0.0)
         values = None
-        if name == "rtt":
+        if name in _SIZES:
+            values = (steps if arguments.steps else copies)(_SIZES[name], seconds)
+        elif name == "rtt" and not arguments.steps:
             values = round_trips(seconds, asked["other_core"])
-        elif name in _SIZES:
-            values = copies(_SIZES[name], seconds)
         print(json.dumps({"values": values}), flush=True)
 
 
