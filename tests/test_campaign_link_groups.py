@@ -118,6 +118,7 @@ ONCE_FAILED = [
     (3605910523, 9591),  # a link that left in the moment in which it came was never replaced
     (77001, 14154),  # called asymmetric in vain: an operator had deleted the link
     (4013949112, 13672),  # SMC Confirm named a link that was lost as the peer's element was noted
+    (3666521483, 18766),  # an RNIC was put back before its link had gone, and got no link again
 ]
 
 

@@ -77,6 +77,11 @@ class LinkDeletion:
         return number in self._told
 
     @property
+    def links_to_go(self) -> bool:
+        """Whether this client has links that it asked to be deleted, or was told to delete."""
+        return bool(self.requests.asked or self._told)
+
+    @property
     def is_of_lost_link(self) -> bool:
         """Whether the server's exchange under way deletes a link that is down already."""
         if self._current is None:

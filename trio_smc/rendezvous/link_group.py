@@ -147,9 +147,8 @@ class LinkGroup:
 
     def rnic_available(self, rnic: Rnic) -> None:
         """An RNIC of the group's kind can carry links now (3.5.5.1.1, 3.5.5.1.2, C.8)."""
-        if self.machine.state in USABLE and all(
-            link.rnic is not rnic for link in self.links.usable()
-        ):
+        used = any(link.rnic is rnic for link in self.links.usable())
+        if self.machine.state in USABLE and (not used or self.deletion.links_to_go):
             self.seeking.seek()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:

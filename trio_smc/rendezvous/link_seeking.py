@@ -124,6 +124,8 @@ class LinkSeeking:
         unused = links.unused(group.usable_rnics())
         if carrier is not None and unused and len(links.symmetric()) < group.setup.max_links:
             carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
+        elif group.deletion.links_to_go:
+            self._wanted = True  # the RNIC that came back may have a link that is still to go
 
     def rejected(self) -> None:
         """The client has no RNIC for another link: the same again would be rejected again."""
