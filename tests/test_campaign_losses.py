@@ -64,3 +64,12 @@ def test_a_reset_in_vain_is_noticed_in_a_known_schedule(
     monkeypatch.setattr(Link, "waits_for", _waits_for_any)
     [failure] = losses.run(1, 2, first=case).failures
     assert "of its messages one was lost: False" in failure
+
+
+# An RKey request that came in the middle of an answer to another one was forgotten.
+ONCE_FAILED = [(7592621546320652279, 47)]
+
+
+@pytest.mark.parametrize(("first_seed", "case"), ONCE_FAILED)
+def test_schedules_that_once_failed(first_seed: int, case: int) -> None:
+    assert not losses.run(1, first_seed, first=case).failures

@@ -16,6 +16,7 @@ from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc, llc, own_rmbs
 from trio_smc.rendezvous.outcomes import Established
+from trio_smc.rendezvous.rkeys import PeerRequest
 
 CONFIRM_RKEY = llc.MessageType.CONFIRM_RKEY
 BIG = 4 * SIZE
@@ -347,7 +348,8 @@ def test_an_rmb_that_is_deleted_between_accept_and_confirm() -> None:
         call = world.call(client, server, size=BIG)
         world.until(lambda: call.client.state == "PREPARING")
         rkey = clc.decode_untrusted(bytes(call.tcp[0].taken)).rkey  # type: ignore[union-attr]
-        client.group.rkeys.answer(client.group.links[1], llc.DeleteRkey(rkeys=(rkey,)))
+        deletion = llc.DeleteRkey(rkeys=(rkey,))
+        client.group.rkeys.answer(PeerRequest(client.group.links[1], deletion, None, last=True))
         with pytest.MonkeyPatch.context() as patch:
             dispatch = server.group.on_llc_untrusted
             patch.setattr(

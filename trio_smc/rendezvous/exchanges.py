@@ -32,7 +32,7 @@ from trio_smc.states.llc_exchange import LLC_EXCHANGE
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.rkeys import RkeyMessage
+    from trio_smc.rendezvous.rkeys import PeerRequest, RkeyMessage
     from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["Exchanges"]
@@ -59,8 +59,9 @@ class Exchanges:
         self._current: RkeyRequest | None = None
         self._rkeys_link: Link | None = None
         self._rkeys_timer: Timer | None = None
-        self._peer_request: tuple[Link, RkeyMessage] | None = None
-        self._put_off: deque[tuple[Link, llc.DeleteRkey]] = deque()
+        # More than one when they come in the middle of an action: their events wait, too.
+        self._peer_requests: deque[PeerRequest] = deque()
+        self._put_off: deque[PeerRequest] = deque()
         self._retries: dict[RkeyRequest, Timer] = {}
         self._chosen = False  # the next exchange, whose event the machine has not seen yet
 
@@ -116,9 +117,9 @@ class Exchanges:
         if request.on_echo_untrusted(reply):
             self.machine.send("rkeys_replied")
 
-    def on_request(self, link: Link, message: RkeyMessage) -> None:
+    def on_request(self, request: PeerRequest) -> None:
         """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
-        self._peer_request = (link, message)
+        self._peer_requests.append(request)
         self.machine.send("peer_rkeys")
 
     # --- actions of states.llc_exchange: what comes next -------------------------------------
@@ -129,9 +130,7 @@ class Exchanges:
             return
         self.carrier = None
         while self._put_off:
-            link, message = self._put_off.popleft()
-            if link.state != "DOWN":
-                self._group.rkeys.answer(link, message)
+            self._answer(self._put_off.popleft())
         group = self._group
         if group.state == "FORMING" or group.links.for_llc() is None:
             return
@@ -261,21 +260,22 @@ class Exchanges:
 
     def answer_rkeys(self) -> None:
         """Answer the peer's RKey request."""
-        if self._peer_request is not None:
-            self._group.rkeys.answer(*self._peer_request)
+        self._answer(self._peer_requests.popleft())
+
+    def _answer(self, request: PeerRequest) -> None:
+        if request.link.state != "DOWN":
+            self._group.rkeys.answer(request)
 
     def put_off_rkeys(self) -> None:
         """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
-        if self._peer_request is None:
-            return
-        link, message = self._peer_request
-        if not isinstance(message, llc.DeleteRkey):
-            self._group.rkeys.refuse(link, message)
+        request = self._peer_requests.popleft()
+        if not isinstance(request.message, llc.DeleteRkey):
+            self._group.rkeys.refuse(request)
         elif len(self._put_off) < _MAX_PUT_OFF:
-            self._put_off.append((link, message))
+            self._put_off.append(request)
         else:
-            LOGGER.warning("%r: the peer does not wait for replies to DELETE RKEY", link)
-            link.machine.send("failed")
+            LOGGER.warning("%r: the peer does not wait for replies to DELETE RKEY", request.link)
+            request.link.machine.send("failed")
 
     def send_rkeys(self) -> None:
         """Our request; then wait for the echoes."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
 
-__all__ = ["MAX_DELETED", "RkeyMessage", "Rkeys", "confirm_rkey_messages"]
+__all__ = ["MAX_DELETED", "PeerRequest", "Rkeys", "confirm_rkey_messages"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
@@ -96,6 +96,22 @@ class _Parts:
                 raise ProtocolError(f"two RKeys for link {other.link_number}")
             self.tokens[other.link_number] = RToken(other.rkey, other.address)
             self.left -= 1
+
+
+class PeerRequest(NamedTuple):
+    """An RKey message of the peer, to be answered when its turn comes.
+
+    Fields:
+      link: where it came, and where the answer goes.
+      message: CONFIRM RKEY, its CONTINUATION, or DELETE RKEY.
+      parts: what it belongs to; None for DELETE RKEY.
+      last: whether no further part follows.
+    """
+
+    link: Link
+    message: RkeyMessage
+    parts: _Parts | None
+    last: bool
 
 
 class Rkeys:
@@ -217,7 +233,7 @@ class Rkeys:
           ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
         """
         if isinstance(message, llc.DeleteRkey):
-            self._group.exchanges.on_request(link, message)
+            self._group.exchanges.on_request(PeerRequest(link, message, None, last=True))
             return
         parts = self._parts.get(link.number)
         if isinstance(message, llc.ConfirmRkey):
@@ -227,32 +243,36 @@ class Rkeys:
         elif parts is None or message.tokens_left != parts.left:
             raise ProtocolError("CONFIRM RKEY CONTINUATION out of order")
         parts.add_untrusted(message.others)
-        self._group.exchanges.on_request(link, message)
-        if not parts.left:
+        last = not parts.left
+        self._group.exchanges.on_request(PeerRequest(link, message, parts, last))
+        if last:
             self._parts.pop(link.number, None)
 
-    def answer(self, link: Link, message: RkeyMessage) -> None:
+    def answer(self, request: PeerRequest) -> None:
         """Take over what the peer says, and echo it."""
+        link, message, parts, last = request
         if isinstance(message, llc.DeleteRkey):
             mask = self._forget_rkeys(link, message.rkeys)
             link.send_llc(
                 dataclasses.replace(message, reply=True, negative=mask != 0, error_mask=mask)
             )
-            return
-        parts = self._parts[link.number]
-        if not (parts.left or parts.refused):
-            parts.refused = not self._learn(link, parts.tokens)
-        link.send_llc(dataclasses.replace(message, reply=True, negative=parts.refused))
-        if not (parts.left or parts.refused):
-            self._fail_links_without_rkey(parts.tokens)
+        elif parts is not None:
+            if last and not parts.refused:
+                parts.refused = not self._learn(link, parts.tokens)
+            link.send_llc(dataclasses.replace(message, reply=True, negative=parts.refused))
+            if last and not parts.refused:
+                self._fail_links_without_rkey(parts.tokens)
 
-    def refuse(self, link: Link, message: llc.ConfirmRkey | llc.ConfirmRkeyContinuation) -> None:
+    def refuse(self, request: PeerRequest) -> None:
         """Links are changing: the peer is to try again when they have (3.5.5.3.1, 3.5.5.3.2)."""
-        self._parts[link.number].refused = True
+        message = request.message
+        if request.parts is not None:
+            request.parts.refused = True
         if isinstance(message, llc.ConfirmRkey):
-            link.send_llc(dataclasses.replace(message, reply=True, negative=True, retry=True))
+            reply: llc.Message = dataclasses.replace(message, reply=True, negative=True, retry=True)
         else:
-            link.send_llc(dataclasses.replace(message, reply=True, negative=True))
+            reply = dataclasses.replace(message, reply=True, negative=True)
+        request.link.send_llc(reply)
 
     def _learn(self, link: Link, tokens: dict[int, RToken]) -> bool:
         known = {number: token for number, token in tokens.items() if number in self._group.links}
