@@ -91,7 +91,8 @@ class ReusePort(trio.abc.SocketFactory):
 async def test_a_port_shared_with_a_process_that_has_never_heard_of_smc() -> None:
     """Whoever's accept does not return the connection never says so, and sees no CLC byte."""
     trio.socket.set_custom_socket_factory(ReusePort())
-    config = Config(receive_buffer=16384, handshake_timeout=0.2)
+    # Waited for once or twice, and long enough for handshakes on a busy machine.
+    config = Config(receive_buffer=16384, handshake_timeout=0.6)
     modes: set[Mode] = set()
     async with listening(config) as (stack, listener), trio.open_nursery() as nursery:
 

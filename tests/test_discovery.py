@@ -942,7 +942,7 @@ async def test_accept_without_descriptors_waits_for_better_times(
                 await trio.testing.wait_all_tasks_blocked()
                 # A client without descriptors gets its TCP connection all the same.
                 outcome = await Discovery(private).announce(
-                    client.getsockname(), server.address, soon(SHORT)
+                    client.getsockname(), server.address, soon()
                 )
                 assert outcome is FallbackReason.OUT_OF_RESOURCES
             finally:
