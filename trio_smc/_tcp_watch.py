@@ -49,10 +49,14 @@ class TcpWatch:
         """Serve until cancelled; never raises."""
         while True:
             await trio.lowlevel.wait_readable(self._epoll.fileno())
-            for number, events in self._epoll.poll(0):
-                entry = self._watched.get(number)
-                if entry is not None:
-                    _look(*entry, events)
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
+        for number, events in self._epoll.poll(0):
+            entry = self._watched.get(number)
+            if entry is not None:
+                _look(*entry, events)
 
     def close(self) -> None:
         """After `run` has ended."""

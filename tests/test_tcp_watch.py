@@ -1,0 +1,78 @@
+"""`TcpWatch` by itself: what it says, and that it keeps nobody alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+import trio.testing
+
+from trio_smc._tcp_watch import TcpWatch
+
+
+class Watcher:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.data = trio.Event()
+        self.reset = trio.Event()
+
+    def tcp_data(self) -> None:
+        self.data.set()
+
+    def tcp_reset(self) -> None:
+        self.reset.set()
+
+
+@asynccontextmanager
+async def _watch() -> AsyncIterator[TcpWatch]:
+    watch = TcpWatch()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch.run)
+        yield watch
+        nursery.cancel_scope.cancel()
+    watch.close()
+
+
+async def _tcp_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        client = await trio.open_tcp_stream(*listener.socket.getsockname()[:2])
+        return client, await listener.accept()
+
+
+async def test_a_watcher_that_was_told_and_removed_is_not_kept_alive() -> None:
+    """A stream has its whole link group behind it, with the memory of a dead peer."""
+    async with _watch() as watch:
+        client, server = await _tcp_pair()
+        watcher = Watcher()
+        watch.add(server.socket, watcher)
+        await client.send_all(b"x")
+        with trio.fail_after(60):
+            await watcher.data.wait()
+        watch.remove(server.socket)
+        await server.aclose()
+        await client.aclose()
+        # The watch has gone to sleep again when it has run once more.
+        await trio.testing.wait_all_tasks_blocked()
+        gone = weakref.ref(watcher)
+        del watcher
+        gc.collect()
+        assert gone() is None
+
+
+async def test_a_reset_is_told() -> None:
+    async with _watch() as watch:
+        client, server = await _tcp_pair()
+        watcher = Watcher()
+        watch.add(server.socket, watcher)
+        client.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        await client.aclose()
+        with trio.fail_after(60):
+            await watcher.reset.wait()
+        assert not watcher.data.is_set()
+        watch.remove(server.socket)
+        await server.aclose()
