@@ -71,13 +71,19 @@ class Pairs:
 
 
 async def _fill_tcp(stream: SmcStream) -> None:
-    """Fill a TCP connection until the kernel has stayed full for a moment."""
+    """Fill a TCP connection until the kernel has stayed full for a moment, and will until the other
+    end reads.
+
+    After 200 ms it sends what is left of the window as a probe, and would take so much again: into
+    the segment that it has cut, hence MSG_EOR, or as a new one, hence the option.
+    """
 
     async def fill() -> None:
         while True:
-            await stream.send_all(bytes(4096))
+            await stream.socket.send(bytes(4096), stdlib_socket.MSG_EOR)
 
     assert await cancelled_when_it_waits(fill)
+    stream.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1)
 
 
 async def cancelled_when_it_waits(call: Callable[[], Awaitable[object]]) -> bool:

@@ -9,6 +9,7 @@ import errno
 import gc
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import pytest
 import trio
@@ -46,6 +47,16 @@ async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.Monkey
         )
     async with open_pairs(config, stacks=stacks) as pairs:
         await check_half_closeable_stream(pairs.make, pairs.clogged)
+
+
+async def test_what_is_clogged_stays_so() -> None:
+    """Also when the kernel has probed TCP's window, as it does on a machine that pauses."""
+    async with open_pairs(tcp_config()) as pairs:
+        pair = await pairs.clogged()
+        await trio.sleep(0.5)
+        for stream in pair:
+            assert await cancelled_when_it_waits(partial(stream.send_all, b"x"))
+            await trio.aclose_forcefully(stream)
 
 
 @pytest.fixture(params=["one-stack", "two-stacks", "amortised", "tcp"])
