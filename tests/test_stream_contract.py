@@ -56,6 +56,7 @@ async def test_what_is_clogged_stays_so() -> None:
         await trio.sleep(0.5)
         for stream in pair:
             assert await cancelled_when_it_waits(partial(stream.send_all, b"x"))
+        for stream in pair:
             await trio.aclose_forcefully(stream)
 
 
