@@ -9,6 +9,7 @@ the medians of so many separate runs, each with processes of its own.
 
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 "limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
+"limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
 
 Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
 not in the mode that its transport stands for.

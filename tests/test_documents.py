@@ -104,7 +104,7 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
 def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     picture = tmp_path / "ratios.svg"
-    names = "tcp,unix,uvloop,smc-r,limit,limit-steps"
+    names = "tcp,unix,uvloop,smc-r,limit,limit-steps,limit-ring"
     options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
     said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
     content = json.loads(numbers.read_text())
@@ -117,7 +117,8 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     streams = {each for each in metrics if each.startswith(("streaming", "processor time"))}
     round_trips = {each for each in metrics if each.startswith("64 B round trip")}
     others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
-    assert measured == {**others, "limit": streams | round_trips, "limit-steps": streams}
+    limits = {"limit": streams | round_trips, "limit-steps": streams, "limit-ring": streams}
+    assert measured == {**others, **limits}
     assert "NOT smc-r" not in said
     assert "opening and accepting" in picture.read_text()
 
