@@ -83,9 +83,8 @@ class Wire:
     def __init__(self, interface: str) -> None:
         self._interface = interface
         self._ports: set[int] = set()
-        self._socket = socket.socket(
-            socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.htons(_ETH_P_ALL)
-        )
+        # Of no protocol: until it is bound it hears nothing.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 24)
         if interface == _LOOPBACK:
             self.watch()
