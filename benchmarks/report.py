@@ -107,8 +107,19 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "spread": {
             name: [round(min(values), 3), round(max(values), 3)] for name, values in each.items()
         },
-        "runs": comparison.runs,
+        "runs": [
+            {
+                metric: {name: [_brief(each) for each in values] for name, values in row.items()}
+                for metric, row in run.items()
+            }
+            for run in comparison.runs
+        ],
     }
+
+
+def _brief(value: float) -> float:
+    """Five digits: no two rounds agree in more than two."""
+    return float(f"{value:.5g}")
 
 
 def load_ratios(path: Path) -> dict[str, float]:
