@@ -13,7 +13,6 @@ import operator
 import os
 import time
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -42,6 +41,8 @@ _DEFAULT_RECEIVE: Final = 65536
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
+_current_task: Final = trio.lowlevel.current_task
+_reschedule: Final = trio.lowlevel.reschedule
 _ABORTED: Final = Abort.SUCCEEDED
 _YIELD_EVERY_CALLS: Final = 32
 _CROWD: Final = 8
@@ -370,11 +371,17 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             if getattr(core, waiter) is None:
                 return False
 
+        task = _current_task()
+
+        def wake() -> None:
+            pump.awake += 1
+            _reschedule(task)
+
         def abort(_: RaiseCancelT) -> Abort:
             setattr(core, waiter, None)
             return _ABORTED
 
-        setattr(core, waiter, partial(pump.wake, trio.lowlevel.current_task()))
+        setattr(core, waiter, wake)
         pump.waiting += 1
         try:
             await _sleep(abort)

@@ -213,15 +213,12 @@ class Messenger(UrgentReceiver):
             self._owed = True
             self._wait_for_room(channel)
 
-    def _defer_cdc(self) -> None:
+    def _defer_cdc(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
-        if self._owed:
-            self.coalesced += 1
-            return
         self._owed = True
-        if not self._flush_pending and self._flush_later is not None:
+        if not self._flush_pending:
             self._flush_pending = True
-            self._flush_later(self.flush)
+            flush_later(self.flush)
 
     def _wait_for_room(self, channel: Channel) -> None:
         if not self._waiting:

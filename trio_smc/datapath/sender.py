@@ -181,8 +181,10 @@ class Sender(Delivery):
             self._blocked = blocked = not window and left > 0
             if later is None or blocked or not self._may_defer(channel):
                 self._post_cdc(channel)
+            elif self._owed:
+                self.coalesced += 1
             else:
-                self._defer_cdc()
+                self._defer_cdc(later)
             if not window:
                 break
         self._wanted = left
