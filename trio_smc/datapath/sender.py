@@ -178,13 +178,8 @@ class Sender(Delivery):
             self._record.append(((self._sequence + 1) & 0xFFFF, produced, piece))
             left -= take
             window -= take
-            self._blocked = blocked = not window and left > 0
-            if later is None or blocked or not self._may_defer(channel):
-                self._post_cdc(channel)
-            elif self._owed:
-                self.coalesced += 1
-            else:
-                self._defer_cdc(later)
+            self._blocked = not window and left > 0
+            self._tell_of_write(channel)
             if not window:
                 break
         self._wanted = left
@@ -293,18 +288,26 @@ class Sender(Delivery):
             self._blocked = True
             self._owe_cdc()
 
-    def _may_defer(self, channel: Channel) -> bool:
-        """Whether the CDC message of a write may wait for more.
+    def _tell_of_write(self, channel: Channel) -> None:
+        """Post the CDC message of a write, or let it wait for more.
 
-        Not with a chunk the peer could be reading. And not when the link is full: writes are
-        unsignaled, so with every message put off no completion would ever make room again.
-        Nor with urgent data.
+        It does not wait with a chunk the peer could be reading. And not when the link is full:
+        writes are unsignaled, so with every message put off no completion would ever make room
+        again. Nor with urgent data, or when a writer is blocked.
         """
-        return (
-            self._produced - self._announced < self._chunk
-            and channel.capacity() > 0
-            and not self._urgent_goal
-        )
+        later = self._flush_later
+        if (
+            later is None
+            or self._blocked
+            or self._produced - self._announced >= self._chunk
+            or self._urgent_goal
+            or channel.capacity() <= 0
+        ):
+            self._post_cdc(channel)
+        elif self._owed:
+            self.coalesced += 1
+        else:
+            self._defer_cdc(later)
 
     def _refuse_send(self) -> int:
         """Raise what `send` owes its caller in a connection that takes no data; 0 in one that
