@@ -57,6 +57,10 @@ class Traffic:
         self._ending = False
         self.over = False
 
+    def __repr__(self) -> str:
+        done = "over" if self.over else "ending" if self._ending else "going on"
+        return f"<{self.stream.mode}, {self.sent} sent, {self.received} received, {done}>"
+
     def end(self) -> None:
         """Send what is begun, then the end of the data."""
         self._ending = True
@@ -208,7 +212,7 @@ async def main() -> None:
                 with trio.fail_after(40):
                     answer = await method(**command)
             except Exception as problem:
-                answer = {"error": f"{problem!r}; links: {peer._links()}"}
+                answer = {"error": f"{problem!r}; links: {peer._links()}; {peer._traffic}"}
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
         nursery.cancel_scope.cancel()
