@@ -80,8 +80,10 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         self._sending = False
         self._receiving = False
         self._strict = config.checkpoints == "strict"
+        # For amortised checkpoints: the scheduler's pass of the last call, its calls, its first's ns.
+        self._pass = 0
         self._calls = 0
-        self._yielded = 0
+        self._since = 0
         self._options = StreamOptions(
             self._core,
             endpoint.group,
@@ -388,20 +390,19 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             pump.awake -= 1
         finally:
             pump.waiting -= 1
-        if not self._strict:
-            self._calls = 0
-            self._yielded = time.perf_counter_ns()
         return True
 
     def _is_due(self) -> bool:
-        """Whether an amortised checkpoint is to be a full one."""
-        self._calls += 1
+        """Whether an amortised checkpoint is to be a full one: its task is at it for long."""
         now = time.perf_counter_ns()
-        if self._calls < _YIELD_EVERY_CALLS and now - self._yielded < _YIELD_EVERY_NS:
+        if self._pass != self._pump.passes:
+            # Whatever it did in between, others had their turn.
+            self._pass = self._pump.passes
+            self._calls = 1
+            self._since = now
             return False
-        self._calls = 0
-        self._yielded = now
-        return True
+        self._calls += 1
+        return self._calls >= _YIELD_EVERY_CALLS or now - self._since >= _YIELD_EVERY_NS
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:

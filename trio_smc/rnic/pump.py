@@ -88,6 +88,7 @@ class Pump:
         for others makes them run without the wake eventfd, which costs more than a small message.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
+      passes: of Trio's scheduler since `run` was called.
       wakeups: how often the scheduler was woken through the wake eventfd.
     """
 
@@ -95,6 +96,7 @@ class Pump:
         self.waiting = 0
         self.awake = 0
         self.broken: BaseException | None = None
+        self.passes = 0
         self.wakeups = 0
         self._spin_ns = int(spin * 1e9)
         self._misses = 0
@@ -352,6 +354,7 @@ class Pump:
 
     def before_io_wait(self, timeout: float) -> None:
         """The hook: flush, drain, and before a sleep also spin and arm.  Raises nothing."""
+        self.passes += 1
         try:
             if self._soon:
                 self._busy_passes += 1
