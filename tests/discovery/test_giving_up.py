@@ -163,3 +163,38 @@ async def test_a_second_announcement_of_a_connection_replaces_the_first(
             assert claim is not None
             await both_go(Both(client, second, connection, claim))
             assert await first.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+
+
+@pytest.mark.parametrize("impatient", [0, 1, 2])
+async def test_of_three_who_wait_one_gives_up(impatient: int, private: Path) -> None:
+    """A stack's own task ends the wait, of the one that reads for all or of another."""
+    asking = Discovery(private)
+    asking.open()
+    answers: dict[int, FallbackReason | None] = {}
+
+    async def wait(number: int, both: Both, deadline: float) -> None:
+        answers[number] = await both.announcement.accepted(deadline)
+
+    async with (
+        claimed(private, asking=asking) as first,
+        claimed(private, asking=asking) as second,
+        claimed(private, asking=asking) as third,
+        trio.open_nursery() as background,
+    ):
+        background.start_soon(asking.run)
+        await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            for number, both in enumerate((first, second, third)):
+                deadline = soon(SHORT) if number == impatient else soon()
+                nursery.start_soon(wait, number, both, deadline)
+                await trio.testing.wait_all_tasks_blocked()
+            while impatient not in answers:  # noqa: ASYNC110
+                await trio.sleep(SHORT / 10)
+            assert answers == {impatient: FallbackReason.PEER_NOT_CAPABLE}
+            for number, both in enumerate((first, second, third)):
+                if number != impatient:
+                    both.claim.accept()
+        assert answers.pop(impatient) is FallbackReason.PEER_NOT_CAPABLE
+        assert set(answers.values()) == {None}
+        background.cancel_scope.cancel()
+    asking.close()

@@ -123,9 +123,9 @@ def sockets_below(private: Path) -> list[Path]:
 
 
 @contextlib.asynccontextmanager
-async def claimed(private: Path) -> AsyncIterator[Both]:
+async def claimed(private: Path, *, asking: Discovery | None = None) -> AsyncIterator[Both]:
     async with serving(private) as server, bound() as client:
-        announcement = await announce(private, client, server.address)
+        announcement = await announce(asking or private, client, server.address)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
