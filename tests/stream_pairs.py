@@ -71,16 +71,18 @@ class Pairs:
 
 
 async def _fill_tcp(stream: SmcStream) -> None:
-    """Fill a TCP connection until the kernel has stayed full for a moment, and will until the other
-    end reads.
+    """Fill a TCP connection, so that it stays full until the other end reads.
 
-    After 200 ms it sends what is left of the window as a probe, and would take so much again: into
-    the segment that it has cut, hence MSG_EOR, or as a new one, hence the option.
+    What the kernel has not sent is more than the other end takes; what it still sends after 200 ms
+    and more, as a probe of the window or again, changes nothing then.  Without the option it would
+    take a little more whenever it has sent a little, and into the segment that a probe has cut
+    without MSG_EOR.
     """
+    stream.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
 
     async def fill() -> None:
         while True:
-            await stream.socket.send(bytes(4096), stdlib_socket.MSG_EOR)
+            await stream.socket.send(bytes(1 << 16), stdlib_socket.MSG_EOR)
 
     assert await cancelled_when_it_waits(fill)
     stream.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1)
