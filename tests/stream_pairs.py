@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
+from trio_smc._tcp_stream import TcpStream
 from trio_smc.datapath.rmb import EYE_CATCHER
 
 HOST = "127.0.0.1"
@@ -78,6 +79,7 @@ async def _fill_tcp(stream: SmcStream) -> None:
     take a little more whenever it has sent a little, and into the segment that a probe has cut
     without MSG_EOR.
     """
+    assert isinstance(stream, TcpStream)
     stream.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
 
     async def fill() -> None:

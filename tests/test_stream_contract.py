@@ -289,8 +289,8 @@ async def test_a_send_during_a_half_close_is_told(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
-    # Whichever came second.
-    assert len(told) == 1
+    # Whichever came second; a send that need not yield is over when the half close begins.
+    assert len(told) == 1 or (not told and pairs.client.config.checkpoints == "amortised")
     assert await b.receive_some() == (b"" if told == ["send_all"] else b"x")
     await close_both(pair)
 
