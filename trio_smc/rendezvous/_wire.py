@@ -183,7 +183,7 @@ class Layout:
         self._get_numbers = _getter([field.name for field in of_kind[False]])
         self._code: Code | None = None
         if self._keeps_reserved and not self._lists and not self._loose:
-            self._code = write_code([field.place for field in self._fields], size, head)
+            self._code = write_code(cls, [field.place for field in self._fields], size, head)
 
     def _add(self, name: str, kind: Any, place: Span | Bits | Slots) -> None:
         if isinstance(place, Slots):
@@ -234,6 +234,12 @@ class Layout:
             if values is not None:
                 return values
         return self.read_untrusted(int.from_bytes(data[: self.size], "big"))
+
+    def make_untrusted(self, data: bytes) -> Any | None:
+        """A message of the first ``size`` bytes of ``data``, as `unpack_untrusted` and the class
+        would make it, but for what ``_check`` says; None where those two are to make it."""
+        code = self._code
+        return code.make(data) if code is not None and code.make is not None else None
 
     def write(self, value: Any) -> int:
         """The message as an integer, without its head."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 __all__ = ["Code", "Place", "write_code"]
@@ -45,17 +46,26 @@ class Code(NamedTuple):
 
     Fields:
       unpack: bytes to the fields by name; None: bits are set that are no field's.
+      make: bytes to a value, unchecked but for its fields; None as `unpack`.  There is none for a
+        class with fields that are not in the layout.
       pack: a value and the message's head to bytes.
       fits: whether all values fit their fields.
     """
 
     unpack: Callable[[bytes], dict[str, Any] | None]
+    make: Callable[[bytes], Any] | None
     pack: Callable[[Any, bytes], bytes]
     fits: Callable[[Any], bool]
 
 
-def write_code(places: list[Place], size: int, head: int) -> Code:
-    """Write the functions for a message of ``size`` bytes, whose first ``head`` are given."""
+def write_code(cls: type, places: list[Place], size: int, head: int) -> Code:
+    """Write the functions for a frozen dataclass with the field ``reserved``.
+
+    Args:
+      cls: the class, which has slots.
+      places: where its fields are.
+      size, head: bytes of a message; of its first, which are given.
+    """
     items = [f"{head}s"]  # of the struct
     taken, given, found, reserved = ["_head"], ["head"], [], []
     at = head
@@ -100,9 +110,26 @@ def write_code(places: list[Place], size: int, head: int) -> Code:
         f"    if {' or '.join(reserved) or False}:",
         "        return None",
         f"    return {{{', '.join(f'{name!r}: {text}' for name, text in found)}}}",
+        "def make(data):",
+        f"    {', '.join(taken)} = unpack_from(data)",
+        f"    if {' or '.join(reserved) or False}:",
+        "        return None",
+        "    value = new(cls)",
+        *(f"    set_{name}(value, {text})" for name, text in found),
+        "    set_reserved(value, b'')",
+        "    return value",
         f"def pack(value, head): return pack_all({', '.join(given)})",
         f"def fits(value): return {' and '.join(fitting)}",
     ]
-    made: dict[str, Any] = {"unpack_from": layout.unpack_from, "pack_all": layout.pack}
+    names = [field.name for field in fields(cls)]
+    made: dict[str, Any] = {
+        "cls": cls,
+        "new": object.__new__,
+        "unpack_from": layout.unpack_from,
+        "pack_all": layout.pack,
+        # Past the ``__setattr__`` that keeps others from it, as ``__init__`` does.
+        **{f"set_{name}": getattr(cls, name).__set__ for name in names},
+    }
     exec("\n".join(lines), made)
-    return Code(made["unpack"], made["pack"], made["fits"])
+    whole = {place.name for place in places} | {"reserved"} == set(names)
+    return Code(made["unpack"], made["make"] if whole else None, made["pack"], made["fits"])

@@ -268,6 +268,10 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
             more = _DIAGNOSIS.unpack_from(raw, 24) if length == _DECLINE_SIZES[1] else None
             return Decline(**Decline.LAYOUT.unpack_untrusted(raw), more_diagnosis=more)
         cls = Accept if kind == MessageType.ACCEPT else Confirm
+        usual: Accept | Confirm | None = cls.LAYOUT.make_untrusted(raw)
+        if usual is not None:
+            usual._check()
+            return usual
         return cls(**cls.LAYOUT.unpack_untrusted(raw))
     except ValueError as error:
         raise ProtocolError(f"CLC {MessageType(kind).name}: {error}") from None
