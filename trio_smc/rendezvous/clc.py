@@ -229,10 +229,9 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
         this type cannot have.  So bytes that are not a CLC message fail here, before anything
         beyond the header was taken from the stream.
     """
-    raw = bytes(header[:HEADER_SIZE])
-    if len(raw) < HEADER_SIZE:
-        raise ProtocolError(f"CLC header of {len(raw)} bytes")
-    eye_catcher, kind, length, last = _HEADER.unpack(raw)
+    if len(header) < HEADER_SIZE:
+        raise ProtocolError(f"CLC header of {len(header)} bytes")
+    eye_catcher, kind, length, last = _HEADER.unpack_from(header)
     if eye_catcher != EYE_CATCHER:
         raise ProtocolError("no CLC message: it does not start with the eye catcher")
     if last >> 4 == 0:
