@@ -123,10 +123,17 @@ def _brief(value: float) -> float:
 
 
 def load_ratios(path: Path) -> dict[str, float]:
-    """Return the ratios that `save` wrote; empty when there is no such file."""
+    """Return the ratios that `save` wrote; empty when there is no such file.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or `save` did not write it.
+    """
     if not path.exists():
         return {}
-    found: dict[str, float] = json.loads(path.read_text())["ratios"]
+    said = json.loads(path.read_text())
+    found = said.get("ratios") if isinstance(said, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(v, int | float) for v in found.values()):
+        raise ValueError("it has no ratios")
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from benchmarks import cpu
+from benchmarks.__main__ import parse
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +122,24 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     assert measured == {**others, **limits}
     assert "NOT smc-r" not in said
     assert "opening and accepting" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not JSON", "[]", "{}", '{"ratios": {"a": "b"}}', "directory"]
+)
+def test_a_baseline_that_is_none(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.mkdir() if content == "directory" else path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--baseline", str(path)])
+    with pytest.raises(SystemExit) as exited:
+        parse()
+    assert exited.value.code == 2
+    assert f"--baseline {path}: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_how_cost_grows(tmp_path: Path) -> None:
