@@ -301,8 +301,14 @@ class Connection(Endings):
             self._urgent_untrusted(flags & _URGENT, arrived)
         self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
         self._writer_waits = bool(flags & WRITER_BLOCKED)
-        if flags & UPDATE_REQUESTED and self._consumed != self._told:
-            self._owe_cdc()
+        if self._consumed != self._told:
+            # The reader may take nothing more for long.
+            if flags & UPDATE_REQUESTED or (
+                self._writer_waits and self._consumed - self._told >= self._least_update
+            ):
+                self._owe_cdc()
+            elif self._writer_waits:
+                self._tell_soon()
 
     def _abort_for(self, exc: ProtocolError) -> None:
         if not isinstance(exc, MessageMissing):

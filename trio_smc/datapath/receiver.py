@@ -15,9 +15,9 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
 
 - the peer's window, as it knows it, is under half of the ring and the update widens it by at
   least 10 %; or
-- the peer says that its writer is blocked (B) and anything was consumed: at once when that is
-  10 % of the ring, and less than that at the latest when the reader waits for more or the
-  scheduler sleeps, where there is one to ask (`tell_later`); or
+- the peer says that its writer is blocked (B) and anything was consumed, before that or since: at
+  once when that is 10 % of the ring, and less than that at the latest when the reader waits for
+  more or the scheduler sleeps, where there is one to ask (`tell_later`); or
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
