@@ -201,7 +201,8 @@ class Publication:
             return True
         finally:
             self.spinner.sleeping -= 1
-            self._looks.pop(number, None)
+            if self._looks.get(number) == until:  # else another connection has that number now
+                del self._looks[number]
 
     def _wake(self, now: float) -> None:
         """Let claims look again that wait since long ago."""
