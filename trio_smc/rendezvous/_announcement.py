@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Self
 
+import trio
+
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_protocol as protocol
 from trio_smc.rendezvous._local_protocol import Kind, Message
@@ -62,7 +64,8 @@ class Announcement:
         """
         try:
             if not self.answered and not self._owner.spin(self):
-                await self._owner.wait(self, deadline)
+                with trio.CancelScope(deadline=deadline):
+                    await self._owner.wait(self)
         finally:
             self.close()
         return self.reason
