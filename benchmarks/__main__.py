@@ -9,6 +9,7 @@ the medians of so many separate runs, each with processes of its own.
 
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 "limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
+"limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
 
 Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
 not in the mode that its transport stands for.
@@ -184,6 +185,10 @@ def parse() -> argparse.Namespace:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(all_of)}")
     if BASE not in arguments.transports:
         parser.error(f"--transports needs {BASE}, which ratios are relative to")
+    try:
+        arguments.earlier = report.load_ratios(arguments.baseline)
+    except (OSError, ValueError) as problem:
+        parser.error(f"--baseline {arguments.baseline}: {problem}")
     return arguments
 
 
@@ -220,8 +225,7 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
             "trio": trio.__version__,
         },
     )
-    earlier = report.load_ratios(arguments.baseline)
-    print(report.text_of(report.rows(comparison, earlier)))
+    print(report.text_of(report.rows(comparison, arguments.earlier)))
     print(
         f"ratio above 1: better than {BASE}. {arguments.runs} x {arguments.rounds} interleaved "
         f"rounds of {arguments.seconds} s, {'pinned' if pin else 'not pinned'}, "

@@ -34,6 +34,7 @@ _SMALL = 16 * 1024
 _REPETITIONS = 5
 repetitions = ContextVar("repetitions", default=_REPETITIONS)
 _IDLE = 1.0
+_SETTLING = 0.2  # seconds in which the last connections are not idle yet
 _LINKS_TIMEOUT = 30.0
 
 Row = dict[str, float]
@@ -79,6 +80,7 @@ async def connections(count: int) -> Row:
         start = time.process_time()
         streams = [await transport.connect(port) for _ in range(count)]
         opening = time.process_time() - start
+        await trio.sleep(_SETTLING)
         start = time.process_time()
         await trio.sleep(_IDLE)
         idle = time.process_time() - start

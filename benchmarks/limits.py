@@ -1,11 +1,16 @@
 """What no transport can beat on this machine: copying memory, and waking another process.
 
-`python -m benchmarks.limits [--steps] [--core N]` is a client process as `benchmarks.worker` has
-them.  A round trip is two eventfds between two processes that sleep in read(2); a stream is each
-byte copied twice, into a ring and out of it, by one processor.
+`python -m benchmarks.limits [--steps | --ring] [--core N]` is a client process as
+`benchmarks.worker` has them.  A round trip is two eventfds between two processes that sleep in
+read(2); a stream is each byte copied twice, into a ring and out of it, by one processor.
 
 With --steps a stream is what strict checkpoints leave of that: each write and each read of 64 KiB
 is a copy and a step of Trio's scheduler.  Both ends work at once, so the slower one counts.
+
+With --ring a stream goes from one processor to another: one process copies into a ring as large as
+trio_smc's, the other one out of it into new objects of 64 KiB, and each looks at the other's cursor
+until it moves.  Two copies by two processors cannot be quicker in Python.  Often that is slower
+than both copies by one processor, since bytes come from, and go to, the other one's cache.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import sys
 import time
@@ -20,12 +26,20 @@ from collections.abc import Callable, Iterator
 
 import trio
 
-NAMES = {"limit": (), "limit-steps": ("--steps",)}
+from trio_smc import Config
+
+NAMES = {"limit": (), "limit-steps": ("--steps",), "limit-ring": ("--ring",)}
 """The pretended transports, and the arguments that make them."""
 _RING = 1024 * 1024
 _READ = 64 * 1024
 _SIZES = {"stream-4k": 4 * 1024, "stream-64k": 64 * 1024, "stream-1m": 1024 * 1024}
 _WARM_UP = 200
+
+_SHARED_RING = Config().receive_buffer_for("software")
+_CHUNK = _SHARED_RING // 4
+# Words behind the ring, in cache lines of their own.  x86-64 keeps stores in order.
+_WRITTEN, _TAKEN, _END, _USED = 0, 8, 16, 24
+_LOOKS = 64
 
 
 @contextlib.contextmanager
@@ -112,11 +126,99 @@ async def _step_by_step(
     return elapsed / done, used / done
 
 
+def across(size: int, seconds: float, core: int | None) -> list[float]:
+    """MiB/s, and processor time of both processes in seconds per GiB; ``core``: the reader's."""
+    memory = memoryview(mmap.mmap(-1, _SHARED_RING + mmap.PAGESIZE))
+    ring, words = memory[:_SHARED_RING], memory[_SHARED_RING:].cast("Q")
+    ring[:] = os.urandom(_SHARED_RING)  # no page is new later
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            if core is not None:
+                os.sched_setaffinity(0, {core})
+            _take_all(ring, words, lambda: os.getppid() == parent)
+        finally:
+            os._exit(0)
+    gone = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        start, used = time.perf_counter(), time.process_time()
+        done = _put_for(seconds, size, ring, words, lambda: not os.waitid(os.P_PID, child, gone))
+        elapsed, used = time.perf_counter() - start, time.process_time() - used
+    finally:
+        words[_END] = 1
+        os.waitpid(child, 0)
+    return [done / elapsed / (1 << 20), (used + words[_USED] / 1e9) / done * (1 << 30)]
+
+
+def _look_until(ready: Callable[[], object], alive: Callable[[], bool]) -> None:
+    """Look until it is so; let others run now and then.  Raises RuntimeError when nobody lives
+    who could make it so."""
+    while True:
+        for _ in range(_LOOKS):
+            if ready():
+                return
+        if not alive():
+            raise RuntimeError("the other process is gone")
+        os.sched_yield()
+
+
+def _put_for(
+    seconds: float, size: int, ring: memoryview, words: memoryview, alive: Callable[[], bool]
+) -> int:
+    """Copy writes of ``size`` bytes into the ring for so long, until they are taken; how many."""
+    data = memoryview(os.urandom(size))
+    done = 0
+    end = time.perf_counter() + seconds
+
+    def room() -> bool:
+        return bool(done + step - words[_TAKEN] <= _SHARED_RING)
+
+    while time.perf_counter() < end:
+        at = 0
+        while at < size:
+            place = done % _SHARED_RING
+            step = min(_CHUNK, size - at, _SHARED_RING - place)
+            if not room():
+                _look_until(room, alive)
+            ring[place : place + step] = data[at : at + step]
+            at += step
+            done += step
+            words[_WRITTEN] = done
+    words[_END] = 1
+    _look_until(lambda: words[_USED], alive)
+    return done
+
+
+def _take_all(ring: memoryview, words: memoryview, alive: Callable[[], bool]) -> None:
+    """Copy all that comes out of the ring, until the end; say how much processor time it took."""
+    used = time.process_time_ns()
+    taken = 0
+
+    def news() -> bool:
+        return bool(words[_WRITTEN] != taken or words[_END])
+
+    while True:
+        length = words[_WRITTEN] - taken
+        if length:
+            place = taken % _SHARED_RING
+            length = min(length, _READ, _SHARED_RING - place)
+            ring[place : place + length].tobytes()
+            taken += length
+            words[_TAKEN] = taken
+        elif words[_END] and words[_WRITTEN] == taken:
+            words[_USED] = time.process_time_ns() - used
+            return
+        else:
+            _look_until(news, alive)
+
+
 def main() -> None:
     """Answer what standard input asks for; `null` for a workload without a limit of its own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--core", type=int, default=None)
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--ring", action="store_true")
     arguments = parser.parse_args()
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
@@ -124,9 +226,11 @@ def main() -> None:
         asked = json.loads(line)
         name, seconds = asked["workload"], asked.get("seconds", 0.0)
         values = None
-        if name in _SIZES:
+        if name in _SIZES and arguments.ring:
+            values = across(_SIZES[name], seconds, asked["other_core"])
+        elif name in _SIZES:
             values = (steps if arguments.steps else copies)(_SIZES[name], seconds)
-        elif name == "rtt" and not arguments.steps:
+        elif name == "rtt" and not (arguments.steps or arguments.ring):
             values = round_trips(seconds, asked["other_core"])
         print(json.dumps({"values": values}), flush=True)
 

@@ -34,7 +34,7 @@ _MODULES = {
     "rendezvous.discovery rendezvous._local_directory rendezvous._local_protocol "
     "rendezvous._local_connection",
     "CLC messages: codec": "rendezvous.clc rendezvous._clc_base rendezvous._proposal "
-    "rendezvous._wire rendezvous.clc_reader",
+    "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",
     "CLC messages: TCP, waits": "_handshake rendezvous.spinning rendezvous.timers",
     "negotiation": "rendezvous.negotiation rendezvous.client rendezvous.server _stack_core",
     "RMB element, link group": "rendezvous.own_rmbs rendezvous.idle_rmbs datapath.rmb "

@@ -62,8 +62,8 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_yticks([place + 0.42 for place in range(len(metrics))])
         axis.set_yticklabels([metric.name for metric in metrics])
         axis.set_ylim(len(metrics), -0.3)
-        pinned = "a core each" if comparison.about["pinned"] else "where the scheduler puts them"
-        axis.set_title(f"times better than {comparison.base}; both processes on {pinned}")
+        pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
+        axis.set_title(f"times better than {comparison.base}; both processes {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 

@@ -107,15 +107,33 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "spread": {
             name: [round(min(values), 3), round(max(values), 3)] for name, values in each.items()
         },
-        "runs": comparison.runs,
+        "runs": [
+            {
+                metric: {name: [_brief(each) for each in values] for name, values in row.items()}
+                for metric, row in run.items()
+            }
+            for run in comparison.runs
+        ],
     }
 
 
+def _brief(value: float) -> float:
+    """Five digits: no two rounds agree in more than two."""
+    return float(f"{value:.5g}")
+
+
 def load_ratios(path: Path) -> dict[str, float]:
-    """Return the ratios that `save` wrote; empty when there is no such file."""
+    """Return the ratios that `save` wrote; empty when there is no such file.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or `save` did not write it.
+    """
     if not path.exists():
         return {}
-    found: dict[str, float] = json.loads(path.read_text())["ratios"]
+    said = json.loads(path.read_text())
+    found = said.get("ratios") if isinstance(said, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(v, int | float) for v in found.values()):
+        raise ValueError("it has no ratios")
     return found
 
 

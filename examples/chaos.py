@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import trio
@@ -155,12 +156,15 @@ class Chaos:
         self._changed.set()
 
     async def _finish(self) -> None:
-        for side in reversed(self._sides):
+        server, client = self._sides
+        # The server does not know of a conversation before it has heard how it begins.
+        for side in (client, server):
             await side.tell("stop")
-        if not await self._until(lambda: all(side.ended for side in self._sides), ENDS_WITHIN):
-            for side in self._sides:
-                await side.tell("moments")
-            self.result.problems.append("a process did not end")
+            if not await self._until(partial(getattr, side, "ended"), ENDS_WITHIN):
+                for each in self._sides:
+                    await each.tell("moments")
+                self.result.problems.append(f"the {side.role}'s process did not end")
+                return
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         with trio.move_on_after(seconds):

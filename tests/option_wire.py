@@ -1,14 +1,17 @@
 """The TCP options that really were on the wire, read from a network interface.
 
-`Wire` is a packet socket of its own: nothing of what is tested takes part.
+`Wire` is a packet socket of its own: nothing of what is tested takes part.  On the loopback
+interface it sees the ports that it is to watch and no others: there all processes meet, and what
+another one sends in a second fills any buffer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,11 @@ _ETHERNET = 14
 _SO_RCVBUFFORCE = 33
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN, _CAP_BPF = 12, 21, 39
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
+_SO_ATTACH_FILTER = 26
+_IPV4, _IPV6 = 0x0800, 0x86DD
+# Of classic BPF: load a byte or half a word, from an offset or one behind X; X from the length of
+# an IPv4 header; jump if equal; return.
+_BYTE, _HALF, _HALF_BEHIND, _HEADER, _EQUAL, _RETURN = 0x30, 0x28, 0x48, 0xB1, 0x15, 0x06
 
 SYN, ACK = 0x02, 0x10
 SYN_ACK = SYN | ACK
@@ -66,7 +74,7 @@ class Segment:
 
 
 class Wire:
-    """Everything that goes over an interface while it is open.
+    """Everything that goes over an interface while it is open, or what `watch` names.
 
     Attributes:
       frames: what `segments` has taken so far, of all kinds.
@@ -74,10 +82,12 @@ class Wire:
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
-        self._socket = socket.socket(
-            socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.htons(_ETH_P_ALL)
-        )
+        self._ports: set[int] = set()
+        # Of no protocol: until it is bound it hears nothing.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 24)
+        if interface == _LOOPBACK:
+            self.watch()
         self._socket.bind((interface, _ETH_P_ALL))
         self.frames: list[bytes] = []
 
@@ -90,8 +100,16 @@ class Wire:
         finally:
             wire._socket.close()
 
+    def watch(self, *ports: int) -> None:
+        """From now on see TCP segments from and to these ports as well, and nothing else."""
+        self._ports.update(ports)
+        program = ctypes.create_string_buffer(_only(sorted(self._ports)))
+        code = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, code)
+
     def segments(self, port: int) -> list[Segment]:
         """The TCP segments from or to a port so far, in order."""
+        assert port in self._ports or not self._ports, "nobody watches this port"
         while True:
             try:
                 frame, (_, _, kind, *_) = self._socket.recvfrom(1 << 16)
@@ -111,6 +129,32 @@ class Wire:
             file.write(struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 1 << 16, 1))
             for number, frame in enumerate(self.frames):
                 file.write(struct.pack("<IIII", number, 0, len(frame), len(frame)) + frame)
+
+
+def _only(ports: Iterable[int]) -> bytes:
+    """Classic BPF that lets TCP segments from and to these ports through, whole."""
+
+    def step(code: int, value: int = 0, then: int = 0, otherwise: int = 0) -> bytes:
+        return struct.pack("HBBI", code, then, otherwise, value)
+
+    def tcp(kind: int, load: int, place: int) -> bytes:
+        """``kind``: where the protocol's number is; ``place``: of the source port."""
+        code = step(_BYTE, kind) + step(_EQUAL, socket.IPPROTO_TCP, then=1) + step(_RETURN)
+        if load == _HALF_BEHIND:
+            code += step(_HEADER, _ETHERNET)
+        for offset in (place, place + 2):
+            code += step(load, offset)
+            for port in ports:
+                code += step(_EQUAL, port, otherwise=1) + step(_RETURN, 0xFFFFFFFF)
+        return code + step(_RETURN)
+
+    ipv6 = tcp(_ETHERNET + 6, _HALF, _ETHERNET + 40)
+    ipv4 = tcp(_ETHERNET + 9, _HALF_BEHIND, _ETHERNET)
+    return b"".join((
+        step(_HALF, _ETHERNET - 2),
+        step(_EQUAL, _IPV6, otherwise=len(ipv6) // 8), ipv6,
+        step(_EQUAL, _IPV4, then=1), step(_RETURN), ipv4,
+    ))  # fmt: skip
 
 
 def _segment(frame: bytes) -> Segment | None:

@@ -12,6 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
+from trio_smc._tcp_stream import TcpStream
 from trio_smc.datapath.rmb import EYE_CATCHER
 
 HOST = "127.0.0.1"
@@ -71,13 +72,22 @@ class Pairs:
 
 
 async def _fill_tcp(stream: SmcStream) -> None:
-    """Fill a TCP connection until the kernel has stayed full for a moment."""
+    """Fill a TCP connection, so that it stays full until the other end reads.
+
+    What the kernel has not sent is more than the other end takes; what it still sends after 200 ms
+    and more, as a probe of the window or again, changes nothing then.  Without the option it would
+    take a little more whenever it has sent a little, and into the segment that a probe has cut
+    without MSG_EOR.
+    """
+    assert isinstance(stream, TcpStream)
+    stream.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
 
     async def fill() -> None:
         while True:
-            await stream.send_all(bytes(4096))
+            await stream.socket.send(bytes(1 << 16), stdlib_socket.MSG_EOR)
 
     assert await cancelled_when_it_waits(fill)
+    stream.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1)
 
 
 async def cancelled_when_it_waits(call: Callable[[], Awaitable[object]]) -> bool:

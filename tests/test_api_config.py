@@ -115,7 +115,7 @@ def test_refused(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("wanted", "software", "roce"),
     [
-        (None, MIB, 512 * KIB),
+        (None, 4 * MIB, 512 * KIB),
         (1, 16 * KIB, 16 * KIB),
         (16 * KIB, 16 * KIB, 16 * KIB),
         (16 * KIB + 1, 32 * KIB, 32 * KIB),

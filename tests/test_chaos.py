@@ -190,6 +190,36 @@ async def test_what_both_sides_remember_is_told_with_the_problem(
     assert "server: " in told
 
 
+async def test_the_server_goes_on_until_the_client_has_ended() -> None:
+    """A connection that it has accepted and heard nothing of would end with it."""
+    told: list[tuple[str, bool]] = []
+
+    class FakeSide:
+        ended = False
+
+        def __init__(self, role: str) -> None:
+            self.role = role
+
+        async def tell(self, do: str) -> None:
+            assert do == "stop"
+            told.append((self.role, client.ended))
+            nursery.start_soon(self.end)
+
+        async def end(self) -> None:
+            await trio.testing.wait_all_tasks_blocked()
+            self.ended = True
+            chaos._changed.set()
+
+    server, client = sides = [FakeSide("server"), FakeSide("client")]
+    chaos: Any = Chaos(Policy(seed=1), lambda text: None)
+    chaos._sides = sides
+    async with trio.open_nursery() as nursery:
+        await chaos._finish()
+    assert told == [("client", False), ("server", True)]
+    assert server.ended
+    assert chaos.result.problems == []
+
+
 async def test_one_rnic(runtime_directory: object, seed: int) -> None:
     """With its only link each connection is lost; new ones come, and what came is right."""
     policy = Policy(seed=seed & 0xFFFF, faults=5, rnics=1, connections=5, during=0, scale=10)

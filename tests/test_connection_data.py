@@ -447,6 +447,25 @@ def test_a_blocked_writer_is_told_of_little_a_little_later(
     assert len(pair.flushes) == 1, "it is told of again"
 
 
+@pytest.mark.rfc("4.5.1/3", "A.4/12")
+@pytest.mark.parametrize("consumed", [1, RING // 4])
+def test_a_writer_is_told_of_what_was_consumed_before_it_was_blocked(
+    pairs: list[Pair], consumed: int
+) -> None:
+    """Its reader may be busy with what it has, and not come back before the writer is done."""
+    pair = make(pairs, merge=True)
+    forge(pair, 0, RING // 2)
+    pair.b.receive(consumed)
+    assert cdcs(pair.ba) == [], "the window is open"
+    forge(pair, WRITER_BLOCKED, RING // 2, sequence=2)
+    assert bool(cdcs(pair.ba)) is (consumed >= RING / 10)
+    pair.flush()
+    assert [entry.consumer for entry in cdcs(pair.ba)] == [(consumed, 0)]
+    forge(pair, WRITER_BLOCKED, RING // 2, sequence=3)
+    pair.flush()
+    assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
+
+
 @pytest.mark.parametrize("flag", [UPDATE_REQUESTED, URGENT_PENDING])
 def test_other_peers_that_wait_are_told_at_once(pairs: list[Pair], flag: int) -> None:
     pair = make(pairs, merge=True)

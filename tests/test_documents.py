@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from benchmarks import cpu
+from benchmarks.__main__ import parse
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +105,7 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
 def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     picture = tmp_path / "ratios.svg"
-    names = "tcp,unix,uvloop,smc-r,limit,limit-steps"
+    names = "tcp,unix,uvloop,smc-r,limit,limit-steps,limit-ring"
     options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
     said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
     content = json.loads(numbers.read_text())
@@ -117,9 +118,28 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     streams = {each for each in metrics if each.startswith(("streaming", "processor time"))}
     round_trips = {each for each in metrics if each.startswith("64 B round trip")}
     others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
-    assert measured == {**others, "limit": streams | round_trips, "limit-steps": streams}
+    limits = {"limit": streams | round_trips, "limit-steps": streams, "limit-ring": streams}
+    assert measured == {**others, **limits}
     assert "NOT smc-r" not in said
     assert "opening and accepting" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not JSON", "[]", "{}", '{"ratios": {"a": "b"}}', "directory"]
+)
+def test_a_baseline_that_is_none(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.mkdir() if content == "directory" else path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--baseline", str(path)])
+    with pytest.raises(SystemExit) as exited:
+        parse()
+    assert exited.value.code == 2
+    assert f"--baseline {path}: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_how_cost_grows(tmp_path: Path) -> None:

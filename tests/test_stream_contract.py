@@ -9,6 +9,7 @@ import errno
 import gc
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import pytest
 import trio
@@ -46,6 +47,17 @@ async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.Monkey
         )
     async with open_pairs(config, stacks=stacks) as pairs:
         await check_half_closeable_stream(pairs.make, pairs.clogged)
+
+
+async def test_what_is_clogged_stays_so() -> None:
+    """Also when the kernel has probed TCP's window, as it does on a machine that pauses."""
+    async with open_pairs(tcp_config()) as pairs:
+        pair = await pairs.clogged()
+        await trio.sleep(0.5)
+        for stream in pair:
+            assert await cancelled_when_it_waits(partial(stream.send_all, b"x"))
+        for stream in pair:
+            await trio.aclose_forcefully(stream)
 
 
 @pytest.fixture(params=["one-stack", "two-stacks", "amortised", "tcp"])
@@ -277,8 +289,8 @@ async def test_a_send_during_a_half_close_is_told(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
-    # Whichever came second.
-    assert len(told) == 1
+    # Whichever came second; a send that need not yield is over when the half close begins.
+    assert len(told) == 1 or (not told and pairs.client.config.checkpoints == "amortised")
     assert await b.receive_some() == (b"" if told == ["send_all"] else b"x")
     await close_both(pair)
 

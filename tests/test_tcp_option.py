@@ -33,6 +33,7 @@ from tests.api_peers import (
     read_exactly,
 )  # fmt: skip
 from tests.option_wire import SYN, SYN_ACK, Wire, cgroup, cgroup2, requires_bpf
+from tests.ports import reserved_port
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SmcListener, SoftRnic, Stack
 from trio_smc.rendezvous import _bpf, tcp_option
 from trio_smc.rendezvous._bpf_assembler import Assembler
@@ -66,8 +67,9 @@ def pins(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def tcp(
-    offering: TcpOption | None, accepting: TcpOption | None, host: str = HOST
-) -> Iterator[tuple[socket.socket, socket.socket, int]]:
+    offering: TcpOption | None, accepting: TcpOption | None, host: str = HOST,
+    *, wire: Wire | None = None,
+) -> Iterator[tuple[socket.socket, socket.socket, int]]:  # fmt: skip
     """Both ends of a connection, and its server's port; None: a socket that is left alone."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener, socket.socket(family) as client:
@@ -75,12 +77,15 @@ def tcp(
             assert accepting.offer(listener) is None
         listener.bind((host, 0))
         listener.listen()
+        port = listener.getsockname()[1]
+        if wire:
+            wire.watch(port)
         if offering:
             assert offering.offer(client) is None
         client.connect(listener.getsockname())
         server, _ = listener.accept()
         with server:
-            yield client, server, listener.getsockname()[1]
+            yield client, server, port
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -94,7 +99,11 @@ def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: boo
     """On the SYN when the client offers, on the SYN-ACK when both do, on no other segment."""
     with (
         Wire.open() as wire,
-        tcp(option if offers else None, option if accepts else None, host) as (one, other, port),
+        tcp(option if offers else None, option if accepts else None, host, wire=wire) as (
+            one,
+            other,
+            port,
+        ),
     ):
         one.sendall(b"x" * 5000)
         assert len(other.recv(5000, socket.MSG_WAITALL)) == 5000
@@ -113,9 +122,9 @@ def test_on_the_wire(option: TcpOption, host: str, *, offers: bool, accepts: boo
 def test_as_tshark_reads_it(option: TcpOption, tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     with Wire.open() as wire:
-        with tcp(option, option) as (_, _, port):
+        with tcp(option, option, wire=wire) as (_, _, port):
             pass
-        with tcp(None, None) as (_, _, plain):
+        with tcp(None, None, wire=wire) as (_, _, plain):
             pass
         assert len(wire.segments(port)) > 3
         wire.write_pcap(tmp_path / "wire.pcap")
@@ -190,7 +199,7 @@ def test_another_program_that_wants_header_callbacks(option: TcpOption) -> None:
     program = _bpf.load_sock_ops(foreign.assemble())
     link = _bpf.attach_to_cgroup(program, own_cgroup())
     try:
-        with Wire.open() as wire, tcp(option, None) as (one, other, port):
+        with Wire.open() as wire, tcp(option, None, wire=wire) as (one, other, port):
             assert option.answer(one) is Reason.PEER_NOT_CAPABLE
             assert option.answer(other) is Reason.PEER_NOT_CAPABLE
             assert [e.flags for e in wire.segments(port) if 254 in e.kinds] == [SYN]
@@ -205,7 +214,7 @@ def test_two_programs_of_ours(option: TcpOption) -> None:
     """Two processes of one cgroup that each loaded their own."""
     another = TcpOption(NOWHERE)
     try:
-        with Wire.open() as wire, tcp(option, another) as (one, other, port):
+        with Wire.open() as wire, tcp(option, another, wire=wire) as (one, other, port):
             assert (option.answer(one), another.answer(other)) == (None, None)
             assert [e.kinds[254] for e in wire.segments(port) if e.flags & SYN] == [OPTION] * 2
     finally:
@@ -237,13 +246,14 @@ async def test_streams() -> None:
     """SMC-R by the TCP option alone; a plain socket of this process carries nothing."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
+            port, plain = address_of(listener)[1], address_of(server)[1]
+            wire.watch(port, plain)
             mine, other = await connect(stack, listener)
             assert (mine.mode, other.mode) == (Mode.SMC_R, Mode.SMC_R)
             await check_talk(mine, other)
             await close_all(mine, other)
             async with await trio.open_tcp_stream(*address_of(server)):
                 pass
-            port, plain = address_of(listener)[1], address_of(server)[1]
             segments, others = wire.segments(port), wire.segments(plain)
     assert [e.flags for e in segments if 254 in e.kinds] == [SYN, SYN_ACK]
     assert others
@@ -258,6 +268,7 @@ async def test_sockets_of_a_program_that_knows_nothing_of_it() -> None:
             async with trio_smc.open_stack(STRICT) as stack:
                 [listener] = await trio.open_tcp_listeners(0, host=HOST)
                 port = listener.socket.getsockname()[1]
+                wire.watch(port)
                 async with (
                     listener,
                     await trio.open_tcp_stream(HOST, port) as mine,
@@ -276,6 +287,7 @@ async def test_peers_that_have_never_heard_of_it() -> None:
     """No byte of CLC is sent to a server, none expected of a client."""
     with Wire.open() as wire:
         async with listening() as (stack, listener), plain_server() as server:
+            wire.watch(address_of(server)[1])
             stream = await stack.open_stream(*address_of(server))
             assert stream.fallback == Fallback.local(Reason.PEER_NOT_CAPABLE)
             accepted = await server.accept()
@@ -343,6 +355,7 @@ async def test_software_rnics_alone_need_no_option(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tcp_option, "load_option", refuse)
     with Wire.open() as wire:
         async with listening(Config(tcp_option=NOWHERE)) as (stack, listener):
+            wire.watch(address_of(listener)[1])
             mine, other = await connect(stack, listener)
             assert mine.mode is Mode.SMC_R
             await close_all(mine, other)
@@ -365,21 +378,25 @@ AS_NOBODY = """
     option = TcpOption(Path({pins!r}))
     with socket.socket() as listener, socket.socket() as client:
         offered = option.offer(listener), option.offer(client)
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", {port}))
         listener.listen()
         client.connect(listener.getsockname())
         server, _ = listener.accept()
-        print(listener.getsockname()[1], *offered, option.answer(client), option.answer(server))
+        print(*offered, option.answer(client), option.answer(server))
         server.close()
     option.close()
 """
 
 
-def as_nobody(pins: Path, *, groups: list[int], cgroup: Path | None = None) -> list[str]:
-    """Port, two offers' and two answers' outcome of a process without privileges."""
+def as_nobody(
+    pins: Path, *, groups: list[int], port: int = 0, cgroup: Path | None = None
+) -> list[str]:
+    """Two offers' and two answers' outcome of a process without privileges."""
     program = textwrap.dedent(AS_NOBODY).format(
-        path=[path for path in sys.path if path], groups=groups, nobody=NOBODY, pins=str(pins)
-    )
+        path=[path for path in sys.path if path], groups=groups, nobody=NOBODY, pins=str(pins),
+        port=port,
+    )  # fmt: skip
     if cgroup is not None:
         enter = f"open({str(cgroup / 'cgroup.procs')!r}, 'w').write('0')\n"
         program = enter + program
@@ -400,15 +417,19 @@ def open_path(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("open_path")
 def test_for_a_group(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(group="daemon", pins=pins)
-    with Wire.open() as wire:
-        port, *results = as_nobody(pins, groups=[1])
-        kinds = [e.kinds.get(254) for e in wire.segments(int(port)) if e.flags & SYN]
+    with Wire.open() as wire, reserved_port() as port:
+        wire.watch(port)
+        results = as_nobody(pins, groups=[1], port=port)
+        kinds = [e.kinds.get(254) for e in wire.segments(port) if e.flags & SYN]
     assert results == ["None"] * 4
     assert kinds == [OPTION] * 2
     # Who is not in the group cannot, and knows why.
-    with Wire.open() as wire:
-        port, *results = as_nobody(pins, groups=[])
-        assert not any(254 in each.kinds for each in wire.segments(int(port)))
+    with Wire.open() as wire, reserved_port() as port:
+        wire.watch(port)
+        results = as_nobody(pins, groups=[], port=port)
+        segments = wire.segments(port)
+    assert segments
+    assert not any(254 in each.kinds for each in segments)
     assert results == [str(Reason.TCP_OPTION_NOT_PERMITTED)] * 4
 
 
@@ -417,8 +438,8 @@ def test_for_a_cgroup(pins: Path) -> None:
     """A process outside can mark its sockets, and is told that it does nothing."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
         assert trio_smc.set_up_tcp_option(group="daemon", cgroup=inside, pins=pins)
-        assert as_nobody(pins, groups=[1], cgroup=inside)[1:] == ["None"] * 4
-        answers = as_nobody(pins, groups=[1], cgroup=outside)[1:]
+        assert as_nobody(pins, groups=[1], cgroup=inside) == ["None"] * 4
+        answers = as_nobody(pins, groups=[1], cgroup=outside)
         assert answers == ["None"] * 2 + [str(Reason.TCP_OPTION_UNAVAILABLE)] * 2
 
 
@@ -481,7 +502,7 @@ def freeze(path: Path) -> None:
 def test_a_frozen_map_has_a_reason(pins: Path) -> None:
     trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     freeze(pins / MAP_NAME)
-    assert as_nobody(pins, groups=[1])[1:] == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
+    assert as_nobody(pins, groups=[1]) == [str(Reason.TCP_OPTION_UNAVAILABLE)] * 4
 
 
 def test_torn_down_under_a_process(pins: Path) -> None:

@@ -76,3 +76,38 @@ async def test_a_reset_is_told() -> None:
         assert not watcher.data.is_set()
         watch.remove(server.socket)
         await server.aclose()
+
+
+async def test_what_comes_to_a_registered_connection_is_told(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with _watch() as watch:
+        client, server = await _tcp_pair()
+        watcher = Watcher()
+        watch.add(server.socket, watcher)
+        await trio.sleep(1)  # the clock jumps: everything new is registered
+        await client.send_all(b"x")
+        with trio.fail_after(60):
+            await watcher.data.wait()
+        watch.remove(server.socket)
+        watch.remove(server.socket)
+        await server.aclose()
+        await client.aclose()
+
+
+async def test_one_of_two_ends_before_they_are_registered(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    async with _watch() as watch:
+        gone, stays = await _tcp_pair()
+        early, watcher = Watcher(), Watcher()
+        watch.add(gone.socket, early)
+        watch.add(stays.socket, watcher)
+        watch.remove(gone.socket)
+        await gone.send_all(b"x")
+        await gone.aclose()
+        with trio.fail_after(60):
+            await watcher.data.wait()
+        assert not early.data.is_set()
+        watch.remove(stays.socket)
+        await stays.aclose()

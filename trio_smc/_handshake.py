@@ -122,7 +122,7 @@ async def _wait(
         trio.lowlevel.notify_closing(fd)
 
     state = negotiation.state
-    timer = timers.call_later(deadline - timers.now(), expire) if negotiation.awaits_clc else None
+    timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
     negotiation.changed = partial(trio.lowlevel.notify_closing, fd)
     try:
         await trio.lowlevel.wait_readable(fd)

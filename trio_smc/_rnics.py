@@ -78,8 +78,9 @@ class StackRnics(RnicLife):
     def serving(self, local: str, remote: str) -> Rnic | FallbackReason:
         """The RNIC for a connection between two addresses, or why there is none."""
         if is_same_host(local, remote):
-            for rnic in self.usable("software"):
-                return rnic
+            for rnic in self.opened:  # not all that there are: this is for each connection
+                if rnic.kind == "software" and self._is_usable(rnic):
+                    return rnic
             if any(rnic.kind == "software" for rnic in self.opened):
                 return FallbackReason.RNIC_DOWN
             if not self._table:

@@ -28,8 +28,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import trio
 
@@ -38,6 +37,7 @@ from trio_smc._control import ControlSocket
 from trio_smc._rnic_life import RnicChange
 from trio_smc._rnics import StackRnics
 from trio_smc._tcp_watch import TcpWatch
+from trio_smc._under_way import Busy, Call, Cancellable, UnderWay
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery import Discovery
 from trio_smc.rendezvous.spinning import Spinner
@@ -96,9 +96,9 @@ class StackLife:
         self._endpoints: dict[object, Endpoint] = {}
         self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
         self._listeners: set[SmcListener] = set()
-        self._busy: dict[_Busy, Cancellable] = {}
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
+        self._under_way = UnderWay(self._work_ended)
         self._forked = False
         self._supported = sys.platform == "linux"
         if self._supported:
@@ -179,10 +179,9 @@ class StackLife:
         self.closing = True
         for listener in list(self._listeners):
             listener.close()
-        for scope in list(self._busy.values()):
-            scope.cancel()
+        self._under_way.cancel()
         with trio.move_on_after(self.config.shutdown_timeout):
-            while self._busy:
+            while self._under_way:
                 await self._wait_for_an_ending()
         self._abort_open_streams()
         with trio.move_on_after(self.config.shutdown_timeout):
@@ -194,14 +193,14 @@ class StackLife:
             while self._groups:
                 await self._wait_for_an_ending()
 
-    def call(self) -> _Call:
+    def call(self) -> Call:
         """Around a user's call: leaving the stack ends it with ClosedResourceError."""
         self.check_usable()
-        return _Call(self)
+        return Call(self._under_way)
 
-    def busy(self, work: Cancellable) -> _Busy:
+    def busy(self, work: Cancellable) -> Busy:
         """Around work that leaving the stack cancels and waits for."""
-        return _Busy(self, work)
+        return Busy(self._under_way, work)
 
     def check_usable(self) -> None:
         """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
@@ -239,6 +238,9 @@ class StackLife:
         self._something_ended = trio.Event()
         await self._something_ended.wait()
 
+    def _work_ended(self) -> None:
+        self._something_ended.set()
+
     async def _run_timers(self) -> None:
         while True:
             self._timers_changed = trio.Event()
@@ -248,60 +250,6 @@ class StackLife:
 
     def _timer_is_earlier(self) -> None:
         self._timers_changed.set()
-
-
-class Cancellable(Protocol):
-    """Work that can be told to end."""
-
-    def cancel(self) -> None:
-        """End soon."""
-
-
-class _Busy:
-    """See `StackLife.busy`."""
-
-    __slots__ = ("_stack", "_work")
-
-    def __init__(self, stack: StackLife, work: Cancellable) -> None:
-        self._stack = stack
-        self._work = work
-
-    def __enter__(self) -> None:
-        self._stack._busy[self] = self._work
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        del self._stack._busy[self]
-        self._stack._something_ended.set()
-
-
-class _Call(_Busy):
-    """See `StackLife.call`."""
-
-    __slots__ = ("_scope",)
-
-    def __init__(self, stack: StackLife) -> None:
-        self._scope = trio.CancelScope()
-        super().__init__(stack, self._scope)
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._scope.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        self._scope.__exit__(kind, error, traceback)
-        if self._scope.cancelled_caught:
-            raise trio.ClosedResourceError("the stack was closed")
 
 
 def running_stacks() -> tuple[StackLife, ...]:

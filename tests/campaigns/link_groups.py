@@ -46,6 +46,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from tests.campaigns._cases import Outcome, run_cases, tell
 from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
 from tests.campaigns._options import parse
 from tests.link_group_rules import agreement, kind_of
@@ -67,29 +68,17 @@ _WORKLOAD = {"nudge": 60, "send": 10, "receive": 6, "pass_time": 1, "open": 2, "
 
 
 @dataclass
-class Result:
+class Result(Outcome):
     """What a campaign saw.
 
     Fields:
-      faults: how often each kind of fault happened.
       endings: what became of cases: kinds of groups at the end, and "gone".
       streams: connections that worked at the end, and those that had broken.
-      failures: one line for each case that broke a rule, with what replays it.
     """
 
-    cases: int
-    seed: int
-    seconds: float = 0.0
     steps: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     streams: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Whether no case broke a rule."""
-        return not self.failures
 
 
 class Case(Faults):
@@ -262,23 +251,12 @@ def _rests(group: LinkGroup) -> bool:
 def run(cases: int, seed: int, *, first: int = 0, step: int = 1) -> Result:
     """Run ``cases`` schedules: number ``first`` and every ``step``-th one after it."""
     result = Result(cases, seed)
-    start = time.perf_counter()
-    for number in range(first, first + cases * step, step):
-        case = Case(seed, number)
-        try:
-            case.run()
-        except Exception as error:
-            text = str(error) or repr(error)
-            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            result.failures.append(
-                f"{kind}{text}\n  replay: python -m tests.campaigns.link_groups"
-                f" --seed {seed} --case {number}"
-            )
+    numbers = range(first, first + cases * step, step)
+    for case in run_cases("link_groups", Case, numbers, result):
         result.steps += case.steps
         result.faults.update(case.faults)
         result.endings.update(case.endings)
         result.streams.update(case.streams)
-    result.seconds = time.perf_counter() - start
     return result
 
 
@@ -312,16 +290,8 @@ def main() -> int:
         Case(arguments.seed, arguments.case, write=print).run()
         return 0
     result = run_whole(max(100, SCHEDULES * arguments.cases // WHOLE), arguments.seed)
-    for line in result.failures[:20]:
-        print(line)
-    for name in ("faults", "endings", "streams"):
-        counts = sorted(getattr(result, name).items())
-        print(f"{name}:", ", ".join(f"{key} {count}" for key, count in counts))
-    print(
-        f"link_groups: {result.cases} schedules, {result.steps} steps, seed {result.seed},"
-        f" {result.seconds:.1f} s, {len(result.failures)} failures"
-    )
-    return 0 if result.passed else 1
+    counters = {"endings": result.endings, "streams": result.streams}
+    return tell("link_groups", result, f"{result.steps} steps", **counters)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from __future__ import annotations
 import logging
 import random
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.campaigns._cases import Outcome, run_cases, tell
 from tests.campaigns._options import parse
 from tests.link_group_world import SIZES, GroupWorld, Stream
 from tests.memory_rnic import Fate, PlainQueuePair
@@ -43,23 +43,16 @@ _FATES = {"lose": Fate.LOST, "unacknowledged": Fate.UNACKNOWLEDGED, "unplaced": 
 
 
 @dataclass
-class Result:
+class Result(Outcome):
     """What a campaign saw.
 
     Fields:
-      faults: how often each kind of fault happened.
       streams: connections that had to break, that may have, and that were to go on.
       moves: how often a connection's sending went to another link.
-      failures: one line for each case that broke a rule, with what replays it.
     """
 
-    cases: int
-    seed: int
-    seconds: float = 0.0
     moves: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
     streams: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
 
 
 class Case:
@@ -255,22 +248,11 @@ def _acknowledged(qp: PlainQueuePair) -> bool:
 def run(cases: int, seed: int, *, first: int = 0, step: int = 1) -> Result:
     """Run ``cases`` schedules: number ``first`` and every ``step``-th one after it."""
     result = Result(cases, seed)
-    start = time.perf_counter()
-    for number in range(first, first + cases * step, step):
-        case = Case(seed, number)
-        try:
-            case.run()
-        except Exception as error:
-            text = str(error) or repr(error)
-            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            result.failures.append(
-                f"{kind}{text}\n  replay: python -m tests.campaigns.losses"
-                f" --seed {seed} --case {number}"
-            )
+    numbers = range(first, first + cases * step, step)
+    for case in run_cases("losses", Case, numbers, result):
         result.moves += case.moves
         result.faults.update(case.faults)
         result.streams.update(case.streams)
-    result.seconds = time.perf_counter() - start
     return result
 
 
@@ -283,16 +265,7 @@ def main() -> int:
         return 0
     logging.disable(logging.WARNING)  # links fail here all the time
     result = run(max(50, SCHEDULES * arguments.cases // WHOLE), arguments.seed)
-    for line in result.failures[:20]:
-        print(line)
-    for name in ("faults", "streams"):
-        counts = sorted(getattr(result, name).items())
-        print(f"{name}:", ", ".join(f"{key} {count}" for key, count in counts))
-    print(
-        f"losses: {result.cases} schedules, {result.moves} moves, seed {result.seed},"
-        f" {result.seconds:.1f} s, {len(result.failures)} failures"
-    )
-    return 1 if result.failures else 0
+    return tell("losses", result, f"{result.moves} moves", streams=result.streams)
 
 
 if __name__ == "__main__":

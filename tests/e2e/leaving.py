@@ -11,7 +11,7 @@ from tests.e2e.zygote import WAYS
 
 LARGEST = 4 << 20
 HELD = ("descriptors", "threads", "mappings", "open_connections", "groups")
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds after which what the server still holds is kept for ever."""
 
 

@@ -14,7 +14,7 @@ async def echo_at_once(connections: int) -> tuple[_Both, _Both]:
 
     Returns what (server, client) held before, and while all were open.
     """
-    async with open_peer({}, patience=30) as server, open_peer({}, patience=30) as client:
+    async with open_peer({}) as server, open_peer({}) as client:
         for peer in (server, client):
             await peer.ask("raise_limit")
         port = (await server.ask("listen", handler="echo"))["port"]

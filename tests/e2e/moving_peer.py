@@ -57,6 +57,10 @@ class Traffic:
         self._ending = False
         self.over = False
 
+    def __repr__(self) -> str:
+        done = "over" if self.over else "ending" if self._ending else "going on"
+        return f"<{self.stream.mode}, {self.sent} sent, {self.received} received, {done}>"
+
     def end(self) -> None:
         """Send what is begun, then the end of the data."""
         self._ending = True
@@ -107,7 +111,7 @@ class Peer:
         listeners = await self._stack.open_listeners(0, host="127.0.0.1")
 
         async def handle(stream: SmcStream) -> None:
-            await self._run(stream, TO_CLIENT, TO_SERVER)
+            await self._busy(stream, TO_CLIENT, TO_SERVER).run()
 
         self._nursery.start_soon(trio.serve_listeners, handle, listeners)
         return {"port": listeners[0].socket.getsockname()[1]}
@@ -115,14 +119,15 @@ class Peer:
     async def connect(self, port: int, count: int = 1) -> dict[str, Any]:
         streams = [await self._stack.open_stream("127.0.0.1", port) for _ in range(count)]
         for stream in streams:
-            self._nursery.start_soon(self._run, stream, TO_SERVER, TO_CLIENT)
+            self._nursery.start_soon(self._busy(stream, TO_SERVER, TO_CLIENT).run)
         fallbacks = [stream.fallback and stream.fallback.reason.name for stream in streams]
         return {"modes": [str(stream.mode) for stream in streams], "fallbacks": fallbacks}
 
-    async def _run(self, stream: SmcStream, outgoing: int, incoming: int) -> None:
+    def _busy(self, stream: SmcStream, outgoing: int, incoming: int) -> Traffic:
+        # At once, and not when its task runs: the next command may ask for its progress.
         traffic = Traffic(stream, outgoing, incoming, self._watch)
         self._traffic.append(traffic)
-        await traffic.run()
+        return traffic
 
     async def fail(self, name: str) -> dict[str, Any]:
         self._rnics[name].fail()
@@ -208,7 +213,7 @@ async def main() -> None:
                 with trio.fail_after(40):
                     answer = await method(**command)
             except Exception as problem:
-                answer = {"error": f"{problem!r}; links: {peer._links()}"}
+                answer = {"error": f"{problem!r}; links: {peer._links()}; {peer._traffic}"}
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
         nursery.cancel_scope.cancel()

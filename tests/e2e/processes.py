@@ -60,7 +60,7 @@ async def open_peer(
     settings: dict[str, object] | None = None,
     *,
     module: str = "tests.e2e.peer",
-    patience: float = 10,
+    patience: float = 30,
 ) -> AsyncIterator[Peer]:
     """Start a process; at the end of the block let it finish, and look at its exit code.
 

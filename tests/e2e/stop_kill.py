@@ -165,7 +165,7 @@ class Survivor:
 
     async def at_rest(self) -> None:
         """Wait until the survivor is done with all victims; nothing tells when."""
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while self._stack.statistics().open_connections or self._stack.link_groups:  # noqa: ASYNC110
                 await trio.sleep(0.005)
 

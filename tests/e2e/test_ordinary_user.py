@@ -70,11 +70,12 @@ def environment() -> Iterator[dict[str, str]]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.timeout(120)  # two processes that import all of it, and may keep no bytecode
 async def test_two_processes_of_an_ordinary_user(environment: dict[str, str]) -> None:
     root = str(Path(__file__).parents[2])
     program = textwrap.dedent(BOTH).format(path=[root, *sys.path], nobody=NOBODY)
     command = [sys.executable, "-W", "error", "-c", program]
-    with trio.fail_after(30):
+    with trio.fail_after(100):
         server = await trio.lowlevel.open_process(command, env=environment, stdout=subprocess.PIPE)
         try:
             assert server.stdout is not None

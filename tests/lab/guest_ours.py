@@ -109,7 +109,7 @@ async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
         # so may a port of a device that goes.
         signs = (event, f"{name} has failed: ")
         assert before[0].startswith(signs) or "WR_FLUSH_ERR" in before[0], diary.lines
-        await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", 5)
+        await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", 30)
     late = [line for line in before if "RETRY_EXC_ERR" in line or "TEST LINK" in line]
     assert late == [], diary.lines
     return number

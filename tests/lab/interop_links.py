@@ -189,6 +189,11 @@ async def impatient_kernel(world: World) -> AsyncIterator[None]:
             await world.kernel.call("shell", command=switch.format(0))
 
 
+KERNEL_TRIES = 150
+"""Seconds: the kernel offers a link a minute after the last try, and one try may come just when the
+interface does, before anybody's address is known again."""
+
+
 async def survive(
     world: World, connect: Any, size: int, wanted: str, role: str, *, ours: bool
 ) -> None:
@@ -212,7 +217,8 @@ async def survive(
         took = trio.current_time() - start
         assert DELETE_LINK in seen.types(True) | seen.types(False)
         start = trio.current_time()
-        await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"whole again: {group!r}")
+        whole_again = f"whole again: {group!r}"
+        await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, whole_again, KERNEL_TRIES)
         await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
         whole = trio.current_time() - start
         await both.end()

@@ -23,7 +23,8 @@ RMBE_SIZE_UNIT = 16 * 1024
 _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
 _MAX_CAPTURE_PAYLOAD = 4096  # the largest path MTU
-_SOFTWARE_RECEIVE_BUFFER = 1024 * 1024
+# Larger than what two processors keep for themselves: docs/decisions.md, "Data path".
+_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 
 # What belongs to the stack: a call's own config may not change these.
@@ -45,7 +46,7 @@ def rmbe_size_of(code: int) -> int:
 
 def rmbe_size_code(size: int) -> int:
     """The smallest size code whose element holds ``size`` bytes."""
-    return max(0, (max(size, 1) - 1) // RMBE_SIZE_UNIT).bit_length()
+    return ((size - 1) // RMBE_SIZE_UNIT).bit_length() if size > RMBE_SIZE_UNIT else 0
 
 
 def _default_directory() -> Path:
@@ -82,8 +83,10 @@ class Config:
         A client compares the host as it was named and as it was resolved; a listener compares
         its own address, as bound and as accepted, and the client's.
       require_smc: fail instead of falling back to TCP.
-      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 1 MiB
-        on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.
+      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
+        on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
+        memory is taken as it is first written, so only connections that have carried as much
+        take all of it; with rings of 1 MiB two processors work in each other's caches.
       rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
       spin: how long to poll before the scheduler sleeps; 0 = off.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
@@ -203,6 +206,8 @@ class Config:
         Args:
           addresses: (host, port) of whatever names it, each with the port of the service.
         """
+        if not (self.deny or self.allow):
+            return True  # as it is by default, asked three times for each connection
         if any(is_listed(entry, addresses) for entry in self.deny):
             return False
         return not self.allow or any(is_listed(entry, addresses) for entry in self.allow)

@@ -281,20 +281,34 @@ class Connection(Endings):
                         self._drop_unread()
                 if taken_offset != self._taken_offset or taken_wrap != self._taken_wrap:
                     self._consumer_untrusted(taken_wrap, taken_offset)
-                if (flags | self._urgent_flags) & _URGENT:
-                    self._urgent_untrusted(flags & _URGENT, arrived)
-                self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
-                self._writer_waits = bool(flags & WRITER_BLOCKED)
-                if flags & UPDATE_REQUESTED and self._consumed != self._told:
-                    self._owe_cdc()
+                if flags or self._tell_all or self._writer_waits or self._urgent_flags:
+                    self._flags_untrusted(flags, arrived)
         except ProtocolError as exc:
             self._abort_for(exc)
             raise
-        endings &= ~self._peer_flags
-        if endings:
-            self._on_endings(endings)
+        if endings and endings & ~self._peer_flags:
+            self._on_endings(endings & ~self._peer_flags)
         if arrived and self.on_readable is not None:
             self._wake_reader()
+
+    def _flags_untrusted(self, flags: int, arrived: bool) -> None:
+        """Apply producer flags, where they or those of the message before say anything.
+
+        Raises:
+          ProtocolError: it calls urgent what cannot be.
+        """
+        if (flags | self._urgent_flags) & _URGENT:
+            self._urgent_untrusted(flags & _URGENT, arrived)
+        self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
+        self._writer_waits = bool(flags & WRITER_BLOCKED)
+        if self._consumed != self._told:
+            # The reader may take nothing more for long.
+            if flags & UPDATE_REQUESTED or (
+                self._writer_waits and self._consumed - self._told >= self._least_update
+            ):
+                self._owe_cdc()
+            elif self._writer_waits:
+                self._tell_soon()
 
     def _abort_for(self, exc: ProtocolError) -> None:
         if not isinstance(exc, MessageMissing):

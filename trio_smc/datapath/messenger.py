@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Messenger"]
 
 _LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
+# What each message needs, looked up once.
+_HEADER = cdc.HEADER
 _pack = cdc.LAYOUT.pack
 
 
@@ -131,25 +133,27 @@ class Messenger(UrgentReceiver):
         if self._writer_waits and self._consumed != self._told:
             self._owe_cdc()
 
-    def _try_cdc(self, channel: Channel, data: memoryview | None, address: int) -> bool:
+    def _try_cdc(
+        self, channel: Channel, data: memoryview | None, address: int, produced: int, flags: int
+    ) -> bool:
         """Write ``data`` and tell the peer everything, if that can be done at once.
 
-        ``_produced`` counts ``data`` already. True: it and all before it has arrived. False:
-        nothing has happened. Not for urgent data, D, C or A.
+        ``produced``: the count behind ``data``. ``flags``: B or none. True: it and all before it
+        has arrived. False: nothing has happened. Not for urgent data, D, C or A.
 
         Raises DeliveryUnknown: it counts as posted, and its link fails.
         """
         sequence = (self._sequence + 1) & 0xFFFF
-        flags = cdc.WRITER_BLOCKED if self._blocked else 0
+        message = self._message(sequence, produced, flags, 0)
         known = True
         try:
-            if not channel.try_post(self._message(sequence, flags, 0), data, address, self._rkey):
+            if not channel.try_post(message, data, address, self._rkey):
                 return False
         except DeliveryUnknown:
             known = False
         self._sequence = sequence
         self._told = self._consumed
-        self._announced = self._produced
+        self._produced = self._announced = produced
         self._owed = False
         self.cdcs_sent += 1
         if not known:
@@ -164,25 +168,25 @@ class Messenger(UrgentReceiver):
             flags |= self._tell_urgent()
         if self._flags & _LAST_WORD:
             self._silent = True
-        message = self._message(sequence, flags, self._flags)
+        message = self._message(sequence, self._produced, flags, self._flags)
         self._told = self._consumed
         self._announced = self._produced
         self._owed = False
         self.cdcs_sent += 1
         channel.post_cdc(self, message)
 
-    def _message(self, sequence: int, flags: int, endings: int) -> bytes:
-        """A CDC message with both cursors as they are now (A.4)."""
-        wrap, offset = divmod(self._produced, self._peer_usable)
+    def _message(self, sequence: int, produced: int, flags: int, endings: int) -> bytes:
+        """A CDC message with both cursors as they are, ``produced`` bytes written (A.4)."""
+        wrap, offset = divmod(produced, self._peer_usable)
         consumer_wrap, consumer_offset = divmod(self._consumed, self._usable)
         return _pack(
-            cdc.HEADER,
+            _HEADER,
             sequence,
             self._peer_token,
             wrap & 0xFFFF,
             self._peer_first + offset,
             consumer_wrap & 0xFFFF,
-            self._rmbe.first + consumer_offset,
+            self._own_first + consumer_offset,
             flags,
             endings,
         )
@@ -197,7 +201,8 @@ class Messenger(UrgentReceiver):
             return
         if not (self._flags or self._urgent_goal):
             try:
-                if self._try_cdc(channel, None, 0):
+                flags = cdc.WRITER_BLOCKED if self._blocked else 0
+                if self._try_cdc(channel, None, 0, self._produced, flags):
                     self.on_cdc_complete(self._sequence)
                     return
             except DeliveryUnknown:
@@ -208,15 +213,12 @@ class Messenger(UrgentReceiver):
             self._owed = True
             self._wait_for_room(channel)
 
-    def _defer_cdc(self) -> None:
+    def _defer_cdc(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
-        if self._owed:
-            self.coalesced += 1
-            return
         self._owed = True
-        if not self._flush_pending and self._flush_later is not None:
+        if not self._flush_pending:
             self._flush_pending = True
-            self._flush_later(self.flush)
+            flush_later(self.flush)
 
     def _wait_for_room(self, channel: Channel) -> None:
         if not self._waiting:

@@ -15,9 +15,9 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
 
 - the peer's window, as it knows it, is under half of the ring and the update widens it by at
   least 10 %; or
-- the peer says that its writer is blocked (B) and anything was consumed: at once when that is
-  10 % of the ring, and less than that at the latest when the reader waits for more or the
-  scheduler sleeps, where there is one to ask (`tell_later`); or
+- the peer says that its writer is blocked (B) and anything was consumed, before that or since: at
+  once when that is 10 % of the ring, and less than that at the latest when the reader waits for
+  more or the scheduler sleeps, where there is one to ask (`tell_later`); or
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
@@ -56,6 +56,7 @@ class Receiver:
         "_hidden",
         "_least_update",
         "_open_to_application",
+        "_own_first",
         "_peer_done",
         "_purged",
         "_received",
@@ -83,6 +84,7 @@ class Receiver:
 
     def __init__(self, rmbe: Rmbe) -> None:
         self._rmbe = rmbe
+        self._own_first = rmbe.first  # offset of the ring in the element
         self._eye_catcher = bool(rmbe.first)
         self._ring = rmbe.data
         self._ring_start = 0  # the count at which the ring began
@@ -229,7 +231,6 @@ class Receiver:
         Raises:
           ProtocolError: it left the window, or moved after the peer said it was done.
         """
-        rmbe = self._rmbe
         usable = self._usable
         count = self._received + offset - self._received_offset
         if (
@@ -242,14 +243,14 @@ class Receiver:
                 wrap,
                 offset,
                 usable=usable,
-                first=rmbe.first,
+                first=self._own_first,
                 limit=self._told + usable,
             )
         if self._peer_done and count != self._received:
             raise ProtocolError("data after the end of the data")
         if self._urgent_mark > self._told:
             raise ProtocolError("data behind urgent data that was not acknowledged")
-        if self._eye_catcher and not rmbe.check_eye_catcher():
+        if self._eye_catcher and not self._rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
         self._received = count
         self._received_wrap = wrap

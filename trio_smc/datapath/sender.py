@@ -26,6 +26,7 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
+from trio_smc.datapath.cdc import WRITER_BLOCKED
 from trio_smc.datapath.delivery import Delivery
 from trio_smc.rnic.verbs import DeliveryUnknown
 
@@ -141,7 +142,7 @@ class Sender(Delivery):
             return 0
         channel = self._channel
         assert channel is not None
-        stable = type(data.obj) is bytes
+        later = self._flush_later
         chunk = self._chunk
         while left:
             take = left
@@ -150,15 +151,14 @@ class Sender(Delivery):
             if take > window:
                 take = window
             sent = total - left
+            piece = data if take == total else data[sent : sent + take]
             blocked = take == window and take < left
             if (
-                self._flush_later is None
+                later is None
                 or self._first
                 or blocked
                 or self._produced - self._announced + take >= chunk
-            ) and self._send_at_once(
-                channel, data if take == total else data[sent : sent + take], take, blocked
-            ):
+            ) and self._send_at_once(channel, piece, take, blocked):
                 left -= take
                 window -= take
                 if not window:
@@ -170,8 +170,8 @@ class Sender(Delivery):
                 break
             if take > room:
                 take = room
-            piece = data if take == total else data[sent : sent + take]
-            if not stable:
+                piece = piece[:room]
+            if type(piece.obj) is not bytes:
                 piece = self._copy_or_borrow(piece)
             self._write(channel, piece, take, self._produced)
             produced = self._produced = self._produced + take
@@ -179,10 +179,7 @@ class Sender(Delivery):
             left -= take
             window -= take
             self._blocked = not window and left > 0
-            if self._flush_later is None or self._blocked or not self._may_defer(channel):
-                self._post_cdc(channel)
-            else:
-                self._defer_cdc()
+            self._tell_of_write(channel)
             if not window:
                 break
         self._wanted = left
@@ -254,25 +251,21 @@ class Sender(Delivery):
         start = before % self._peer_usable
         if start + length > self._peer_usable:
             return False  # the ring wraps: two writes, which `_write` knows
-        self._produced = before + length
-        was_blocked = self._blocked
-        self._blocked = blocked
+        produced = before + length
+        flags = WRITER_BLOCKED if blocked else 0
         try:
-            if not self._try_cdc(channel, data, self._address + start):
-                self._produced = before
-                self._blocked = was_blocked
+            if not self._try_cdc(channel, data, self._address + start, produced, flags):
                 return False
+            self._completed = self._sequence
+            self._delivered = produced
+            if self._record:
+                self._record.clear()
+                self.borrowed = 0
         except DeliveryUnknown:
             kept = data if type(data.obj) is bytes else memoryview(bytes(data))
-            self._record.append((self._sequence, self._produced, kept))
-            self.writes += 1
-            return True  # as if posted
+            self._record.append((self._sequence, produced, kept))  # as if posted
+        self._blocked = blocked
         self.writes += 1
-        self._completed = self._sequence
-        self._delivered = self._produced
-        if self._record:
-            self._record.clear()
-            self.borrowed = 0
         return True
 
     def _write(self, channel: Channel, data: memoryview, length: int, count: int) -> None:
@@ -295,18 +288,26 @@ class Sender(Delivery):
             self._blocked = True
             self._owe_cdc()
 
-    def _may_defer(self, channel: Channel) -> bool:
-        """Whether the CDC message of a write may wait for more.
+    def _tell_of_write(self, channel: Channel) -> None:
+        """Post the CDC message of a write, or let it wait for more.
 
-        Not with a chunk the peer could be reading. And not when the link is full: writes are
-        unsignaled, so with every message put off no completion would ever make room again.
-        Nor with urgent data.
+        It does not wait with a chunk the peer could be reading. And not when the link is full:
+        writes are unsignaled, so with every message put off no completion would ever make room
+        again. Nor with urgent data, or when a writer is blocked.
         """
-        return (
-            self._produced - self._announced < self._chunk
-            and channel.capacity() > 0
-            and not self._urgent_goal
-        )
+        later = self._flush_later
+        if (
+            later is None
+            or self._blocked
+            or self._produced - self._announced >= self._chunk
+            or self._urgent_goal
+            or channel.capacity() <= 0
+        ):
+            self._post_cdc(channel)
+        elif self._owed:
+            self.coalesced += 1
+        else:
+            self._defer_cdc(later)
 
     def _refuse_send(self) -> int:
         """Raise what `send` owes its caller in a connection that takes no data; 0 in one that

@@ -8,8 +8,6 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Self
 
-import trio
-
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_protocol as protocol
 from trio_smc.rendezvous._local_protocol import Kind, Message
@@ -64,8 +62,7 @@ class Announcement:
         """
         try:
             if not self.answered and not self._owner.spin(self):
-                with trio.CancelScope(deadline=deadline):
-                    await self._owner.wait(self)
+                await self._owner.wait(self, deadline)
         finally:
             self.close()
         return self.reason

@@ -7,11 +7,13 @@ changed: looking at their time of change is all that a connection costs then, an
 Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
 connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
 So there is no task between a packet and the task that wants it.  The one task of a stack (`run`)
-sleeps until a process ends, to let go of its Unix connections.
+sleeps until a process ends, to let go of its Unix connections, or until somebody has waited for too
+long, to end that wait.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -75,6 +77,9 @@ class Channels:
         self._epoll: select.epoll | None = None
         self._ends: select.epoll | None = None
         self._reading = False
+        # Who waits, and until when.
+        self._deadlines: dict[Announcement, float] = {}
+        self._nap: trio.CancelScope | None = None  # around the sleep of `run`
         # Who waits while another one reads.
         self._others: dict[Announcement, trio.lowlevel.Task] = {}
 
@@ -85,9 +90,26 @@ class Channels:
 
     async def run(self) -> None:
         """Let go of processes that have ended, until cancelled; after `open`."""
-        while self._ends is not None:
-            await trio.lowlevel.wait_readable(self._ends.fileno())
-            self._hear_ends()
+        try:
+            while self._ends is not None:
+                due = min(self._deadlines.values(), default=math.inf)
+                with trio.CancelScope(deadline=due) as self._nap:
+                    await trio.lowlevel.wait_readable(self._ends.fileno())
+                self._hear_ends()
+                self._give_up(trio.current_time())
+        finally:
+            self._nap = None
+            self._give_up(math.inf)
+
+    def _give_up(self, now: float) -> None:
+        """End the waits that have taken too long."""
+        for announcement, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                announcement.close()
+                if announcement in self._others:
+                    self.wake(announcement)
+                elif self._epoll is not None:
+                    trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
 
     def _hear_ends(self) -> None:
         """Let go of processes that have ended by now."""
@@ -184,27 +206,40 @@ class Channels:
 
         return self._spinner.until(answered)
 
-    async def wait(self, announcement: Announcement) -> None:
-        """Wait until ``announcement`` is answered."""
+    async def wait(self, announcement: Announcement, deadline: float) -> None:
+        """Wait until ``announcement`` is answered, or given up at ``deadline``."""
         self._spinner.sleeping += 1
         try:
-            while not announcement.answered:
-                if self._reading:
-                    await self._park(announcement)
-                    continue
-                if self._epoll is None:
-                    raise trio.ClosedResourceError
-                self._reading = True
-                try:
-                    await trio.lowlevel.wait_readable(self._epoll.fileno())
-                finally:
-                    self._reading = False
-                self._look()
+            if self._nap is None:
+                with trio.CancelScope(deadline=deadline):
+                    await self._wait(announcement)
+                return
+            self._deadlines[announcement] = deadline
+            if deadline < self._nap.deadline:
+                self._nap.deadline = deadline
+            await self._wait(announcement)
         finally:
             self._spinner.sleeping -= 1
+            self._deadlines.pop(announcement, None)
             self._others.pop(announcement, None)
             if not self._reading and self._others:
                 self.wake(next(iter(self._others)))
+
+    async def _wait(self, announcement: Announcement) -> None:
+        while not announcement.answered:
+            if self._reading:
+                await self._park(announcement)
+                continue
+            if self._epoll is None:
+                raise trio.ClosedResourceError
+            self._reading = True
+            try:
+                await trio.lowlevel.wait_readable(self._epoll.fileno())
+            except trio.ClosedResourceError:
+                continue  # given up, or there is no epoll any more
+            finally:
+                self._reading = False
+            self._look()
 
     async def _park(self, announcement: Announcement) -> None:
         def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:

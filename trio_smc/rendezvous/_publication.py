@@ -3,7 +3,9 @@
 Theory of operation: clients keep their Unix connections, and what they say waits there until it
 is needed.  A client has announced a TCP connection before the kernel hears of it, so whoever looks
 for an announcement takes what waits first, and finds it or knows that there is none.  Nothing is
-woken by an announcement: the one task of a publication sleeps until a client comes or goes.
+woken by an announcement: the one task of a publication sleeps until a client comes or goes, and
+wakes claims that wait for long, to look again; a cancel scope for each of them would cost a
+short-lived connection as much as two system calls.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import logging
 import math
 import select
 import socket
-import sys
 
 import trio
 
@@ -24,10 +25,6 @@ from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
 from trio_smc.rendezvous.spinning import NEVER, Spinner
-
-if sys.platform == "linux":  # elsewhere nothing is published
-    import fcntl
-    import termios
 
 __all__ = ["Claim", "Publication"]
 
@@ -41,7 +38,6 @@ _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, sec
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
-_NO_BYTES = bytes(4)  # FIONREAD's answer, an int
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -99,18 +95,7 @@ class Claim:
                 self.accept()
             if self._is_over() or not self._told:
                 return False
-            while True:
-                if connection.fileno() < 0:
-                    raise trio.ClosedResourceError("given up while this task was to go on")
-                until = min(deadline, trio.current_time() + _LOOK_INTERVAL)
-                publication.spinner.sleeping += 1
-                try:
-                    with trio.CancelScope(deadline=until) as scope:
-                        await trio.lowlevel.wait_readable(connection)
-                finally:
-                    publication.spinner.sleeping -= 1
-                if not scope.cancelled_caught:
-                    break
+            while not await publication.wait(connection):
                 publication.hear_all(client)
                 if self._is_over():
                     return False
@@ -134,10 +119,6 @@ class Claim:
     def _settle(self) -> None:
         self._settled = True
         self._publication.forget(self._key, self)
-
-
-def _has_bytes(connection: trio.socket.SocketType) -> bool:
-    return fcntl.ioctl(connection.fileno(), termios.FIONREAD, _NO_BYTES) != _NO_BYTES
 
 
 class Publication:
@@ -165,6 +146,8 @@ class Publication:
         # Announced, by four-tuple, with the time when to forget it; oldest first.
         self._pending: dict[bytes, tuple[_Client, float]] = {}
         self._claims: dict[bytes, Claim] = {}
+        # When to look again, by descriptor of a TCP connection that is waited for; oldest first.
+        self._looks: dict[int, float] = {}
         self._listener: socket.socket | None = None
         # Who says something; and who comes or goes, which is what the task sleeps for.
         self._heard: select.epoll | None = None
@@ -192,6 +175,41 @@ class Publication:
         client.pending.discard(key)
         claim = self._claims[key] = Claim(self, client, key)
         return claim
+
+    async def wait(self, connection: trio.socket.SocketType) -> bool:
+        """Wait for bytes on an accepted TCP connection; False: it is time to look again."""
+        number = connection.fileno()
+        if number < 0:
+            raise trio.ClosedResourceError("given up while this task was to go on")
+        until = trio.current_time() + _LOOK_INTERVAL
+        self.spinner.sleeping += 1
+        try:
+            if self._moves is None:  # closed meanwhile
+                with trio.move_on_at(until):
+                    await trio.lowlevel.wait_readable(number)
+                    return True
+                return False
+            self._looks[number] = until
+            if until < self._nap.deadline:
+                self._nap.deadline = until
+            await trio.lowlevel.wait_readable(number)
+        except trio.ClosedResourceError:
+            if connection.fileno() < 0:
+                raise trio.ClosedResourceError("given up while this task waited") from None
+            return False
+        else:
+            return True
+        finally:
+            self.spinner.sleeping -= 1
+            if self._looks.get(number) == until:  # else another connection has that number now
+                del self._looks[number]
+
+    def _wake(self, now: float) -> None:
+        """Let claims look again that wait since long ago."""
+        for number, until in self._looks.items():
+            if until > now:
+                break
+            trio.lowlevel.notify_closing(number)
 
     def forget(self, key: bytes, claim: Claim) -> None:
         """A claim is settled."""
@@ -246,6 +264,7 @@ class Publication:
                     for client in list(self._clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
+                    self._wake(math.inf)
         except Exception:
             # A defect; the connections of this listener are TCP from now on.
             _log.exception("same-host discovery ends for one listener")
@@ -256,7 +275,10 @@ class Publication:
         """When something is due that nobody reports."""
         due = self._accepts_again
         for oldest in self._silent:
-            return min(due, oldest.deadline)
+            due = min(due, oldest.deadline)
+            break
+        for until in self._looks.values():
+            return min(due, until)
         return due
 
     def _look(self, listener: socket.socket, moves: select.epoll) -> None:
@@ -270,6 +292,7 @@ class Publication:
                 self.hear_all(client)
                 self._drop(client)
         now = trio.current_time()
+        self._wake(now)
         if now >= self._accepts_again:
             self._accepts_again = math.inf
             moves.modify(listener, select.EPOLLIN)

@@ -8,7 +8,9 @@ field lies, in the words of the RFC's figures::
 
 :func:`laid_out` reads them once, at import, into a :class:`Layout`, which treats a message as
 one big-endian integer: every field is a shift and a mask in it.  So the annotation is the only
-place that knows a layout, and encoder, decoder and range checks cannot disagree about it.
+place that knows a layout, and encoder, decoder and range checks cannot disagree about it.  For
+messages of plain fields and zeros between them, as a connection exchanges them, `_wire_code` writes
+the same out.
 
 "Reserved fields must be set to zero and not validated" (A.2), but what decodes must encode back
 to the same bytes.  So all bits that no field owns are kept together in the value's ``reserved``:
@@ -27,6 +29,7 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous._wire_code import Code, Place, write_code
 
 __all__ = ["Bits", "Layout", "Slots", "Span", "laid_out"]
 
@@ -71,7 +74,7 @@ class _Item(Protocol):
 class _Field:
     """One annotated field: where it lies in the integer, and its Python type."""
 
-    __slots__ = ("kind", "mask", "name", "shift", "size")
+    __slots__ = ("kind", "mask", "name", "place", "shift", "size")
 
     def __init__(self, name: str, kind: type, place: Span | Bits, message_size: int) -> None:
         self.name = name
@@ -80,11 +83,13 @@ class _Field:
             self.size = place.size
             self.shift = 8 * (message_size - place.offset - place.size)
             self.mask = (1 << 8 * place.size) - 1
+            self.place = Place(name, kind, place.offset, place.size)
         else:
             low = (place.mask & -place.mask).bit_length() - 1
             self.size = 1
             self.shift = 8 * (message_size - place.offset - 1) + low
             self.mask = place.mask >> low
+            self.place = Place(name, kind, place.offset, 1, low, self.mask)
 
     def write(self, value: int) -> int:
         """The bits of a number, all of them for a flag that is set."""
@@ -176,6 +181,9 @@ class Layout:
         self._numbers = of_kind[False]
         self._get_bytes = _getter([field.name for field in of_kind[True]])
         self._get_numbers = _getter([field.name for field in of_kind[False]])
+        self._code: Code | None = None
+        if self._keeps_reserved and not self._lists and not self._loose:
+            self._code = write_code(cls, [field.place for field in self._fields], size, head)
 
     def _add(self, name: str, kind: Any, place: Span | Bits | Slots) -> None:
         if isinstance(place, Slots):
@@ -221,7 +229,17 @@ class Layout:
         Raises:
           ProtocolError: a list is longer than its slots.
         """
+        if self._code is not None:
+            values = self._code.unpack(data)
+            if values is not None:
+                return values
         return self.read_untrusted(int.from_bytes(data[: self.size], "big"))
+
+    def make_untrusted(self, data: bytes) -> Any | None:
+        """A message of the first ``size`` bytes of ``data``, as `unpack_untrusted` and the class
+        would make it, but for what ``_check`` says; None where those two are to make it."""
+        code = self._code
+        return code.make(data) if code is not None and code.make is not None else None
 
     def write(self, value: Any) -> int:
         """The message as an integer, without its head."""
@@ -238,11 +256,15 @@ class Layout:
 
     def pack(self, value: Any, head: bytes) -> bytes:
         """The ``size`` bytes of ``value``; ``head`` are the first of them."""
+        if self._code is not None and not value.reserved:
+            return self._code.pack(value, head)
         body = self.write(value).to_bytes(self.size, "big")
         return head + body[self.head :]
 
     def check(self, value: Any) -> None:
         """Raise ValueError where a value does not fit its field, or ``reserved`` meets a field."""
+        if self._code is not None and not value.reserved and self._code.fits(value):
+            return
         for (name, _, _, size), data in zip(self._bytes, self._get_bytes(value), strict=True):
             if len(data) != size:
                 raise ValueError(f"{name} has {len(data)} bytes instead of {size}")

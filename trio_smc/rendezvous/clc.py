@@ -73,6 +73,8 @@ _HEADER = struct.Struct(">4sBHB")
 _ACCEPT_SIZE = 68
 _DECLINE_SIZES = (28, 44)
 _DIAGNOSIS = struct.Struct(">4I")
+_NO_GID = bytes(16)
+_MEMORY = 1 << 64
 # Bytes that a message of each type may have.
 _SIZES: dict[int, Container[int]] = {
     MessageType.PROPOSAL: range(MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
@@ -140,11 +142,12 @@ class _Credentials(ClcMessage):
     def _check(self) -> None:
         if self.qp_number == 0:
             raise ValueError("QP number 0")
-        if not any(self.gid):
+        if self.gid == _NO_GID:
             raise ValueError("a GID of zeros")
         if self.rmbe_index == 0:
             raise ValueError("RMBE index 0")
-        if self.rmb_address + self.rmbe_index * self.buffer_size > 1 << 64:
+        end = self.rmb_address + self.rmbe_index * rmbe_size_of(self.buffer_size_code)
+        if end > _MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
 
     def encode(self) -> bytes:
@@ -226,10 +229,9 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
         this type cannot have.  So bytes that are not a CLC message fail here, before anything
         beyond the header was taken from the stream.
     """
-    raw = bytes(header[:HEADER_SIZE])
-    if len(raw) < HEADER_SIZE:
-        raise ProtocolError(f"CLC header of {len(raw)} bytes")
-    eye_catcher, kind, length, last = _HEADER.unpack(raw)
+    if len(header) < HEADER_SIZE:
+        raise ProtocolError(f"CLC header of {len(header)} bytes")
+    eye_catcher, kind, length, last = _HEADER.unpack_from(header)
     if eye_catcher != EYE_CATCHER:
         raise ProtocolError("no CLC message: it does not start with the eye catcher")
     if last >> 4 == 0:
@@ -257,14 +259,18 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"CLC message says {length} bytes and has {len(raw)}")
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
-    kind = MessageType(raw[4])
-    if kind is MessageType.PROPOSAL:
+    kind = raw[4]
+    if kind == MessageType.PROPOSAL:
         return decode_proposal_untrusted(raw)
     try:
-        if kind is MessageType.DECLINE:
+        if kind == MessageType.DECLINE:
             more = _DIAGNOSIS.unpack_from(raw, 24) if length == _DECLINE_SIZES[1] else None
             return Decline(**Decline.LAYOUT.unpack_untrusted(raw), more_diagnosis=more)
-        cls = Accept if kind is MessageType.ACCEPT else Confirm
+        cls = Accept if kind == MessageType.ACCEPT else Confirm
+        usual: Accept | Confirm | None = cls.LAYOUT.make_untrusted(raw)
+        if usual is not None:
+            usual._check()
+            return usual
         return cls(**cls.LAYOUT.unpack_untrusted(raw))
     except ValueError as error:
-        raise ProtocolError(f"CLC {kind.name}: {error}") from None
+        raise ProtocolError(f"CLC {MessageType(kind).name}: {error}") from None

@@ -74,7 +74,8 @@ class GroupConnections:
         link = self._link_of.pop(connection, None)
         if link is not None:
             link.users.pop(connection, None)
-            link.empty_since = self._group.timers.now()
+            if not link.users:
+                link.empty_since = self._group.timers.now()
 
     def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
         """The least loaded usable link on which the peer's element can be reached."""

@@ -43,6 +43,7 @@ LOGGER = logging.getLogger("trio_smc.link")
 _RECV: Final = int(WcOpcode.RECV)
 _from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
+_UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 
 
@@ -103,7 +104,7 @@ class Link(JudgedLink):
         """Bytes a connection may post now; 0 when the send queue has no room."""
         if self._free < _LLC_RESERVE + _MOST_PER_POST or self.machine.state == "DOWN":
             return 0
-        return self.qp.write_capacity()
+        return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
 
     def wait_for_room(self, connection: LinkConnection) -> None:
         """Call ``connection.on_room()`` once, when `capacity` is positive again."""

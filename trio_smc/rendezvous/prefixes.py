@@ -174,14 +174,20 @@ def is_same_host(local: str, remote: str) -> bool:
 
     True when `remote` is the same address, any loopback address, or another of this host's own.
     """
-    peer = _parse(remote)
-    if peer.is_loopback or peer == _parse(local):
+    if _is_obvious(local, remote):
         return True
-    plain = str(peer)
+    plain = str(_parse(remote))
     known = _probe_own(plain)
     if known is not None:
         return known
     return any(item.address == plain for item in _addresses())
+
+
+@functools.lru_cache(_REMEMBERED)
+def _is_obvious(local: str, remote: str) -> bool:
+    """Whether `is_same_host` needs no look at the host; several calls for each connection ask."""
+    peer = _parse(remote)
+    return peer.is_loopback or peer == _parse(local)
 
 
 def source_address(address: str, port: int) -> str | None:

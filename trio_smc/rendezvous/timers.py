@@ -45,7 +45,11 @@ class Timers:
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, ``seconds`` from now."""
-        timer = Timer(self.now() + seconds, callback)
+        return self.call_at(self.now() + seconds, callback)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Call ``callback`` once, at this time of the clock."""
+        timer = Timer(when, callback)
         if len(self._heap) > self._cancelled_bound:
             self._sweep()
         heapq.heappush(self._heap, (timer.when, next(self._number), timer))

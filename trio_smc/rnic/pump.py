@@ -46,7 +46,6 @@ _PATIENCE: Final = 8
 _SELDOM: Final = 64
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
-_reschedule: Final = trio.lowlevel.reschedule
 _LOOKS: Final = 6
 """So often it looks before it asks for the time and yields the processor, which take longer."""
 
@@ -84,11 +83,12 @@ class Pump:
     Attributes:
       waiting: tasks that are parked until a completion comes; kept by those tasks (add 1 before
         parking, take it off after).  `try_spin` polls only for a sole waiter.
-      awake: those of them that `wake` was called for and that did not run yet; each takes 1 off
-        when it does.  The last one drains before it parks again: what that finds for others
-        makes them run without the wake eventfd, which costs more than a small message.
+      awake: those of them that were rescheduled and did not run yet; who does that adds 1, and
+        each takes 1 off when it runs.  The last one drains before it parks again: what that finds
+        for others makes them run without the wake eventfd, which costs more than a small message.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
+      passes: of Trio's scheduler since `run` was called.
       wakeups: how often the scheduler was woken through the wake eventfd.
     """
 
@@ -96,6 +96,7 @@ class Pump:
         self.waiting = 0
         self.awake = 0
         self.broken: BaseException | None = None
+        self.passes = 0
         self.wakeups = 0
         self._spin_ns = int(spin * 1e9)
         self._misses = 0
@@ -246,11 +247,6 @@ class Pump:
             self._busy_passes = 0
         self._soon.append(flush)
 
-    def wake(self, task: trio.lowlevel.Task) -> None:
-        """Let a task run that is parked in `trio.lowlevel.wait_task_rescheduled`."""
-        self.awake += 1
-        _reschedule(task)
-
     def try_spin(self, ready: Callable[[], bool] | None = None) -> bool:
         """Poll for a moment instead of parking a task; True if what it waits for came.
 
@@ -358,6 +354,7 @@ class Pump:
 
     def before_io_wait(self, timeout: float) -> None:
         """The hook: flush, drain, and before a sleep also spin and arm.  Raises nothing."""
+        self.passes += 1
         try:
             if self._soon:
                 self._busy_passes += 1

@@ -1,0 +1,32 @@
+"""The private directory, and that every `Discovery` is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trio_smc.rendezvous.discovery import Discovery
+
+
+@pytest.fixture
+def private(runtime_directory: Path) -> Path:
+    """A private directory that does not exist yet."""
+    return runtime_directory / "trio-smc"
+
+
+@pytest.fixture(autouse=True)
+def all_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Discovery]]:
+    """Every Discovery of a test is closed at its end, as that of a stack is."""
+    made: list[Discovery] = []
+    create = Discovery.__init__
+
+    def note(self: Discovery, private: Path) -> None:
+        create(self, private)
+        made.append(self)
+
+    monkeypatch.setattr(Discovery, "__init__", note)
+    yield made
+    for each in made:
+        each._channels.abandon()

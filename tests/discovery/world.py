@@ -1,0 +1,133 @@
+"""Both ends of same-host discovery, each with its TCP sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import trio
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import Announcement, Claim, Discovery, Publication
+
+LONG = 10.0  # a deadline that is not meant to pass, seconds
+SHORT = 0.05  # one that is
+
+
+def soon(seconds: float = LONG) -> float:
+    return trio.current_time() + seconds
+
+
+class Server:
+    """A listening TCP socket and its publication."""
+
+    def __init__(self, listening: trio.socket.SocketType, publication: Publication) -> None:
+        self.listening = listening
+        self.publication = publication
+        self.address: tuple[str, int] = listening.getsockname()[:2]
+
+    async def accept(self) -> tuple[trio.socket.SocketType, Claim | None]:
+        connection, _ = await self.listening.accept()
+        local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
+        return connection, self.publication.claim(local, remote)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    private: Path, address: str = "127.0.0.1", *, port: int = 0, dual_stack: bool = False
+) -> AsyncIterator[Server]:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with trio.socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
+        await listening.bind((address, port))
+        listening.listen(1000)
+        async with trio.open_nursery() as nursery:
+            publication = Discovery(private).publish(
+                listening.getsockname()[:2], nursery, dual_stack=dual_stack
+            )
+            yield Server(listening, publication)
+            publication.close()
+
+
+@contextlib.asynccontextmanager
+async def bound(address: str = "127.0.0.1") -> AsyncIterator[trio.socket.SocketType]:
+    """A client's TCP socket, bound and not connected."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with trio.socket.socket(family) as client:
+        await client.bind((address, 0))
+        yield client
+
+
+async def announce(
+    asking: Path | Discovery, client: trio.socket.SocketType, destination: tuple[str, int]
+) -> Announcement:
+    if isinstance(asking, Path):
+        asking = Discovery(asking)
+    source: tuple[str, int] = client.getsockname()[:2]
+    outcome = await asking.announce(source, destination, soon(), client)
+    assert isinstance(outcome, Announcement)
+    return outcome
+
+
+async def agree(asking: Path | Discovery, server: Server, destination: tuple[str, int]) -> None:
+    """Open one TCP connection and see both ends start SMC-R on it."""
+    async with bound("::1" if ":" in destination[0] else "127.0.0.1") as client:
+        announcement = await announce(asking, client, destination)
+        await client.connect(destination)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            await both_go(Both(client, announcement, connection, claim))
+
+
+class Both(NamedTuple):
+    """The two ends of a TCP connection that was announced and accepted."""
+
+    client: trio.socket.SocketType
+    announcement: Announcement
+    connection: trio.socket.SocketType
+    claim: Claim
+
+    async def client_says(self, patience: float = LONG) -> FallbackReason | None:
+        """What the client knows; it sends CLC, or as an application."""
+        reason = await self.announcement.accepted(soon(patience))
+        await self.client.send(b"C" if reason is None else b"A")
+        return reason
+
+    async def server_says(self, patience: float = LONG) -> bool:
+        """What the server knows; the client must have sent what goes with it."""
+        agreed = await self.claim.confirm(self.connection, soon(patience))
+        assert await self.connection.recv(1) == (b"C" if agreed else b"A")
+        return agreed
+
+
+async def both_go(both: Both) -> None:
+    answers: list[object] = []
+
+    async def ask_server() -> None:
+        answers.append(await both.server_says())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_server)
+        assert await both.client_says() is None
+    assert answers == [True]
+
+
+def sockets_below(private: Path) -> list[Path]:
+    return [path for path in private.rglob("*") if path.is_socket()]
+
+
+@contextlib.asynccontextmanager
+async def claimed(private: Path, *, asking: Discovery | None = None) -> AsyncIterator[Both]:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(asking or private, client, server.address)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            yield Both(client, announcement, connection, claim)
