@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.transcripts import messages, transcript
 from trio_smc._base.config import Config
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.outcomes import Established, Failed
+from trio_smc.rnic.verbs import RnicError
 
 ADD_LINK = llc.MessageType.ADD_LINK
 CONTINUATION = llc.MessageType.ADD_LINK_CONTINUATION
@@ -291,6 +293,60 @@ def test_a_client_without_a_queue_pair_rejects() -> None:
         client.rnics[1].most_qps = None
         world.pass_time(321.0)
         assert server.group.kind == client.group.kind == "symmetric"
+
+
+@pytest.mark.parametrize("failures", [1, 2, 4])
+def test_a_client_that_cannot_connect_its_end_asks_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """C.7.1, C.8, 3.5.5.1.2: by a notice after 10 s; then both sides try again, more rarely."""
+    with World() as world:
+        client, server = world.side(rnics=2), world.side(rnics=2)
+        start = world.clock.now
+        tries: list[float] = []
+        to_rtr = PlainQueuePair.to_rtr
+
+        def unreachable(qp: PlainQueuePair, **peer: Any) -> None:
+            if qp.rnic is client.rnics[1]:
+                tries.append(world.clock.now - start)
+                if len(tries) <= failures:
+                    raise RnicError(errno.ETIMEDOUT, "no answer for the address")
+            to_rtr(qp, **peer)
+
+        monkeypatch.setattr(PlainQueuePair, "to_rtr", unreachable)
+        call = world.connect(client, server)
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        assert paths(client) == paths(server) == {1: "memory0"}
+        world.pass_time(60.0)
+        assert tries == [0.0, 10.0, 20.0, 30.0, 40.0][: failures + 1]
+        assert server.group.kind == client.group.kind == "symmetric"
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("rejections", [1, 3])
+def test_a_client_that_asked_and_then_rejects_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, rejections: int
+) -> None:
+    """3.5.5.1.2, C.8: it has an RNIC, so what is in the way may pass; Linux tells of it only once."""
+    with World() as world:
+        client, server = world.side(rnics=2), world.side()
+        client.rnics[1].port_down()
+        world.connect(client, server)
+        client.group.seeking.close()
+        monkeypatch.setattr(client.group.seeking, "retry_failed", lambda: None)
+        client.rnics[1].most_qps = 0
+        client.record()
+        client.rnics[1].port_up()
+        world.settle()
+        for retry in range(rejections):
+            offers = [each for each in messages(client, llc.AddLink) if each.link_number]
+            assert [each.rejected for each in offers] == [False, True] * (retry + 1)
+            if retry + 1 == rejections:
+                client.rnics[1].most_qps = None
+            world.pass_time(10.0 * 2**retry - 0.1)
+            assert server.group.kind == "single"
+            world.pass_time(0.1)
+        assert server.group.kind == client.group.kind == "asymmetric"
 
 
 # --- lost messages --------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ class Exchanges:
 
     def note_notice(self) -> None:
         """The client has an RNIC for a further link (3.5.5.1.2)."""
-        self._group.seeking.seek()
+        self._group.seeking.asked()
 
     def note_deletion(self) -> None:
         """The client wants a link deleted (3.5.5.1.4)."""

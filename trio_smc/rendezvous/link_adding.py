@@ -173,8 +173,13 @@ class LinkAdding:
             reason, rnic = llc.AddLinkReason.INVALID_MTU, None
         if not message.qp_number:
             rnic = None
-        if rnic is None or not self._accept(link, message, rnic):
+        if rnic is None:
             self._reject(link, message, reason)
+        elif not self._accept(link, message, rnic):
+            self._reject(link, message, reason)
+            # What came back in the way (a neighbour not yet known) passes, and a server whose link
+            # was rejected may wait for an RNIC of the client's before it offers one again.
+            group.seeking.retry_failed()
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
         if not self.make(message.link_number, rnic) or self.new is None:

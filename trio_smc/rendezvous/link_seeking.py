@@ -24,7 +24,8 @@ __all__ = ["LinkSeeking"]
 _FIRST_RETRY: Final = 10.0
 _LAST_RETRY: Final = 320.0
 """Seconds until a failed link is tried again (C.8): doubled each time.  A rejection waits the
-longest at once, as the client tells when it has another RNIC (3.5.5.1.2)."""
+longest at once, as the client tells when it has another RNIC (3.5.5.1.2), unless it has told so:
+then what was in its way may pass."""
 
 
 class LinkSeeking:
@@ -37,6 +38,7 @@ class LinkSeeking:
         self._wanted = False
         self._news = False
         self._held = False
+        self._asked = False
         self._replaced: Link | None = None
 
     def seek(self, *, news: bool = True) -> None:
@@ -55,6 +57,14 @@ class LinkSeeking:
         self._wanted = True
         self._news |= news
         self._group.exchanges.look()
+
+    def asked(self) -> None:
+        """The client has an RNIC for a further link (3.5.5.1.2)."""
+        if not self._asked:
+            self._asked = True
+            self._delay = _FIRST_RETRY
+            self.close()
+        self.seek()
 
     def hold(self) -> None:
         """An operator deleted a link: do not add another one before something has changed."""
@@ -129,13 +139,15 @@ class LinkSeeking:
 
     def rejected(self) -> None:
         """The client has no RNIC for another link: the same again would be rejected again."""
-        self._delay = _LAST_RETRY
+        if not self._asked:
+            self._delay = _LAST_RETRY
         self._wanted = self._news
 
     def added(self) -> None:
         """There is one more link; one whose RNIC is to be taken out can go."""
         self.close()
         self._delay = _FIRST_RETRY
+        self._asked = False
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.rnic not in self._group.usable_rnics():
             self._group.rnic_unavailable(replaced.rnic)
