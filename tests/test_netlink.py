@@ -9,8 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from trio_smc.rendezvous import _netlink, pnet
-from trio_smc.rendezvous._netlink import Remembering, ask
+from trio_smc._base import netlink
+from trio_smc._base.netlink import Remembering, ask
+from trio_smc.rendezvous import pnet
 
 
 class Kernel:
@@ -21,8 +22,8 @@ class Kernel:
         self.answer: list[int] | None = [1, 2]
         self.subscribers = 0
         self.ours: socket.socket | None = None
-        monkeypatch.setattr(_netlink, "_ask", self._ask)
-        monkeypatch.setattr(_netlink, "_subscribe", self._subscribe)
+        monkeypatch.setattr(netlink, "_ask", self._ask)
+        monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
 
     def _ask(self, question: object) -> list[int] | None:
         self.asked += 1
@@ -118,7 +119,7 @@ def test_a_change_while_it_is_asked(kernel: Kernel) -> None:
 
 
 def test_not_more_than_so_many(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_netlink, "_MOST_KEPT", 3)
+    monkeypatch.setattr(netlink, "_MOST_KEPT", 3)
     with closing(Remembering()) as memory:
         memory.open()
         for number in range(10):
@@ -130,7 +131,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
     def refuse() -> socket.socket:
         raise PermissionError
 
-    monkeypatch.setattr(_netlink, "_subscribe", refuse)
+    monkeypatch.setattr(netlink, "_subscribe", refuse)
     with closing(Remembering()) as memory:
         memory.open()
         double()

@@ -14,8 +14,9 @@ from tests.memory_rnic import Fabric, MemoryRnic
 from tests.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
 from trio_smc import Config, FallbackReason
 from trio_smc._accept import _admit
+from trio_smc._base import netlink
 from trio_smc._rnics import StackRnics
-from trio_smc.rendezvous import _netlink, clc, pnet, prefixes
+from trio_smc.rendezvous import clc, pnet, prefixes
 from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rnic._rocedevices import active_ports
 from trio_smc.rnic.pump import Pump
@@ -305,7 +306,7 @@ def test_loopback_as_the_kernel_has_it() -> None:
 
 
 def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_netlink, "sys", type("Other", (), {"platform": "other"}))
+    monkeypatch.setattr(netlink, "sys", type("Other", (), {"platform": "other"}))
     assert pnet.interfaces() == {}
     assert pnet.route_interface("127.0.0.1", "127.0.0.1") is None
 

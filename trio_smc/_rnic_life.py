@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from trio_smc._base.netlink import Remembering
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous._netlink import Remembering
 from trio_smc.rnic._portwatch import PortWatch
 from trio_smc.rnic._rocedevices import active_ports, present_devices
 from trio_smc.rnic.roce import VerbsRnic

@@ -12,9 +12,9 @@ import trio
 
 import trio_smc
 from trio_smc import Config, FallbackReason, VerbsRnic
+from trio_smc._base.netlink import Remembering
 from trio_smc._stack import Stack
 from trio_smc.rendezvous import pnet
-from trio_smc.rendezvous._netlink import Remembering
 from trio_smc.rendezvous.prefixes import local_prefix
 
 PATIENCE = 20

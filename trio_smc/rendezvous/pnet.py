@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trio_smc.rendezvous._netlink import ask
+from trio_smc._base.netlink import ask
 from trio_smc.rendezvous.prefixes import Prefix, address_interface, plain_address
 
 __all__ = [

@@ -5,7 +5,7 @@ accepts a first contact only from a network that it is attached to itself.  Addr
 `socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
 
 Theory of operation: networks are read from a dump of the kernel's addresses; they may change at any
-moment, and `_netlink` knows for how long a dump is good.  Loopback, where most same-host
+moment, and `_base.netlink` knows for how long a dump is good.  Loopback, where most same-host
 connections are, is answered without asking: its networks are the same everywhere.  Whether an
 address is this host's own is asked for every connection, and two sockets can nearly always tell (20
 microseconds).  Where there is no netlink the host has no networks: every answer is None, False or
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trio_smc.rendezvous._netlink import ask
+from trio_smc._base.netlink import ask
 from trio_smc.rendezvous.clc import Ipv6Prefix, Proposal
 
 __all__ = [

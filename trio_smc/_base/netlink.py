@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final
 
-__all__ = ["Remembering", "ask"]
+__all__ = ["Remembering", "ask", "ask_anew"]
 
 _log = logging.getLogger("trio_smc.netlink")
 
@@ -111,6 +111,18 @@ def ask(
 
 
 def _ask(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    try:
+        return ask_anew(question)
+    except OSError as error:
+        _complain("netlink does not answer: %s", error)
+        return None
+
+
+def ask_anew(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    """What ``question`` gets from a `pyroute2.IPRoute` now; None where there is no netlink.
+
+    Raises OSError, which is the kernel's answer then.
+    """
     if sys.platform != "linux":
         return None
     # 100 ms to import: only who needs it pays, once.
@@ -126,9 +138,11 @@ def _ask(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
                 return list(question(route))
         except NetlinkDumpInterrupted:
             continue
+        except NetlinkError as error:
+            raise OSError(error.code, os.strerror(error.code)) from error
         # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
         # hosts Trio as a guest.
-        except (OSError, NetlinkError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             _complain("netlink does not answer: %s", error)
             return None
     return None
