@@ -104,6 +104,16 @@ def test_immutable_and_keyword_only() -> None:
         ("assume", (["example.org", 80],)),
         ("assume", (("example.org",),)),
         ("assume", (7,)),
+        ("require_smc", 1),
+        ("rmbe_eye_catcher", None),
+        ("learn_short", 100),
+        ("urgent_inline", "no"),
+        ("control", 0),
+        ("log_events", "yes"),
+        ("directory", 5),
+        ("tcp_option", None),
+        ("capture", True),
+        ("capture", b"x.pcapng"),
     ],
 )
 def test_refused(field: str, value: object) -> None:

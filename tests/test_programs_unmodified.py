@@ -199,12 +199,23 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
         ([], "which program?"),
         (["--config", "missing.toml", "--", "true"], "missing.toml"),
         (["--config", "bad.toml", "--", "true"], "there is no setting 'colour'"),
-        (["--config", "worse.toml", "--", "true"], "worse.toml"),
+        (["--config", "worse.toml", "--", "true"], "worse.toml: not UTF-8 (at byte 0)"),
+        (["--config", ".", "--", "true"], "trio-smc: .: Is a directory\n"),
+        (["--config", "pnet.toml", "--", "true"], "the PNET table missing.pnet cannot be read: No"),
+        (["--config", "port.toml", "--", "true"], "rnics: 'roce:rxe0:x' is neither "),
+        (["--config", "capture.toml", "--", "true"], "capture: there is no directory for 'a/b'"),
+        (["--config", "switch.toml", "--", "true"], "require_smc: 1 is neither true nor false"),
+        (["--config", "path.toml", "--", "true"], "directory: 7 is not a path"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text('colour = "red"')
     (tmp_path / "worse.toml").write_bytes(b"\xff\xfe = [")
+    (tmp_path / "pnet.toml").write_text('pnet = "missing.pnet"')
+    (tmp_path / "port.toml").write_text('rnics = ["roce:rxe0:x"]')
+    (tmp_path / "capture.toml").write_text('capture = "a/b"')
+    (tmp_path / "switch.toml").write_text("require_smc = 1")
+    (tmp_path / "path.toml").write_text("directory = 7")
     done = subprocess.run(
         [*RUN, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
     )

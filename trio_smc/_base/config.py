@@ -159,6 +159,13 @@ class Config:
         for name in _TIMES:
             if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+        for name in _PATHS:
+            value = getattr(self, name)
+            if not isinstance(value, Path | str) and (value is not None or name == "tcp_option"):
+                raise ValueError(f"{name}: {value!r} is not a path")
         _check_number("max_handshakes", self.max_handshakes, 1)
         if self.handshake_limit is not None:
             _check_number("handshake_limit", self.handshake_limit, 0)
@@ -227,6 +234,10 @@ _TIMES = (
     "spin", "handshake_timeout", "first_contact_timeout", "llc_timeout", "test_link_interval",
     "test_link_timeout", "close_timeout", "link_group_idle", "shutdown_timeout",
 )  # fmt: skip
+_SWITCHES = (
+    "require_smc", "rmbe_eye_catcher", "learn_short", "urgent_inline", "control", "log_events",
+)  # fmt: skip
+_PATHS = ("directory", "tcp_option", "capture")
 
 
 def _check_number(name: str, value: object, least: int) -> None:

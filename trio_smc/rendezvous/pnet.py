@@ -109,8 +109,10 @@ def read_table(path: Path) -> PnetTable:
     """
     try:
         return parse_table(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the PNET table {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the PNET table {path} cannot be read: it is not UTF-8") from error
 
 
 def choose_gids(
