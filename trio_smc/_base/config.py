@@ -156,16 +156,7 @@ class Config:
             raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
         if self.checkpoints not in ("strict", "amortised"):
             raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
-        for name in _TIMES:
-            if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is neither true nor false")
-        for name in _PATHS:
-            value = getattr(self, name)
-            if not isinstance(value, Path | str) and (value is not None or name == "tcp_option"):
-                raise ValueError(f"{name}: {value!r} is not a path")
+        self._check_kinds()
         _check_number("max_handshakes", self.max_handshakes, 1)
         if self.handshake_limit is not None:
             _check_number("handshake_limit", self.handshake_limit, 0)
@@ -185,6 +176,19 @@ class Config:
         check_list("assume", self.assume)
         check_list("allow", self.allow, ports=True)
         check_list("deny", self.deny, ports=True)
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError when a value is not what settings of its kind are."""
+        for name in _TIMES:
+            if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+        for name in _PATHS:
+            value = getattr(self, name)
+            if not isinstance(value, Path | str) and (value is not None or name == "tcp_option"):
+                raise ValueError(f"{name}: {value!r} is not a path")
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
