@@ -2,7 +2,7 @@
 
     python -m examples.chaos_peer '{"role": "server", "seed": 1, "rnics": 2, ...}'
 
-It reads commands and says what happens, one JSON object per line; its controller is `chaos.py`.
+It reads commands and says what happens, one JSON object per line, to `chaos_sides.py`.
 """
 
 from __future__ import annotations

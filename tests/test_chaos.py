@@ -15,6 +15,8 @@ from examples.chaos import Chaos, Policy
 from examples.chaos_load import KINDS, Conversation, Wrong
 from examples.chaos_log import CONNECTIONS, MESSAGES, Recollection
 from examples.chaos_peer import outcome
+from examples.chaos_result import Result
+from examples.chaos_sides import Sides
 from trio_smc.datapath import cdc
 
 # TEST LINK takes its time.
@@ -170,12 +172,12 @@ async def test_what_both_sides_remember_is_told_with_the_problem(
     runtime_directory: object, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault is kept from the judge, so the reset that it causes seems to have no reason."""
-    struck = Chaos._on_struck
+    struck = Sides.on_struck
 
-    def keep_quiet(self: Chaos, side: Any, number: int | None = None, **event: Any) -> None:
+    def keep_quiet(self: Sides, side: Any, number: int | None = None, **event: Any) -> None:
         struck(self, side, number=None, **event)
 
-    monkeypatch.setattr(Chaos, "_on_struck", keep_quiet)
+    monkeypatch.setattr(Sides, "on_struck", keep_quiet)
     policy = Policy(
         seed=seed & 0xFFFF, faults=6, rnics=2, connections=8, scale=10, during=0,
         kinds={"not-placed": 1},
@@ -208,16 +210,17 @@ async def test_the_server_goes_on_until_the_client_has_ended() -> None:
         async def end(self) -> None:
             await trio.testing.wait_all_tasks_blocked()
             self.ended = True
-            chaos._changed.set()
+            sides._changed.set()
 
-    server, client = sides = [FakeSide("server"), FakeSide("client")]
-    chaos: Any = Chaos(Policy(seed=1), lambda text: None)
-    chaos._sides = sides
+    server, client = FakeSide("server"), FakeSide("client")
+    result = Result(seed=1, rnics=2)
+    sides: Any = Sides(Policy(seed=1), result, lambda text: None)
+    sides.both = [server, client]
     async with trio.open_nursery() as nursery:
-        await chaos._finish()
+        await sides.finish()
     assert told == [("client", False), ("server", True)]
     assert server.ended
-    assert chaos.result.problems == []
+    assert result.problems == []
 
 
 async def test_one_rnic(runtime_directory: object, seed: int) -> None:
