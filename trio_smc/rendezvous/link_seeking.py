@@ -39,6 +39,7 @@ class LinkSeeking:
         self._news = False
         self._held = False
         self._asked = False
+        self._notified = False
         self._replaced: Link | None = None
 
     def seek(self, *, news: bool = True) -> None:
@@ -111,6 +112,16 @@ class LinkSeeking:
         self._replaced = link
         self.seek()
 
+    def not_joined(self) -> None:
+        """The client could not connect its end of the link that the server offers: tell of the RNIC
+        later (3.5.5.1.2), soon again when the server offered by itself, as something is new there.
+        """
+        if not self._notified:
+            self.close()
+            self._delay = _FIRST_RETRY
+        self._notified = False
+        self.retry_failed()
+
     def retry_later(self) -> None:
         """C.8: when there is no redundancy; a client's timer is for its notice (C.7.1)."""
         if self._group.links.kind is Kind.SINGLE:
@@ -133,6 +144,7 @@ class LinkSeeking:
         carrier = group.any_active_link()
         unused = links.unused(group.usable_rnics())
         if carrier is not None and unused and len(links.symmetric()) < group.setup.max_links:
+            self._notified = True
             carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
         elif group.deletion.links_to_go:
             self._wanted = True  # the RNIC that came back may have a link that is still to go
