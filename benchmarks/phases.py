@@ -31,8 +31,8 @@ _MODULES = {
     "rendezvous.prefixes",
     "accepting, tasks of the listener": "_listener _accept",
     "discovery": "rendezvous._channels rendezvous._announcement rendezvous._publication "
-    "rendezvous.discovery rendezvous._local_directory rendezvous._local_protocol "
-    "rendezvous._local_connection",
+    "rendezvous._claims rendezvous.discovery rendezvous._local_directory "
+    "rendezvous._local_protocol rendezvous._local_connection",
     "CLC messages: codec": "rendezvous.clc rendezvous._clc_base rendezvous._proposal "
     "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",
     "CLC messages: TCP, waits": "_handshake rendezvous.spinning rendezvous.timers",

@@ -32,7 +32,7 @@ from tests.api_peers import (
 )
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.rendezvous import _local_protocol, _publication, clc
+from trio_smc.rendezvous import _claims, _local_protocol, clc
 
 Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
@@ -265,7 +265,7 @@ async def test_out_of_memory(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_discovery_has_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_publication, "_MAX_PENDING", 0)
+    monkeypatch.setattr(_claims, "_MAX_PENDING", 0)
     assert await both(QUICK, QUICK) == (
         Fallback(reason=Reason.HANDSHAKE_LIMIT, origin=PEER),
         local(Reason.PEER_NOT_CAPABLE),

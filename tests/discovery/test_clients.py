@@ -26,7 +26,7 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_protocol, _publication
+from trio_smc.rendezvous import _claims, _local_protocol, _publication
 from trio_smc.rendezvous._local_protocol import Kind
 from trio_smc.rendezvous.discovery import Discovery
 
@@ -72,7 +72,7 @@ async def test_garbage_costs_its_sender_only(packet: bytes, private: Path) -> No
 async def test_clients_that_say_nothing_are_dropped(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_publication, "_ANNOUNCE_TIMEOUT", SHORT)
+    monkeypatch.setattr(_claims, "_ANNOUNCE_TIMEOUT", SHORT)
     async with serving(private) as server:
         with dial(private) as raw:
             await agree(private, server, server.address)
@@ -86,7 +86,7 @@ async def test_garbage_after_the_announcement(private: Path) -> None:
         announcement.asked[0].connection.send(b"what?")
         await agree(private, server, server.address)
         assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
-        assert server.publication._pending == {}
+        assert server.publication.claims.pending == {}
 
 
 async def test_a_withdrawal_of_what_another_client_announced(private: Path) -> None:
@@ -121,7 +121,7 @@ async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_publication, "_MAX_PENDING", 2)
+    monkeypatch.setattr(_claims, "_MAX_PENDING", 2)
     asking = Discovery(private)
     async with serving(private) as server, contextlib.AsyncExitStack() as opened:
         held = []
@@ -166,7 +166,7 @@ async def test_accept_without_descriptors_waits_for_better_times(
                     os.close(each)
             raw.send(_local_protocol.announce(bytes(36)))
             await agree(private, server, server.address)
-            assert bytes(36) in server.publication._pending
+            assert bytes(36) in server.publication.claims.pending
 
 
 async def test_a_newer_client_learns_that_no_version_is_common(private: Path) -> None:
@@ -184,4 +184,4 @@ async def test_a_newer_client_that_still_speaks_our_version(private: Path) -> No
             head = struct.pack(">4sBBBB", b"TSMC", 2, 5, Kind.ANNOUNCE, 0)
             raw.send(head + bytes(36) + b"an extension")
             await agree(private, server, server.address)
-            assert bytes(36) in server.publication._pending
+            assert bytes(36) in server.publication.claims.pending

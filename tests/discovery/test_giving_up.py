@@ -21,7 +21,7 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_protocol, _publication
+from trio_smc.rendezvous import _claims, _local_protocol
 from trio_smc.rendezvous.discovery import Discovery
 
 
@@ -132,7 +132,7 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
 async def test_an_announcement_that_no_connection_follows_is_forgotten(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_publication, "_PENDING_TIMEOUT", 0)
+    monkeypatch.setattr(_claims, "_PENDING_TIMEOUT", 0)
     asking = Discovery(private)
     async with serving(private) as server, bound() as one, bound() as two:
         first = await announce(asking, one, server.address)
@@ -140,11 +140,11 @@ async def test_an_announcement_that_no_connection_follows_is_forgotten(
         await trio.testing.wait_all_tasks_blocked()
         (client,) = server.publication._clients.values()
         server.publication.hear_all(client)
-        assert list(server.publication._pending) == [second.key]
+        assert list(server.publication.claims.pending) == [second.key]
         first.close()
         second.close()
         server.publication.hear_all(client)
-        assert server.publication._pending == {}
+        assert server.publication.claims.pending == {}
         assert client.pending == set()
 
 

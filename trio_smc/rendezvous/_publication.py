@@ -21,104 +21,22 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_protocol as protocol
+from trio_smc.rendezvous._claims import Claim, Claims, Client
 from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_directory import NewSocket
 from trio_smc.rendezvous._local_protocol import Kind
 from trio_smc.rendezvous.spinning import NEVER, Spinner
 
-__all__ = ["Claim", "Publication"]
+__all__ = ["Publication"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 1024  # Unix connections per publication, each of them a descriptor
-_MAX_PENDING = 4096  # announcements per publication
 _ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
 _EVENTS_AT_ONCE = 64
-_ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
-_PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-class _Client:
-    """A client's Unix connection."""
-
-    __slots__ = ("connection", "deadline", "pending")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.deadline = trio.current_time() + _ANNOUNCE_TIMEOUT  # while it has said nothing
-        self.pending: set[bytes] = set()  # what it announced, and nobody claimed
-
-    def tell(self, message: bytes) -> bool:
-        """Send a packet without waiting; False when it is gone or takes nothing more."""
-        try:
-            self.connection.send(message, socket.MSG_NOSIGNAL)
-        except OSError:
-            return False
-        return True
-
-
-class Claim:
-    """An accepted TCP connection whose client announced it: to be confirmed or refused."""
-
-    __slots__ = ("_client", "_key", "_publication", "_settled", "_told", "withdrawn")
-
-    def __init__(self, publication: Publication, client: _Client, key: bytes) -> None:
-        self._publication = publication
-        self._client = client
-        self._key = key
-        self._settled = False
-        self._told = False
-        self.withdrawn = False
-
-    def accept(self) -> None:
-        """Tell the client at once that its connection was accepted; `confirm` is to follow."""
-        self._told = not self._is_over() and self._client.tell(protocol.accepted(self._key))
-
-    async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
-        """Tell the client that its connection was accepted; whether it goes on with SMC-R.
-
-        connection: the accepted TCP connection, which nobody has read from.
-        deadline: when to stop waiting for the client, as `trio.current_time`.
-
-        True: the client's next bytes on the TCP connection are CLC, and they are there.  False:
-        the connection is plain TCP, and the client knows.
-
-        Raises OSError (ETIMEDOUT) when the client decided nothing in time.  Then, and when this
-        is cancelled, nobody knows here what the client is going to say: close the TCP connection.
-        """
-        publication, client = self._publication, self._client
-        try:
-            if not self._told:
-                self.accept()
-            if self._is_over() or not self._told:
-                return False
-            while not await publication.wait(connection):
-                publication.hear_all(client)
-                if self._is_over():
-                    return False
-                if trio.current_time() >= deadline:
-                    raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and says nothing")
-            # Before a client sends anything else than CLC it withdraws.
-            publication.hear_all(client)
-            return not self._is_over()
-        finally:
-            self._settle()
-
-    def refuse(self, reason: FallbackReason) -> None:
-        """Tell the client at once that its connection is plain TCP, and why."""
-        if not self._settled:
-            self._client.tell(protocol.refused(reason, self._key))
-            self._settle()
-
-    def _is_over(self) -> bool:
-        return self._settled or self.withdrawn
-
-    def _settle(self) -> None:
-        self._settled = True
-        self._publication.forget(self._key, self)
 
 
 class Publication:
@@ -127,6 +45,7 @@ class Publication:
     Attributes:
       address: the address and port listened on.
       unavailable: why nothing is published, or None.
+      claims: what clients have announced to it.
     """
 
     def __init__(
@@ -141,11 +60,9 @@ class Publication:
         self._made = made
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
-        self._clients: dict[int, _Client] = {}  # by descriptor
-        self._silent: dict[_Client, None] = {}  # nothing announced yet; oldest first
-        # Announced, by four-tuple, with the time when to forget it; oldest first.
-        self._pending: dict[bytes, tuple[_Client, float]] = {}
-        self._claims: dict[bytes, Claim] = {}
+        self._clients: dict[int, Client] = {}  # by descriptor
+        self._silent: dict[Client, None] = {}  # nothing announced yet; oldest first
+        self.claims = Claims()
         # When to look again, by descriptor of a TCP connection that is waited for; oldest first.
         self._looks: dict[int, float] = {}
         self._listener: socket.socket | None = None
@@ -166,14 +83,15 @@ class Publication:
         if self._heard is None:
             return None
         key = protocol.four_tuple(remote, local)
-        found = self._pending.pop(key, None)
+        pending = self.claims.pending
+        found = pending.pop(key, None)
         while found is None and self._hear():
-            found = self._pending.pop(key, None)
+            found = pending.pop(key, None)
         if found is None:
             return None
         client = found[0]
         client.pending.discard(key)
-        claim = self._claims[key] = Claim(self, client, key)
+        claim = self.claims.taken[key] = Claim(self, client, key)
         return claim
 
     async def wait(self, connection: trio.socket.SocketType) -> bool:
@@ -210,11 +128,6 @@ class Publication:
             if until > now:
                 break
             trio.lowlevel.notify_closing(number)
-
-    def forget(self, key: bytes, claim: Claim) -> None:
-        """A claim is settled."""
-        if self._claims.get(key) is claim:
-            del self._claims[key]
 
     def close(self) -> None:
         """Take the listener's name away and drop all pending announcements; idempotent."""
@@ -314,7 +227,7 @@ class Publication:
                     _log.warning("same-host discovery cannot accept: %s", error)
                 return error.errno or errno.EBADF
             connection.setblocking(False)
-            client = _Client(connection)
+            client = Client(connection)
             if len(self._clients) >= _MAX_CLIENTS:
                 _turn_away(client)
                 continue
@@ -342,12 +255,12 @@ class Publication:
                 came = self._accept(self._listener) in (0, errno.EAGAIN) or came
         return came
 
-    def hear_all(self, client: _Client) -> None:
+    def hear_all(self, client: Client) -> None:
         """Take all that a client has said; it is dropped when it went or broke the protocol."""
         while client.connection.fileno() >= 0 and self._take(client):
             pass
 
-    def _take(self, client: _Client) -> bool:
+    def _take(self, client: Client) -> bool:
         """Take one packet; False: there is none."""
         try:
             message = take(client.connection)
@@ -360,42 +273,16 @@ class Publication:
             self._drop(client)
         elif message.kind is Kind.ANNOUNCE:
             self._silent.pop(client, None)
-            self._announced(client, message.connection)
+            self.claims.announced(client, message.connection)
         elif message.kind is Kind.WITHDRAW:
-            self._withdrawn(client, message.connection)
+            self.claims.withdrawn(client, message.connection)
         else:
             if message.kind is None:
                 client.tell(protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
             self._drop(client)
         return True
 
-    def _announced(self, client: _Client, key: bytes) -> None:
-        now = trio.current_time()
-        while self._pending:
-            oldest = next(iter(self._pending))
-            other, until = self._pending[oldest]
-            if until > now:
-                break
-            self._withdrawn(other, oldest)
-        older = self._pending.pop(key, None)
-        if older is not None:
-            # The new client is bound to the port, so the old one no longer is.
-            older[0].pending.discard(key)
-        if len(self._pending) >= _MAX_PENDING:
-            client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT, key))
-            return
-        self._pending[key] = client, now + _PENDING_TIMEOUT
-        client.pending.add(key)
-
-    def _withdrawn(self, client: _Client, key: bytes) -> None:
-        claim = self._claims.get(key)
-        if claim is not None and claim._client is client:
-            claim.withdrawn = True
-        if key in client.pending:
-            client.pending.discard(key)
-            del self._pending[key]
-
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: Client) -> None:
         """Its Unix connection ends, and with it what it announced; claims know already."""
         number = client.connection.fileno()
         if self._clients.pop(number, None) is None:
@@ -403,14 +290,12 @@ class Publication:
         for each in (self._heard, self._moves):
             if each is not None:
                 each.unregister(number)
-        for key in client.pending:
-            del self._pending[key]
-        client.pending.clear()
+        self.claims.lost(client)
         self._silent.pop(client, None)
         client.connection.close()
 
 
-def _turn_away(client: _Client) -> None:
+def _turn_away(client: Client) -> None:
     with client.connection as connection:
         # Unread data would turn our answer into a reset.
         with contextlib.suppress(BlockingIOError):
