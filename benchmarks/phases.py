@@ -30,8 +30,8 @@ _MODULES = {
     "open_stream, sockets, TCP connect": "_open _stack _stack_life _connect _dial _policy _rnics "
     "rendezvous.prefixes",
     "accepting, tasks of the listener": "_listener _accept",
-    "discovery": "rendezvous._channels rendezvous._announcement rendezvous._publication "
-    "rendezvous._claims rendezvous.discovery rendezvous._local_directory "
+    "discovery": "rendezvous._channels rendezvous._places rendezvous._announcement "
+    "rendezvous._publication rendezvous._claims rendezvous.discovery rendezvous._local_directory "
     "rendezvous._local_protocol rendezvous._local_connection",
     "CLC messages: codec": "rendezvous.clc rendezvous._clc_base rendezvous._proposal "
     "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",

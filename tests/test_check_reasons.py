@@ -27,7 +27,7 @@ from tests.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
 from trio_smc._policy import SHORT_AFTER
-from trio_smc.rendezvous import _channels, _local_protocol, clc, tcp_option
+from trio_smc.rendezvous import _local_protocol, _places, clc, tcp_option
 from trio_smc.tools.commands import check
 
 Reason = FallbackReason
@@ -176,7 +176,7 @@ def open_to_all(patch: Patch) -> None:
 
 def another_user(patch: Patch) -> None:
     """The process that answers for the port is another user's."""
-    patch.setattr(_channels, "is_same_user", lambda connection: False)
+    patch.setattr(_places, "is_same_user", lambda connection: False)
 
 
 def another_release(patch: Patch) -> None:

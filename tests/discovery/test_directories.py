@@ -17,7 +17,7 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _channels, _local_directory, _local_protocol, _publication
+from trio_smc.rendezvous import _local_directory, _local_protocol, _places, _publication
 from trio_smc.rendezvous.discovery import Announcement, Discovery
 
 
@@ -34,7 +34,7 @@ async def test_a_client_of_another_user_is_refused(
 async def test_a_listener_of_another_user_is_not_believed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_channels, "is_same_user", lambda connection: False)
+    monkeypatch.setattr(_places, "is_same_user", lambda connection: False)
     async with serving(private) as server:
         outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
         assert outcome is FallbackReason.OTHER_USER

@@ -117,10 +117,10 @@ async def test_what_is_remembered_of_a_directory_ends_with_its_next_change(priva
     asking = Discovery(private)
     async with serving(private, "0.0.0.0") as server:
         there = ("127.0.0.1", server.address[1])
-        while not asking._channels._places:
+        while not asking._channels._places.known:
             await agree(asking, server, there)
             await trio.sleep(0.01)
-        (place,) = asking._channels._places.values()
+        (place,) = asking._channels._places.known.values()
         assert place.holds()
         async with trio.open_nursery() as nursery:
             more = Discovery(private).publish(there, nursery)

@@ -1,8 +1,7 @@
 """The client's half of same-host discovery; `trio_smc.rendezvous.discovery` explains it.
 
-Theory of operation: a Unix connection to each listening process is made once and kept.  Which
-processes may be behind a TCP address is kept too, as long as the directories that say so have not
-changed: looking at their time of change is all that a connection costs then, and one packet.
+Theory of operation: a Unix connection to each listening process is made once and kept; which of
+them may be behind a TCP address is told in `_places`.
 
 Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
 connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
@@ -14,9 +13,7 @@ long, to end that wait.
 from __future__ import annotations
 
 import math
-import os
 import select
-import socket
 from pathlib import Path
 
 import trio
@@ -25,39 +22,17 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
 from trio_smc.rendezvous import _local_protocol as protocol
 from trio_smc.rendezvous._announcement import Announcement, Channel
-from trio_smc.rendezvous._local_connection import is_same_user, take
+from trio_smc.rendezvous._local_connection import take
 from trio_smc.rendezvous._local_protocol import Kind, Message
-from trio_smc.rendezvous.prefixes import is_same_host
+from trio_smc.rendezvous._places import AnySocket, Places
 from trio_smc.rendezvous.spinning import NEVER, Spinner
 
-__all__ = ["AnySocket", "Channels"]
+__all__ = ["Channels"]
 
-_MAX_ASKED = 64  # listening processes that a client asks
 _MOST_CHANNELS = 256  # Unix connections that are kept, each of them a descriptor
-_MOST_PLACES = 1024  # TCP addresses that are remembered
-_RETRY_INTERVAL = 0.005  # after a full backlog, or a full queue, seconds
+_RETRY_INTERVAL = 0.005  # after a full queue, seconds
 _EVENTS_AT_ONCE = 64
-_SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 _ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
-
-AnySocket = trio.socket.SocketType | socket.socket
-
-
-class _Place:
-    """Who may be behind a TCP address, while the directories are as they were."""
-
-    __slots__ = ("channels", "stamps")
-
-    def __init__(self, channels: list[Channel], stamps: list[directory.Stamp]) -> None:
-        self.channels = channels
-        self.stamps = stamps
-
-    def holds(self) -> bool:
-        """Whether nobody came or went since."""
-        for channel in self.channels:
-            if not channel.is_open:
-                return False
-        return directory.unchanged(self.stamps)
 
 
 class Channels:
@@ -65,11 +40,8 @@ class Channels:
 
     def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
-        self._private = private
         self._spinner = spinner
-        self._listings = directory.Listings()
-        self._namespaces: dict[bytes, str] = {}
-        self._places: dict[tuple[str, str, int], _Place] = {}
+        self._places = Places(private, self)
         self._channels: dict[int, Channel] = {}  # by descriptor; oldest first
         self._entries: dict[tuple[int, int, str], Channel] = {}
         self._announced: dict[bytes, Announcement] = {}
@@ -145,7 +117,8 @@ class Channels:
     ) -> Announcement | FallbackReason | None:
         """Announce a TCP connection; None when that takes looking around, or waiting."""
         address, port = destination
-        place = self._places.get((self._namespace(sock), address, port))
+        places = self._places
+        place = places.known.get((places.namespace(sock), address, port))
         if place is None or not place.holds():
             return None
         if not place.channels:
@@ -170,7 +143,8 @@ class Channels:
         # The name of a process that is gone is removed only by who cannot connect to it.
         self._hear_ends()
         try:
-            reason = await self._look_up(channels, self._namespace(sock), source[0], destination)
+            namespace = self._places.namespace(sock)
+            reason = await self._places.look_up(channels, namespace, source[0], destination)
             for channel in channels:
                 # Nobody says when its queue has room.
                 while channel.is_open and not announcement.tell(channel):  # noqa: ASYNC110
@@ -308,70 +282,11 @@ class Channels:
         for announcement in list(channel.announced):
             self._answer(announcement, channel, message)
 
-    # --- who is there ------------------------------------------------------------------------
+    def connect(self, listeners: directory.Listeners, channels: list[Channel], limit: int) -> None:
+        """Add the channels to ``listeners`` that there are, and that can be made now.
 
-    def _namespace(self, sock: AnySocket | None) -> str:
-        """Where the listeners of a socket's network namespace are, below the private directory."""
-        if sock is None:
-            return directory.namespace_path()
-        try:
-            cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
-        except OSError:
-            return directory.namespace_path()  # Linux before 5.14
-        known = self._namespaces.get(cookie)
-        if known is None:
-            known = directory.namespace_path()
-            # The thread may have changed its namespace since the socket was made.
-            with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
-                if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
-                    self._namespaces[cookie] = known
-        return known
-
-    async def _look_up(
-        self, channels: list[Channel], namespace: str, source: str, destination: tuple[str, int]
-    ) -> FallbackReason:
-        """Add a channel to everyone who might accept the TCP connection; why there is none."""
-        address, port = destination
-        try:
-            root = directory.open_private(self._private, create=False)
-        except FileNotFoundError:
-            return FallbackReason.PEER_NOT_CAPABLE
-        listeners: list[directory.Listeners] = []
-        try:
-            stamps = directory.stamps(self._private, root, namespace)
-            exact = directory.listener_name(address, port, dual_stack=False)
-            for name in (exact, *directory.wildcard_names(address, port)):
-                each = directory.Listeners(root, namespace, name, self._listings)
-                listeners.append(each)  # one by one: another may not open
-                stamps += directory.stamps(self._private, root, f"{namespace}/{name}")
-            # Our own wildcard listener says nothing about the same port of another host.
-            wildcards = listeners[1:]
-            others = any(each.waiting for each in wildcards) and not is_same_host(source, address)
-            if others:
-                for each in wildcards:
-                    each.waiting.clear()
-            for each in listeners:
-                self._connect(each, channels)
-                while each.waiting and len(channels) < _MAX_ASKED:
-                    await trio.sleep(_RETRY_INTERVAL)
-                    self._connect(each, channels)
-        finally:
-            for each in listeners:
-                each.close()
-            os.close(root)
-        ours = [channel for channel in channels if is_same_user(channel.connection)]
-        if not others and ours == channels and stamps and directory.settled(stamps):
-            if len(self._places) >= _MOST_PLACES:
-                self._places.clear()
-            self._places[namespace, address, port] = _Place(ours, stamps)
-        foreign = [channel for channel in channels if channel not in ours]
-        for channel in foreign:
-            self.drop(channel)
-        channels[:] = ours
-        return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
-
-    def _connect(self, listeners: directory.Listeners, channels: list[Channel]) -> None:
-        """Add the channels to ``listeners`` that there are, and that can be made now."""
+        limit: the most that ``channels`` may hold.
+        """
         for name in listeners.waiting.copy():
             known = self._entries.get((*listeners.place, name))
             if known is not None:
@@ -379,7 +294,7 @@ class Channels:
                 channels.append(known)
         if self._epoll is None:
             self._epoll = select.epoll()
-        for name, connection in listeners.connect(_MAX_ASKED - len(channels)):
+        for name, connection in listeners.connect(limit - len(channels)):
             if len(self._channels) >= _MOST_CHANNELS:
                 self._drop_idle(channels)
             channel = Channel(connection, (*listeners.place, name))
