@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -225,6 +226,25 @@ async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["ladder", str(path), "--svg", str(tmp_path / "x.svg")]) == 0
     assert capsys.readouterr().out == ""
     ET.parse(tmp_path / "x.svg")
+    assert main(["ladder", str(path), "--svg", "-"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+
+
+def test_a_ladder_for_scripts_from_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(GOLDEN.read_bytes()))
+    monkeypatch.setattr("sys.stdin", piped)
+    assert main(["ladder", "-", "--json", "--limit", "3"]) == 0
+    [drawn] = json.loads(capsys.readouterr().out)
+    [whole] = read_ladders(golden())
+    assert drawn["client"]["peer_id"] == (whole.client.peer_id or b"").hex()
+    assert drawn["server"]["addresses"]
+    said = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
+    assert said == [
+        ("client", "Proposal", 1), ("server", "Accept, first contact", 1), ("client", "Confirm", 1),
+    ]  # fmt: skip
+    assert drawn["messages"][0]["seconds"] == 0
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -147,7 +149,9 @@ async def test_stats_since_the_start_and_of_an_interval() -> None:
         counters = stack["counters"]
         assert counters["connections"] == counters["open_connections"] == 2
         assert counters["bytes_sent"] == counters["bytes_received"] == 1700
-        assert counters["fallbacks"] == counters["local:_peer-not-capable"] == 1
+        assert counters["fallbacks"] == 1
+        assert stack["fallbacks"] == [{"origin": "local", "reason": "peer-not-capable", "count": 1}]
+        assert set(counters) == {each.name for each in fields(trio_smc.StackStatistics)}
         [added] = (
             await quick_command("stats", "--json", "--interval", "0.05", "--count", "1")
         ).json
@@ -166,6 +170,21 @@ async def test_top_prints_frames_into_a_pipe() -> None:
         assert done.out.count("... and 1 more (--lines)") == 2
         shown = [row for row in done.rows() if row[:1] == [str(peer.pid)]]
         assert [row[-1] for row in shown] == ["ACTIVE"] * 2
+
+
+async def test_top_as_documents() -> None:
+    async with running("pair") as peer:
+        done = await command("top", "--interval", "0.05", "--count", "2", "--lines", "1", "--json")
+    assert (done.code, done.err) == (0, "")
+    first, length = json.JSONDecoder().raw_decode(done.out)
+    for report in (first, json.loads(done.out[length:])):
+        assert {name: report[name] for name in ("stacks", "smc-r", "tcp", "fallbacks")} == {
+            "stacks": 1, "smc-r": 2, "tcp": 1, "fallbacks": 1,
+        }  # fmt: skip
+        assert report["seconds"] >= 0.05
+        [one] = report["connections"]
+        assert (one["pid"], one["state"], one["bytes_sent"]) == (peer.pid, "ACTIVE", 0.0)
+        assert (one["send_queue"], one["receive_queue"]) in ((200, 1000), (1000, 0))
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -227,6 +246,7 @@ async def test_check_without_a_server() -> None:
         done = await quick_command("check", "127.0.0.1", sock.getsockname()[1])
     assert done.code == 1
     assert "Connection refused" in done.out
+    assert "Errno" not in done.out
     assert "No connection came about.\n" in done.out
 
 
@@ -257,7 +277,15 @@ async def test_reasons_explains_all_of_them() -> None:
         (["stats", "--interval", "nan"], "'nan' is not a number of seconds above 0"),
         (["top", "--count", "-1"], "'-1'"),
         (["check", "127.0.0.1", "70000"], "'70000' is not a TCP port"),
-        (["check", "host.invalid", "1"], "'host.invalid' has no address"),
+        (["check", "host.invalid", "1"], "'host.invalid' has no address: Name or service not"),
+        (["check", "a..b", "1"], "'a..b' has no address: it is no name of a host"),
+        (["check", "::1", "1", "--directory", "/nowhere"], "/nowhere: no such directory"),
+        (["lg", "--colour"], "trio-smc lg: unrecognized arguments: --colour"),
+        (["capture", "1", "-o", "x", "--payload", "4097"], "not a number of bytes up to 4096"),
+        (["capture", "1", "-o", "x", "--payload", "-1"], "'-1'"),
+        (["ladder", "x", "--svg", "y", "--json"], "not allowed with argument"),
+        (["proxy", "tcp:[::1]:0", "tcp:[::1]:7"], "one of LISTEN and TARGET must be smc:"),
+        (["proxy", "tcp:[::1]:0", "smc:[::1]:0"], "TARGET needs a port"),
         (["check"], "the following arguments are required: HOST, PORT"),
         (["reasons", "because"], "'because' is no reason"),
         (["reasons", "0x1_0000_0000"], "is not a diagnosis word of 32 bits"),

@@ -152,7 +152,8 @@ async def _first_of(
 
 def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError:
     """One error for the failure of all attempts; its number is that of the last resort."""
-    texts = "; ".join(dict.fromkeys(str(error) for error in errors))
+    # Trio's words without its number, which the new error has.
+    texts = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
     failure = OSError(errors[-1].errno, f"no connection to {named[0]} port {named[1]}: {texts}")
     failure.__cause__ = errors[0] if len(errors) == 1 else ExceptionGroup(str(failure), errors)
     return failure

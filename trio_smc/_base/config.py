@@ -12,7 +12,14 @@ from trio_smc._base.addresses import Listed, check_list, is_listed
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["DEFAULT_PINS", "RMBE_SIZE_UNIT", "Config", "rmbe_size_code", "rmbe_size_of"]
+__all__ = [
+    "DEFAULT_PINS",
+    "MAX_CAPTURE_PAYLOAD",
+    "RMBE_SIZE_UNIT",
+    "Config",
+    "rmbe_size_code",
+    "rmbe_size_of",
+]
 
 DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
 """Where ``trio-smc setup`` pins what the TCP option needs, unless it is told otherwise."""
@@ -20,9 +27,11 @@ DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
 RMBE_SIZE_UNIT = 16 * 1024
 """Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
 
+MAX_CAPTURE_PAYLOAD = 4096
+"""Bytes of an RDMA write that a capture keeps at most: the largest path MTU."""
+
 _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
-_MAX_CAPTURE_PAYLOAD = 4096  # the largest path MTU
 # Larger than what two processors keep for themselves: docs/decisions.md, "Data path".
 _SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
@@ -166,7 +175,7 @@ class Config:
         ):
             raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
         if not (
-            _is_integer(self.capture_payload) and 0 <= self.capture_payload <= _MAX_CAPTURE_PAYLOAD
+            _is_integer(self.capture_payload) and 0 <= self.capture_payload <= MAX_CAPTURE_PAYLOAD
         ):
             raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
         if self.rnics != "auto" and not isinstance(self.rnics, tuple):

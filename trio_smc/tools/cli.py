@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: without the program's name; None: of this process.
     """
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     command: Command = options.command
     try:
         with contextlib.suppress(AttributeError):
@@ -85,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=_Formatter,
         )
         command.configure(one)
-        one.set_defaults(command=command)
+        one.set_defaults(command=command, parser=one)
     return whole
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BAD_INPUT", "ToolError"]
+__all__ = ["BAD_INPUT", "ToolError", "words"]
 
 BAD_INPUT: Final = 2
 """Exit code."""
+
+
+def words(error: OSError) -> str:
+    """What the system says, without its number."""
+    return error.strerror or str(error)
 
 
 class ToolError(Exception):

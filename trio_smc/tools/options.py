@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """``--json``."""
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from trio_smc._base.config import MAX_CAPTURE_PAYLOAD
 from trio_smc.tools.capture_client import stream_capture
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.options import (
@@ -48,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, metavar="FILE", help='overwritten; "-" is stdout'
     )
     parser.add_argument(
-        "--payload", type=int, default=0, metavar="N",
+        "--payload", type=_payload, default=0, metavar="N",
         help="bytes of each RDMA write to keep, 4096 at most; default 0",
     )  # fmt: skip
     parser.add_argument(
@@ -60,6 +61,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=positive_seconds, metavar="S", help="how long; default: until Ctrl-C"
     )
     add_directory(parser)
+
+
+def _payload(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_CAPTURE_PAYLOAD):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes up to {MAX_CAPTURE_PAYLOAD}"
+        )
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

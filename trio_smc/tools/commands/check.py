@@ -14,7 +14,7 @@ import trio_smc
 from trio_smc import Config, Fallback, Mode, ProtocolError, SmcStream
 from trio_smc.rendezvous import clc, llc
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.errors import ToolError, words
 from trio_smc.tools.options import add_directory, add_json, positive_seconds, private_directory
 from trio_smc.tools.output import print_json, show, table
 from trio_smc.tools.words import address, diagnosis
@@ -48,12 +48,12 @@ Examples:
 Exit codes:
   0  SMC-R is used
   1  it is not: the connection is TCP, or there is none
-  2  bad input: the name is unknown, the private directory cannot be used, ...
+  2  bad input: the name is unknown, --directory is no directory, ...
 """
 
 _NO_SMC_R: Final = 1
 _LOOK_AGAIN: Final = 0.1
-_LOOKS: Final = 10
+_LOOKS: Final = 30
 _CLOSING: Final = 0.5
 
 
@@ -98,6 +98,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Connect, and tell."""
     directory = private_directory(options)
+    if options.directory is not None and not directory.is_dir():
+        # A stack would make it, and nobody would be found there.
+        raise ToolError(f"{directory}: no such directory")
     config = Config(
         directory=directory,
         discovery=options.discovery,
@@ -130,7 +133,7 @@ async def _check(report: Report, config: Config, patience: float, directory: Pat
                 report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
                 await _connect(report, stack, directory)
         except OSError as error:
-            raise ToolError(f"no stack can be opened: {error}") from None
+            raise ToolError(f"no stack can be opened: {words(error)}") from None
     if scope.cancelled_caught:
         report.add("time", "no", f"not finished after {patience:g} seconds")
 
@@ -140,8 +143,10 @@ async def _resolve(report: Report) -> None:
         found = await trio.socket.getaddrinfo(
             report.host, report.port, type=trio.socket.SOCK_STREAM
         )
-    except (OSError, UnicodeError) as error:
-        raise ToolError(f"{report.host!r} has no address: {error}") from None
+    except OSError as error:
+        raise ToolError(f"{report.host!r} has no address: {words(error)}") from None
+    except UnicodeError:
+        raise ToolError(f"{report.host!r} has no address: it is no name of a host") from None
     names = dict.fromkeys(str(entry[4][0]) for entry in found)
     report.add("resolve", "ok", ", ".join(names))
 
@@ -153,7 +158,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         stream = await stack.open_stream(report.host, report.port)
     except OSError as error:
         place = "handshake" if messages.seen else "connect"
-        report.add(place, "no", error.strerror or str(error))
+        report.add(place, "no", words(error))
         return
     async with stream:
         ends = f"{address(list(stream.socket.getsockname()[:2]))} → " + address(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
 from trio_smc.capture.dissection import Seen, dissect
 from trio_smc.capture.pcapng import DamagedCapture, read
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.ladder import read_ladders
-from trio_smc.tools.options import positive_count
+from trio_smc.tools.ladder_labels import details, kind, title
+from trio_smc.tools.ladder_model import Ladder, Peer, address_text
+from trio_smc.tools.options import add_json, positive_count
+from trio_smc.tools.output import print_json
 
 NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
@@ -36,6 +41,7 @@ D sending done, C connection closed, A abnormal close.
 Examples:
   trio-smc ladder smc.pcapng
   trio-smc ladder smc.pcapng --connection 2 --svg second.svg
+  trio-smc capture 4242 -o - --seconds 5 | trio-smc ladder -
 
 Exit codes: 0; 1 when the capture has nothing of SMC-R; 2 when it is damaged, which one line on
 stderr says after what could be read was drawn.
@@ -48,10 +54,14 @@ _MOST: Final = 1_000_000
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a pcapng or pcap file")
     parser.add_argument(
-        "--svg", type=Path, metavar="OUT", help="write an SVG picture and print nothing"
+        "file", type=Path, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
     )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--svg", metavar="OUT", help='write an SVG picture and print nothing; "-" is stdout'
+    )
+    add_json(shape)
     parser.add_argument(
         "--connection", type=positive_count, metavar="N", help="only this TCP connection's"
     )
@@ -71,22 +81,13 @@ def run(options: argparse.Namespace) -> int:
     """Draw."""
     seen, damage = _read(options.file)
     ladders = read_ladders(seen, options.connection)
-    if options.svg is not None and ladders:
+    if options.json:
+        print_json(_plain(ladders, seen, options.limit))
+    elif options.svg is not None and ladders:
         drawn = ladder_svg.picture(ladders, start=seen[0].time, limit=options.limit)
-        try:
-            options.svg.write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise ToolError(f"ladder: {options.svg}: {error.strerror}") from error
+        _write(drawn, options.svg)
     elif ladders:
-        left = options.limit
-        for number, ladder in enumerate(ladders):
-            if number:
-                print()
-            for line in ladder_text.draw(
-                ladder, start=seen[0].time, limit=max(left, 0), width=options.width
-            ):
-                print(line)
-            left -= len(ladder.rows)
+        _print(ladders, seen, options)
     if damage:
         sys.stdout.flush()
         raise ToolError(f"ladder: {options.file}: {damage}")
@@ -97,11 +98,71 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _print(ladders: Sequence[Ladder], seen: list[Seen], options: argparse.Namespace) -> None:
+    left = options.limit
+    for number, ladder in enumerate(ladders):
+        if number:
+            print()
+        for line in ladder_text.draw(
+            ladder, start=seen[0].time, limit=max(left, 0), width=options.width
+        ):
+            print(line)
+        left -= len(ladder.rows)
+
+
+def _write(drawn: str, name: str) -> None:
+    if name == "-":
+        print(drawn)
+        return
+    try:
+        Path(name).write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise ToolError(f"ladder: {name}: {error.strerror}") from error
+
+
+def _plain(ladders: Sequence[Ladder], seen: list[Seen], limit: int) -> list[dict[str, Any]]:
+    """What is drawn, as JSON has it."""
+    found = []
+    for ladder in ladders:
+        rows, limit = ladder.rows[:limit], max(limit - len(ladder.rows), 0)
+        messages = [
+            {
+                "seconds": (row.time - seen[0].time) / 1e9,
+                "from": "client" if row.to_server else "server",
+                "kind": kind(row.event),
+                "title": title(row),
+                "details": details(row),
+                "connection": None if row.connection is None else row.connection.number,
+                "link": row.link_number,
+            }
+            for row in rows
+        ]
+        sides = {"client": _side(ladder.client), "server": _side(ladder.server)}
+        found.append({**sides, "messages": messages})
+    return found
+
+
+def _side(peer: Peer) -> dict[str, Any]:
+    return {
+        "peer_id": None if peer.peer_id is None else peer.peer_id.hex(),
+        "addresses": [address_text(each) for each in peer.addresses],
+    }
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if str(path) == "-":
+        yield sys.stdin.buffer
+        return
+    with path.open("rb") as file:
+        yield file
+
+
 def _read(path: Path) -> tuple[list[Seen], str]:
     """What is in a capture, and what is wrong with it, or ""."""
     seen: list[Seen] = []
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             for each in dissect(read(file)):
                 seen.append(each)
                 if len(seen) >= _MOST:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import trio
 
 import trio_smc
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.errors import ToolError, words
 
 NAME = "proxy"
 SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
@@ -52,6 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM."""
+    if not (options.listen.smc or options.target.smc):
+        raise ToolError("proxy: one of LISTEN and TARGET must be smc:HOST:PORT")
+    if not options.target.port:
+        raise ToolError("proxy: TARGET needs a port; only LISTEN may leave it to the system")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     trio.run(_serve, options.listen, options.target, options.require_smc)
     return 0
@@ -86,7 +90,7 @@ async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
             return await stack.open_listeners(listen.port, host=listen.host)
         return await trio.open_tcp_listeners(listen.port, host=listen.host)
     except OSError as error:
-        raise ToolError(f"proxy: {listen.host} port {listen.port}: {error}") from error
+        raise ToolError(f"proxy: {listen.host} port {listen.port}: {words(error)}") from error
 
 
 async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfCloseableStream:
@@ -103,7 +107,7 @@ async def _pass_on(
         try:
             server = await _connect(stack, target)
         except OSError as error:
-            LOGGER.info("%s port %d: %s", target.host, target.port, error)
+            LOGGER.info("%s port %d: %s", target.host, target.port, words(error))
             _reset(client)
             return
         smc = client if isinstance(client, trio_smc.SmcStream) else server

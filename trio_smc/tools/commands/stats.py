@@ -37,10 +37,14 @@ Examples:
   trio-smc stats --pid 4242 --interval 1          until Ctrl-C
   trio-smc stats --interval 10 --count 1 --json   what happens in ten seconds
 
+With --json and --interval each interval is a document of its own.
+
 Exit codes: 0, or 2 when no process answers.
 """
 
 _GAUGES = ("open_connections",)
+_BY_REASON = "  "
+"""What the name of a counter begins with that counts one reason of fallbacks only."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +95,7 @@ def _flat(statistics: dict[str, Any]) -> dict[str, int]:
     }
     flat["fallbacks"] = sum(each["count"] for each in statistics["fallbacks"])
     for each in statistics["fallbacks"]:
-        flat[f"  {each['origin']}: {each['reason']}"] = each["count"]
+        flat[f"{_BY_REASON}{each['origin']}: {each['reason']}"] = each["count"]
     return flat
 
 
@@ -111,7 +115,12 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "pid": snapshot.pid,
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
-                    "counters": {name.strip().replace(" ", "_"): n for name, n in flat.items()},
+                    "counters": {
+                        name.replace(" ", "_"): n
+                        for name, n in flat.items()
+                        if not name.startswith(_BY_REASON)
+                    },
+                    "fallbacks": _by_reason(flat),
                 }
                 for snapshot, flat in counted.values()
             ]
@@ -125,6 +134,16 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
         [name, *(_value(name, flat.get(name, 0)) for _, flat in counted.values())] for name in names
     ]
     show(table(columns, rows, title))
+
+
+def _by_reason(flat: dict[str, int]) -> list[dict[str, Any]]:
+    """Fallbacks as `StackStatistics.fallbacks` names them."""
+    named = []
+    for name, count in flat.items():
+        if name.startswith(_BY_REASON):
+            origin, _, reason = name.strip().partition(": ")
+            named.append({"origin": origin, "reason": reason, "count": count})
+    return named
 
 
 def _headings(counted: _Counted) -> list[str]:

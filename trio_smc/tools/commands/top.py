@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from trio_smc.tools.client import Snapshot, take_snapshots
 from trio_smc.tools.options import (
+    add_json,
     add_process,
     positive_count,
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import console, least_width, show, size, table
+from trio_smc.tools.output import console, least_width, print_json, show, size, table
 from trio_smc.tools.words import address
 
 NAME = "top"
@@ -22,7 +25,7 @@ SUMMARY = "watch the busiest connections, live"
 DESCRIPTION = """
 Watch stacks and their busiest SMC-R connections, refreshed every --interval seconds, until
 Ctrl-C.  Rates are per second over the last interval.  When the output is not a terminal each
-refresh is printed below the last one.
+refresh is printed below the last one, with --json as a document of its own.
 
 TCP connections are counted, not measured: their bytes are the kernel's affair.
 """
@@ -30,12 +33,14 @@ EPILOG = """
 Examples:
   trio-smc top
   trio-smc top --interval 0.5 --lines 40
-  trio-smc top --count 1 | cat
+  trio-smc top --count 1 --json    two seconds, for scripts
 
 Exit codes: 0 (also after Ctrl-C), or 2 when no process answers.
 """
 
 _PARTS = ("statistics", "connections")
+_SHOWN = ("local", "peer", "state", "send_queue", "receive_queue")
+_RATES = ("bytes_sent", "bytes_received", "writes", "window_stalls")
 # The last ones are left out where the terminal is narrow.
 _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">SEND-Q",
           ">RECV-Q", "STATE")  # fmt: skip
@@ -44,6 +49,7 @@ _HEADS = ("PID", "LOCAL", "PEER", ">SENT", ">RECEIVED", ">WRITES", ">STALLS", ">
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
+    add_json(parser)
     parser.add_argument("--interval", type=positive_seconds, default=2.0, metavar="SECONDS",
                         help="between two refreshes; default: 2")  # fmt: skip
     parser.add_argument("--lines", type=positive_count, default=20, metavar="N",
@@ -54,30 +60,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show one frame after the other."""
-    screen = console()
-    last = _Sample.take(options)
-    frames = 0
-    try:
-        if not screen.is_terminal:
-            while frames != options.count:
-                time.sleep(options.interval)
-                last, before = _Sample.take(options), last
+    with contextlib.suppress(KeyboardInterrupt):
+        if options.json:
+            for last, before in _samples(options):
+                print_json(last.report(before, options.lines))
+        elif not console().is_terminal:
+            for last, before in _samples(options):
                 show(*last.since(before, options.lines), "")
-                frames += 1
-            return 0
-        from rich.console import Group
-        from rich.live import Live
-
-        with Live(console=screen, screen=True, auto_refresh=False) as live:
-            live.update(Group(*last.since(last, options.lines)), refresh=True)
-            while frames != options.count:
-                time.sleep(options.interval)
-                last, before = _Sample.take(options), last
-                live.update(Group(*last.since(before, options.lines)), refresh=True)
-                frames += 1
-    except KeyboardInterrupt:
-        pass
+        else:
+            _live(options)
     return 0
+
+
+def _live(options: argparse.Namespace) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    first = _Sample.take(options)
+    with Live(console=console(), screen=True, auto_refresh=False) as live:
+        live.update(Group(*first.since(first, options.lines)), refresh=True)
+        for last, before in _samples(options, first):
+            live.update(Group(*last.since(before, options.lines)), refresh=True)
+
+
+def _samples(
+    options: argparse.Namespace, first: _Sample | None = None
+) -> Iterator[tuple[_Sample, _Sample]]:
+    """Each sample with the one before it, --count times."""
+    last = first or _Sample.take(options)
+    frames = 0
+    while frames != options.count:
+        time.sleep(options.interval)
+        last, before = _Sample.take(options), last
+        yield last, before
+        frames += 1
 
 
 def _fitting(rows: list[list[object]]) -> Any:
@@ -111,35 +127,60 @@ class _Sample:
             if each["cursors"] is not None
         }
 
-    def since(self, before: _Sample, lines: int) -> list[Any]:
-        """The frame: totals, and connections by the bytes they moved."""
+    def rates(self, before: _Sample) -> list[dict[str, Any]]:
+        """Connections and what they did each second, the busiest first."""
         seconds = max(self.time - before.time, 1e-9)
         old = before.connections()
-        rows = []
+        rates = []
         for key, (pid, each) in self.connections().items():
             past = old[key][1]["statistics"] if key in old else {}
             now = each["statistics"]
-            sent, received, writes, stalls = (
-                (now[name] - past.get(name, 0)) / seconds
-                for name in ("bytes_sent", "bytes_received", "writes", "window_stalls")
-            )
-            rows.append((sent + received, [
-                pid, address(each["local"]), address(each["peer"]),
-                f"{size(sent)}/s", f"{size(received)}/s", f"{writes:.0f}/s", f"{stalls:.0f}/s",
-                each["send_queue"], each["receive_queue"], each["state"],
-            ]))  # fmt: skip
-        rows.sort(key=lambda row: row[0], reverse=True)
-        shown = [row for _, row in rows[:lines]]
-        hidden = len(rows) - len(shown)
-        more = [f"... and {hidden} more (--lines)"] if hidden else []
-        return [self._totals(), "", _fitting(shown), *more]
+            rates.append({
+                "pid": pid,
+                **{name: each[name] for name in _SHOWN},
+                **{name: (now[name] - past.get(name, 0)) / seconds for name in _RATES},
+            })  # fmt: skip
+        rates.sort(key=lambda each: each["bytes_sent"] + each["bytes_received"], reverse=True)
+        return rates
 
-    def _totals(self) -> str:
-        smc = sum(each.statistics["open_connections"] for each in self.stacks)
-        tcp = sum(c["mode"] == "tcp" for each in self.stacks for c in each.connections)
-        fallen = sum(f["count"] for each in self.stacks for f in each.statistics["fallbacks"])
-        failovers = sum(each.statistics["failovers"] for each in self.stacks)
-        return (
-            f"{time.strftime('%H:%M:%S')}  stacks: {len(self.stacks)}; connections: {smc} over "
-            f"SMC-R, {tcp} over TCP; since the start: {fallen} fallbacks, {failovers} failovers"
+    def since(self, before: _Sample, lines: int) -> list[Any]:
+        """The frame: totals, and connections by the bytes they moved."""
+        rates = self.rates(before)
+        rows: list[list[object]] = [
+            [
+                each["pid"], address(each["local"]), address(each["peer"]),
+                f"{size(each['bytes_sent'])}/s", f"{size(each['bytes_received'])}/s",
+                f"{each['writes']:.0f}/s", f"{each['window_stalls']:.0f}/s",
+                each["send_queue"], each["receive_queue"], each["state"],
+            ]
+            for each in rates[:lines]
+        ]  # fmt: skip
+        hidden = len(rates) - len(rows)
+        more = [f"... and {hidden} more (--lines)"] if hidden else []
+        totals = self.totals()
+        line = (
+            f"{time.strftime('%H:%M:%S')}  stacks: {totals['stacks']}; connections: "
+            f"{totals['smc-r']} over SMC-R, {totals['tcp']} over TCP; since the start: "
+            f"fallbacks: {totals['fallbacks']}, failovers: {totals['failovers']}"
         )
+        return [line, "", _fitting(rows), *more]
+
+    def report(self, before: _Sample, lines: int) -> dict[str, Any]:
+        """The frame for scripts: rates are per second, sizes bytes."""
+        return {
+            "seconds": self.time - before.time,
+            **self.totals(),
+            "connections": self.rates(before)[:lines],
+        }
+
+    def totals(self) -> dict[str, int]:
+        """Of all stacks: connections there are, fallbacks and failovers since the start."""
+        return {
+            "stacks": len(self.stacks),
+            "smc-r": sum(each.statistics["open_connections"] for each in self.stacks),
+            "tcp": sum(c["mode"] == "tcp" for each in self.stacks for c in each.connections),
+            "fallbacks": sum(
+                f["count"] for each in self.stacks for f in each.statistics["fallbacks"]
+            ),
+            "failovers": sum(each.statistics["failovers"] for each in self.stacks),
+        }
