@@ -32,7 +32,7 @@ _MODULES = {
     "accepting, tasks of the listener": "_listener _accept",
     "discovery": "rendezvous._channels rendezvous._places rendezvous._announcement "
     "rendezvous._publication rendezvous._claims rendezvous.discovery rendezvous._local_directory "
-    "rendezvous._local_protocol rendezvous._local_connection",
+    "rendezvous._private_directory rendezvous._local_protocol rendezvous._local_connection",
     "CLC messages: codec": "rendezvous.clc rendezvous._clc_base rendezvous._proposal "
     "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",
     "CLC messages: TCP, waits": "_handshake rendezvous.spinning rendezvous.timers",

@@ -8,7 +8,7 @@ so that a stack with many connections goes on with its own work in between.  Wha
 does wrong costs that client only, and a stack that cannot have a socket goes without.
 
 The socket gets its name only when it listens, so that a name that refuses connections is a dead
-process's and may be removed by anybody (as `rendezvous._local_directory` does).
+process's and may be removed by anybody (as `rendezvous._private_directory` says).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._snapshot import Snapshots
 from trio_smc.capture.stream import send_capture
-from trio_smc.rendezvous._local_directory import (
+from trio_smc.rendezvous._private_directory import (
     HIDDEN,
     DirectoryUnusable,
     listen_as,

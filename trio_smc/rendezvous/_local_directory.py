@@ -1,4 +1,4 @@
-"""Where same-host discovery keeps its sockets: names, checks, and removing what is stale.
+"""Where same-host discovery keeps its sockets, in the private directory: who listens there.
 
 ::
 
@@ -8,102 +8,44 @@ One directory per TCP address that is listened on, in it one Unix socket per lis
 (or stack): several of them when workers share the port.  An address means something only within
 its network namespace, whose inode number is therefore part of the path.  <family> is "4" or "6",
 or "d" for an IPv6 wildcard that takes IPv4 connections as well.
-
-Theory of operation: the private directory is opened once, without following a symbolic link, and
-what was opened is checked (ours, mode 0700); everything below is reached through that descriptor
-and cannot be anybody else's.  Sockets are bound and connected as /proc/self/fd/N/name, since a
-Unix address ends at 107 bytes and directories may be deeper.
-
-Connecting to the socket of a dead process is refused, and so is connecting to one that is bound
-and does not listen yet.  So a socket gets its name only when it listens, and a refused name may be
-removed by whoever met it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import socket
-import stat
-import sys
 import time
 from pathlib import Path
 
-from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous._private_directory import (
+    FLAGS,
+    DirectoryUnusable,
+    connect_or_remove,
+    listen_as,
+    open_private,
+    sockets_in,
+    unusable,
+)
 
 __all__ = [
-    "HIDDEN",
-    "DirectoryUnusable",
     "Listeners",
     "Listings",
     "NewSocket",
     "Stamp",
-    "listen_as",
     "listener_name",
     "namespace_path",
-    "open_private",
     "settled",
     "stamps",
     "unchanged",
     "wildcard_names",
 ]
 
-if sys.platform == "linux":  # elsewhere nobody comes here
-    _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-HIDDEN = "."  # names of sockets that do not listen yet start so
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
 _TICKS_NS = 100_000_000
 _MOST_KNOWN = 256
-_RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-
-
-class DirectoryUnusable(Exception):
-    """The private directory cannot be used; connections stay on TCP.
-
-    Attributes:
-      reason: what to tell the user.
-    """
-
-    def __init__(self, reason: FallbackReason, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-def open_private(path: Path, *, create: bool) -> int:
-    """Open the private directory; the caller closes the descriptor.
-
-    create: make it when it is missing.
-
-    Raises:
-      FileNotFoundError: it is missing, without `create`.
-      DirectoryUnusable: it is a symbolic link, not a directory, somebody else's, accessible to
-        others, or cannot be made.
-    """
-    try:
-        if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, _FLAGS)
-    except FileNotFoundError:
-        if create:
-            text = f"{path} cannot be made"
-            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text) from None
-        raise
-    except OSError as error:
-        raise _unusable(error, path) from error
-    found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise DirectoryUnusable(FallbackReason.OTHER_USER, f"{path} belongs to user {found.st_uid}")
-    if found.st_mode & 0o077:
-        os.close(descriptor)
-        mode = stat.S_IMODE(found.st_mode)
-        raise DirectoryUnusable(
-            FallbackReason.DIRECTORY_UNUSABLE, f"{path} has mode {mode:o} where only 700 is private"
-        )
-    return descriptor
 
 
 def listener_name(address: str, port: int, *, dual_stack: bool) -> str:
@@ -123,21 +65,6 @@ def wildcard_names(address: str, port: int) -> tuple[str, ...]:
         listener_name(wildcard, port, dual_stack=False),
         listener_name("::", port, dual_stack=True),
     )
-
-
-def listen_as(listener: socket.socket, directory: int, name: str, backlog: int) -> None:
-    """Let a Unix socket listen; it gets its name only then, so a name that refuses is stale.
-
-    directory: open; it stays so.
-    """
-    hidden = HIDDEN + name
-    listener.bind(_reach(directory, hidden))
-    try:
-        listener.listen(backlog)
-        os.rename(hidden, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except BaseException:
-        os.unlink(hidden, dir_fd=directory)
-        raise
 
 
 class NewSocket:
@@ -164,9 +91,9 @@ class NewSocket:
                     raise
             except FileNotFoundError as error:
                 if attempt == _ATTEMPTS - 1:
-                    raise _unusable(error, private) from error
+                    raise unusable(error, private) from error
             except OSError as error:
-                raise _unusable(error, private) from error
+                raise unusable(error, private) from error
             else:
                 break
             finally:
@@ -201,10 +128,10 @@ class NewSocket:
 
     def _remove_stale(self) -> None:
         with contextlib.suppress(OSError):
-            for name in _sockets(self._directory):
+            for name in sockets_in(self._directory):
                 if name != self._name:
                     with contextlib.suppress(OSError):
-                        _connect(self._directory, name).close()
+                        connect_or_remove(self._directory, name).close()
 
 
 class Listings:
@@ -220,7 +147,7 @@ class Listings:
         known = self._known.get(place)
         if known is not None and known[0] == changed:
             return known[1].copy()
-        names = _sockets(directory)
+        names = sockets_in(directory)
         # The clock of a directory ticks slowly: what changes right after may not show.
         if time.time_ns() - changed > _TICKS_NS:
             if len(self._known) >= _MOST_KNOWN:
@@ -281,7 +208,7 @@ class Listeners:
         self.waiting: list[str] = []
         self.place = (0, 0)
         try:
-            self._directory = os.open(f"{namespace}/{name}", _FLAGS, dir_fd=root)
+            self._directory = os.open(f"{namespace}/{name}", FLAGS, dir_fd=root)
             found = os.fstat(self._directory)
             self.place = found.st_dev, found.st_ino
             self.waiting = listings.sockets(self._directory)
@@ -303,7 +230,7 @@ class Listeners:
         names, self.waiting = self.waiting[:limit], []
         for name in names:
             try:
-                connected.append((name, _connect(self._directory, name)))
+                connected.append((name, connect_or_remove(self._directory, name)))
             except BlockingIOError:
                 self.waiting.append(name)
             except OSError:
@@ -317,40 +244,9 @@ class Listeners:
             os.close(directory)
 
 
-def _connect(directory: int, name: str) -> socket.socket:
-    """A connection to the socket `name`; BlockingIOError when its backlog is full."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.setblocking(False)
-        connection.connect(_reach(directory, name))
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, ConnectionRefusedError):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=directory)
-        raise
-    return connection
-
-
-def _unusable(error: OSError, path: Path) -> DirectoryUnusable:
-    """The `DirectoryUnusable` for an error met in the directory `path`."""
-    reason = FallbackReason.DIRECTORY_UNUSABLE
-    if error.errno in _RESOURCE_ERRORS:
-        reason = FallbackReason.OUT_OF_RESOURCES
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_uid != os.geteuid():
-                reason = FallbackReason.OTHER_USER
-    return DirectoryUnusable(reason, f"{path}: {error}")
-
-
 def namespace_path() -> str:
     """Where addresses of the calling thread's network namespace are, below the private one."""
     return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
-
-
-def _reach(directory: int, name: str) -> str:
-    return f"/proc/self/fd/{directory}/{name}"
 
 
 def _make(root: int, path: str) -> int:
@@ -360,15 +256,4 @@ def _make(root: int, path: str) -> int:
         made = f"{made}/{part}" if made else part
         with contextlib.suppress(FileExistsError):
             os.mkdir(made, mode=0o700, dir_fd=root)
-    return os.open(path, _FLAGS, dir_fd=root)
-
-
-def _sockets(directory: int) -> list[str]:
-    found = []
-    for name in os.listdir(directory):
-        with contextlib.suppress(OSError):
-            mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-            # A symbolic link could lead out of the private directory.
-            if stat.S_ISSOCK(mode) and not name.startswith(HIDDEN):
-                found.append(name)
-    return found
+    return os.open(path, FLAGS, dir_fd=root)

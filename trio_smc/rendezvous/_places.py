@@ -17,6 +17,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
 from trio_smc.rendezvous._announcement import Channel
 from trio_smc.rendezvous._local_connection import is_same_user
+from trio_smc.rendezvous._private_directory import open_private
 from trio_smc.rendezvous.prefixes import is_same_host
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Places:
         """Add a channel to everyone who might accept the TCP connection; why there is none."""
         address, port = destination
         try:
-            root = directory.open_private(self._private, create=False)
+            root = open_private(self._private, create=False)
         except FileNotFoundError:
             return FallbackReason.PEER_NOT_CAPABLE
         listeners: list[directory.Listeners] = []

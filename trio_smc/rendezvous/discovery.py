@@ -48,6 +48,7 @@ from trio_smc.rendezvous._announcement import Announcement
 from trio_smc.rendezvous._channels import Channels
 from trio_smc.rendezvous._claims import Claim
 from trio_smc.rendezvous._places import AnySocket
+from trio_smc.rendezvous._private_directory import DirectoryUnusable, open_private
 from trio_smc.rendezvous._publication import Publication
 from trio_smc.rendezvous.prefixes import plain_address
 from trio_smc.rendezvous.spinning import NEVER, Spinner
@@ -92,8 +93,8 @@ class Discovery:
     def unusable(self) -> FallbackReason | None:
         """What is wrong with the private directory, which is made when it is missing."""
         try:
-            os.close(directory.open_private(self._private, create=True))
-        except directory.DirectoryUnusable as error:
+            os.close(open_private(self._private, create=True))
+        except DirectoryUnusable as error:
             return error.reason
         return None
 
@@ -114,7 +115,7 @@ class Discovery:
         name = directory.listener_name(*address, dual_stack=dual_stack)
         try:
             made = directory.NewSocket(self._private, name, _BACKLOG)
-        except directory.DirectoryUnusable as error:
+        except DirectoryUnusable as error:
             self._warn(error)
             return self.publish_nothing(address, error.reason)
         publication = Publication(address, made, None, self._spinner)
@@ -155,7 +156,7 @@ class Discovery:
                 return now
             with trio.move_on_at(deadline):
                 return await self._channels.announce(source, destination, sock)
-        except directory.DirectoryUnusable as error:
+        except DirectoryUnusable as error:
             self._warn(error)
             return error.reason
         except OSError as error:
