@@ -14,6 +14,8 @@ b11   a CDC message (``trio_smc.datapath.cdc``), never an LLC message: ProtocolE
 b01   not defined: ProtocolError
 ====  =========================================================================
 
+Messages about RKeys are in ``trio_smc.rendezvous._llc_rkeys``, all others here.
+
 The codec judges form only.  Reasons, MTUs, link numbers and counts a peer made up survive
 decoding as plain integers; whether they make sense is for the exchange that gets them, which may
 still have to answer (a negative CONFIRM RKEY reply, an ADD LINK rejection).
@@ -28,7 +30,16 @@ from enum import IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous._wire import Bits, Layout, Slots, Span, laid_out
+from trio_smc.rendezvous._llc_base import HEAD, MESSAGE_SIZE, LlcMessage, MessageType
+from trio_smc.rendezvous._llc_rkeys import (
+    AddLinkContinuation,
+    ConfirmRkey,
+    ConfirmRkeyContinuation,
+    DeleteRkey,
+    LinkRToken,
+    RTokenPair,
+)
+from trio_smc.rendezvous._wire import Bits, Span, laid_out
 
 __all__ = [
     "MESSAGE_SIZE",
@@ -50,24 +61,6 @@ __all__ = [
     "decode_untrusted",
 ]
 
-MESSAGE_SIZE = 44
-"""Bytes in an LLC message, always: it fits where a CDC message fits."""
-
-_HEAD = 2  # type and length
-
-
-class MessageType(IntEnum):
-    """First byte of an LLC message.  There is no type 5."""
-
-    CONFIRM_LINK = 1
-    ADD_LINK = 2
-    ADD_LINK_CONTINUATION = 3
-    DELETE_LINK = 4
-    CONFIRM_RKEY = 6
-    TEST_LINK = 7
-    CONFIRM_RKEY_CONTINUATION = 8
-    DELETE_RKEY = 9
-
 
 class AddLinkReason(IntEnum):
     """Why a client rejected ADD LINK (RFC 7609, A.3.2)."""
@@ -88,33 +81,9 @@ class DeleteLinkReason(IntEnum):
     UNKNOWN_LINK_GROUP = 0x00200000  # Linux only
 
 
+@laid_out(MESSAGE_SIZE, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """What all LLC messages have.
-
-    Fields:
-      reply: the R bit; clear in a request.
-      reserved: the message's reserved bits as a peer set them, at their offsets, without
-        trailing zero bytes; b"" from us.
-    """
-
-    TYPE: ClassVar[MessageType]
-    LAYOUT: ClassVar[Layout]
-
-    reply: Annotated[bool, Bits(3, 0x80)] = False
-    reserved: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-
-    def encode(self) -> bytes:
-        """The 44 bytes on the wire."""
-        return self.LAYOUT.pack(self, bytes((self.TYPE, MESSAGE_SIZE)))
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmLink(_Message):
+class ConfirmLink(LlcMessage):
     """CONFIRM LINK, figure 31: the first message on a new link, to show that it works.
 
     Fields:
@@ -137,9 +106,9 @@ class ConfirmLink(_Message):
     max_links: Annotated[int, Span(34, 1)]
 
 
-@laid_out(MESSAGE_SIZE, head=_HEAD)
+@laid_out(MESSAGE_SIZE, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddLink(_Message):
+class AddLink(LlcMessage):
     """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
 
     Two reserved bytes (10-11) lie between MAC and GID.  Figure 32 draws the message without
@@ -165,47 +134,9 @@ class AddLink(_Message):
     initial_psn: Annotated[int, Span(33, 3)] = 0
 
 
-@laid_out(16)
+@laid_out(MESSAGE_SIZE, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RTokenPair:
-    """What an RMB is called on the new link (RFC 7609, figure 34).
-
-    Fields:
-      reference_rkey: the RMB's RKey on the link that the message travels on.
-      new_rkey, new_address: its RToken on the new link, 32 and 64 bits.
-    """
-
-    LAYOUT: ClassVar[Layout]
-
-    reference_rkey: Annotated[int, Span(0, 4)]
-    new_rkey: Annotated[int, Span(4, 4)]
-    new_address: Annotated[int, Span(8, 8)]
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddLinkContinuation(_Message):
-    """ADD LINK CONTINUATION, figure 33: the RTokens that existing RMBs have on the new link.
-
-    Fields:
-      link_number: the new link.
-      tokens_left: RTokens still to tell, those in this message included; 0..255.
-      pairs: two of them, or as many as are left.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.ADD_LINK_CONTINUATION
-
-    link_number: Annotated[int, Span(4, 1)]
-    tokens_left: Annotated[int, Span(5, 1)]
-    pairs: Annotated[tuple[RTokenPair, ...], Slots(8, 16, slots=2, count_at=5)] = ()
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteLink(_Message):
+class DeleteLink(LlcMessage):
     """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
 
     Fields:
@@ -223,87 +154,9 @@ class DeleteLink(_Message):
     reason: Annotated[int, Span(5, 4)]
 
 
-@laid_out(13)
+@laid_out(MESSAGE_SIZE, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRToken:
-    """What an RMB is called on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
-
-    LAYOUT: ClassVar[Layout]
-
-    link_number: Annotated[int, Span(0, 1)]
-    rkey: Annotated[int, Span(1, 4)]
-    address: Annotated[int, Span(5, 8)]
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRkey(_Message):
-    """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
-
-    Fields:
-      negative: the Z bit of a reply.
-      retry: the C bit of a negative reply: try again after the current configuration change.
-      other_tokens: NumTkns, how many *other* links' RTokens there are in all; the link that the
-        message travels on is not counted.  Above 2 a CONFIRM RKEY CONTINUATION follows (the
-        RFC's "three or fewer" counts a slot that does not exist).
-      rkey, address: the RToken on the link the message travels on, 32 and 64 bits.
-      others: two RTokens on other links, or as many as ``other_tokens`` says.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    retry: Annotated[bool, Bits(3, 0x10)] = False
-    other_tokens: Annotated[int, Span(4, 1)] = 0
-    rkey: Annotated[int, Span(5, 4)]
-    address: Annotated[int, Span(9, 8)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(17, 13, slots=2, count_at=4)] = ()
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRkeyContinuation(_Message):
-    """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
-
-    Figure 38 also draws a reserved byte at the end, for which 44 bytes have no room.
-
-    Fields:
-      negative: the Z bit of a reply.
-      tokens_left: RTokens still to tell, those in this message included.
-      others: three RTokens on other links, or as many as are left.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY_CONTINUATION
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    tokens_left: Annotated[int, Span(4, 1)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(5, 13, slots=3, count_at=4)] = ()
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteRkey(_Message):
-    """DELETE RKEY, figure 39: RMBs that are no more.
-
-    Fields:
-      negative: the Z bit of a reply; then ``error_mask`` tells which RKeys were not deleted,
-        0x80 being the first.
-      rkeys: at most 8, as known on the link the message travels on.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    error_mask: Annotated[int, Span(5, 1)] = 0
-    rkeys: Annotated[tuple[int, ...], Slots(8, 4, slots=8, count_at=4)]
-
-
-@laid_out(MESSAGE_SIZE, head=_HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestLink(_Message):
+class TestLink(LlcMessage):
     """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
 
     __test__: ClassVar[bool] = False  # not a test case, whatever its name says to pytest
@@ -339,7 +192,7 @@ Message: TypeAlias = (
     | OptionalMessage
 )
 
-_CLASSES: dict[int, type[_Message]] = {
+_CLASSES: dict[int, type[LlcMessage]] = {
     cls.TYPE: cls
     for cls in (
         ConfirmLink,
