@@ -111,6 +111,7 @@ class Fabric:
         (the sender's completion is good all the same), or None to let the request fail.
       cut: pairs of GIDs between which nothing arrives, although their ports are active.
       at_once: whether what need not wait can be done at once (`QueuePair.deliver`).
+      looks: for GIDs, how often `Rnic.address_known` says no before it says yes.
       doubt: asked by each queue pair that is about to: None: nothing is wrong; else the other end
         ends just then, and it says whether the message has arrived.
     """
@@ -121,6 +122,7 @@ class Fabric:
         self.tamper: Callable[[PlainQueuePair, bytes], list[bytes] | None] | None = None
         self.cut: set[frozenset[bytes]] = set()
         self.at_once = False
+        self.looks: dict[bytes, int] = {}
         self.doubt: Callable[[PlainQueuePair], bool | None] = lambda qp: None
         self.busy: dict[PlainQueuePair, None] = {}
         self.rnics: dict[bytes, MemoryRnic] = {}
@@ -214,6 +216,8 @@ class PlainQueuePair(QueuePair):
             raise RnicError(errno.EINVAL, "no such address of a queue pair")
         if gid not in self.rnic.fabric.rnics:
             raise RnicError(errno.EHOSTUNREACH, "no such RNIC")
+        if self.rnic.fabric.looks.get(gid):
+            raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the address")
         self._to(QpState.INIT, QpState.RTR)
         self.remote = (gid, qp_num)
         self._psns = (-1, psn)
@@ -461,6 +465,11 @@ class MemoryRnic(Rnic):
 
     def alloc_pd(self) -> ProtectionDomain:
         return _Domain(self)
+
+    def address_known(self, gid: bytes) -> bool:
+        left = self.fabric.looks.get(gid, 0)
+        self.fabric.looks[gid] = max(0, left - 1)
+        return left == 0
 
     def create_qp(self, pd: ProtectionDomain) -> QueuePair:
         assert isinstance(pd, _Domain)

@@ -99,10 +99,19 @@ def connect(a: End, b: End, *, receives: int = RECEIVES, psns: tuple[int, int] =
     for end in (a, b):
         if receives:
             end.qp.post_receive(receives)
+    find(a, b)
     a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=psns[1], mtu=min(a.rnic.mtu, b.rnic.mtu))
     b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=psns[0], mtu=min(a.rnic.mtu, b.rnic.mtu))
     a.qp.to_rts(psn=psns[0])
     b.qp.to_rts(psn=psns[1])
+
+
+def find(a: End, b: End) -> None:
+    """Until each RNIC knows the other one's address."""
+    deadline = time.monotonic() + PATIENCE
+    while not (a.rnic.address_known(b.rnic.gid) and b.rnic.address_known(a.rnic.gid)):
+        assert time.monotonic() < deadline, "nobody answers for the peer's address"
+        time.sleep(0.002)
 
 
 def until(condition: Callable[[], bool], *ends: End, seconds: float = PATIENCE) -> None:
@@ -213,6 +222,7 @@ class RnicContract:
 
     def test_states_are_passed_in_order(self, ends: tuple[End, End]) -> None:
         a, b = ends
+        find(a, b)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=1)
         assert state_of(a.qp) is QpState.RTR
         with pytest.raises(RnicError):
@@ -508,6 +518,7 @@ class RnicContract:
         a, b = ends
         for end in ends:
             end.qp.post_receive(1)
+        find(a, b)
         a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=1)
         b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=7, mtu=1)
         a.qp.to_rts(psn=1_000_000)

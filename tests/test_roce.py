@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic import _pyverbs, _rocegids
+from trio_smc.rnic import _neighbours, _pyverbs, _rocegids
 from trio_smc.rnic._portwatch import is_news
 from trio_smc.rnic._pyverbs import ROCE_V1, ROCE_V2, Gid
 from trio_smc.rnic.roce import VerbsRnic
@@ -219,6 +219,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(_pyverbs, "load", lambda: made)
+    monkeypatch.setattr(_neighbours, "ask_anew", lambda question: None)  # no netlink
     yield made
     for fd in made.fds:
         os.close(fd)

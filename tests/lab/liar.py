@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import trio
 
-from tests.lab.verbs_side import Device, Pair
+from tests.lab.verbs_side import Device, Pair, find
 from trio_smc.rendezvous import clc, llc
 from trio_smc.rnic.verbs import RnicError, WcOpcode
 
@@ -85,6 +85,7 @@ class Liar:
                 accept = await self.accepted(stream)
                 pair.qp.to_init()
                 pair.qp.post_receive(64)
+                await find(self.device.rnic, accept.gid)
                 pair.qp.to_rtr(
                     gid=accept.gid, qp_num=accept.qp_number, psn=accept.initial_psn,
                     mtu=min(self.device.rnic.mtu, accept.qp_mtu),

@@ -34,7 +34,7 @@ def verbs(seed: int) -> Finished:
 
 
 def contract(seed: int) -> Finished:
-    """By pytest in one guest: `tests.lab.guest_contract`, and `tests.lab.guest_ports`."""
+    """By pytest in one guest: `tests.lab.guest_contract`, `guest_addresses` and `guest_ports`."""
     commands = (
         "modules dummy macvlan bonding garp mrp 8021q\n"
         "sysctl -q -w net.ipv4.conf.all.accept_local=1 net.ipv4.conf.all.arp_ignore=1"
@@ -45,7 +45,8 @@ def contract(seed: int) -> Finished:
         "    ip link set mac$n up; ip addr add 10.8.0.$((n + 1))/24 dev mac$n; rxe $n mac$n\n"
         "done\n"
         f"exec {PYTHON} -m pytest -q -rA --durations=9 --color=no --tb=short -p no:cacheprovider"
-        f" -p no:xdist --seed {seed} tests/lab/guest_contract.py tests/lab/guest_ports.py\n"
+        f" -p no:xdist --seed {seed} tests/lab/guest_contract.py"
+        " tests/lab/guest_addresses.py tests/lab/guest_ports.py\n"
     )
     return run_guest("contract", commands, seconds=150)
 

@@ -23,6 +23,13 @@ PATIENCE = 40
 """Seconds after which a wait means failure: guests without KVM are slow."""
 
 
+async def find(rnic: Rnic, gid: bytes) -> None:
+    """Until the RNIC knows this peer's address."""
+    with trio.fail_after(PATIENCE):
+        while not rnic.address_known(gid):  # noqa: ASYNC110 - nothing tells
+            await trio.sleep(0.01)
+
+
 class Control:
     """Lines of JSON to the peer's program."""
 
@@ -171,6 +178,7 @@ class Pair:
                 "length": self.region.length,
             }
         )
+        await find(self.rnic, bytes.fromhex(self.peer["gid"]))
         self.qp.to_rtr(
             gid=bytes.fromhex(self.peer["gid"]),
             qp_num=self.peer["qp_num"],

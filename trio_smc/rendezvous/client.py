@@ -5,7 +5,7 @@ from __future__ import annotations
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import Negotiation
+from trio_smc.rendezvous.negotiation import LOGGER, Negotiation
 from trio_smc.rendezvous.outcomes import NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.clc_client import CLC_CLIENT
@@ -84,13 +84,30 @@ class ClientNegotiation(Negotiation):
         peer = self._peer
         if peer is None or self._rnic is None or not self._form_group(peer.peer_id, self._rnic):
             return
-        try:
-            self._connect_first(peer)
-        except RnicError:
-            self._unable = FallbackReason.LINK_FAILED
+        self._when_address_known(peer.gid, self._connect)
+
+    def _connect(self) -> None:
+        peer, group = self._peer, self.group
+        if peer is None or group is None:
+            raise RuntimeError("no SMC Accept was received")
+        self._unable = FallbackReason.LINK_FAILED
+        if group.state != "FORMING":  # it has failed while the address was looked for
             self.machine.send("unable")
             return
+        try:
+            self._connect_first(peer)
+        except RnicError as error:
+            LOGGER.info("%r: %s", group, error)
+            self.machine.send("unable")
+            return
+        self._unable = FallbackReason.OUT_OF_RESOURCES
         self.take_element()
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Stop looking for the server's address."""
+        if old == "PREPARING":
+            self._stop_waiting()
+        super().state_changed(old, new, event)
 
     def send_confirm(self) -> None:
         """3.5.1.3, 3.5.2.2."""

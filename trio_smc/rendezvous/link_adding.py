@@ -8,6 +8,9 @@ CONTINUATIONs go to and fro, the server's first, until both sides have told all 
 CONFIRM LINK then shows that the link works.  All but the last travel on an existing link, the
 carrier.
 
+Each side looks for the other end's address before it connects its own, by a timer where nobody
+has answered for it yet (`address_wait`); then all that decides is looked at anew.
+
 At first contact no data may flow before the second link is there or given up (`settle`).  Where
 an exchange stands is in `states.llc_exchange`; what happens when it fails, too.
 """
@@ -19,11 +22,14 @@ from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
+from trio_smc.rendezvous.address_wait import AddressWait
 from trio_smc.rendezvous.link import Link, PeerPort, PeerQueuePair
 from trio_smc.rendezvous.link_choice import client_rnic, violates_rules
 from trio_smc.rnic.verbs import RnicError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rnic.verbs import Rnic
 
@@ -48,6 +54,7 @@ class LinkAdding:
         self.new: Link | None = None
         self.number = -1
         self.answered = group.client
+        self._address = AddressWait(group.timers)
         self._own: list[llc.RTokenPair] = []
         self._peer_left: int | None = None
         self._given_up: set[int] = set()
@@ -78,6 +85,7 @@ class LinkAdding:
 
     def drop(self) -> None:
         """Free the new link; it carried nothing."""
+        self._address.cancel()
         link, self.new = self.new, None
         if link is not None:
             self._dropped.add(link.number)
@@ -158,28 +166,51 @@ class LinkAdding:
 
     def _answer(self, link: Link, message: llc.AddLink) -> None:
         group, exchanges = self._group, self._group.exchanges
+        self._address.cancel()  # the server gave up what it offered before
         group.setup.our_turn = True
         if exchanges.state in ("ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"):
             exchanges.machine.send("superseded")
-        peer = PeerPort(message.gid, message.mac)
-        rnic = None
-        if exchanges.state != "DELETE_LINK" and message.link_number not in group.links:
-            rnics = group.usable_rnics()
-            if group.state == "FORMING" and link.rnic not in rnics:
-                rnics = [link.rnic, *rnics]
-            rnic = client_rnic(group.links, rnics, group.setup.max_links, peer)
-        reason = llc.AddLinkReason.NO_ALTERNATE_PATH
-        if message.qp_number and not 1 <= message.qp_mtu <= 5:
-            reason, rnic = llc.AddLinkReason.INVALID_MTU, None
-        if not message.qp_number:
-            rnic = None
+        rnic = self._end_for(link, message)
         if rnic is None:
-            self._reject(link, message, reason)
+            self._reject(link, message)
+        else:
+            self._find(rnic, message, lambda: self._join(link, message))
+
+    def _end_for(self, link: Link, message: llc.AddLink) -> Rnic | None:
+        """The client's end of the link that is offered, as things are now."""
+        group = self._group
+        if (
+            group.exchanges.state == "DELETE_LINK"
+            or message.link_number in group.links
+            or not message.qp_number
+            or _mtu_reserved(message)
+        ):
+            return None
+        rnics = group.usable_rnics()
+        if group.state == "FORMING" and link.rnic not in rnics:
+            rnics = [link.rnic, *rnics]
+        peer = PeerPort(message.gid, message.mac)
+        return client_rnic(group.links, rnics, group.setup.max_links, peer)
+
+    def _find(self, rnic: Rnic, message: llc.AddLink, then: Callable[[], None]) -> None:
+        """Go on when the RNIC knows the address of the peer's end, or will not get to know it."""
+        exchanges = self._group.exchanges
+        if not self._address.begin(rnic, message.gid, then) and exchanges.state == "ADD_LINK":
+            exchanges.machine.send("address_awaited")
+
+    def _join(self, link: Link, message: llc.AddLink) -> None:
+        """Take the offer, if it can still be taken: anything may have happened since it came."""
+        group = self._group
+        if group.links.get(link.number) is not link or link.state == "DOWN":
+            return  # nobody waits for an answer any more
+        rnic = self._end_for(link, message)
+        if rnic is None:
+            self._reject(link, message)
         elif not self._accept(link, message, rnic):
-            self._reject(link, message, reason)
+            self._reject(link, message)
             # What came back in the way (a neighbour not yet known) passes, and a server whose link
             # was rejected may wait for an RNIC of the client's before it offers one again.
-            group.seeking.retry_failed()
+            group.seeking.not_joined()
 
     def _accept(self, carrier: Link, message: llc.AddLink, rnic: Rnic) -> bool:
         if not self.make(message.link_number, rnic) or self.new is None:
@@ -207,7 +238,10 @@ class LinkAdding:
             self._group.exchanges.begin("accepted", carrier)
         return True
 
-    def _reject(self, link: Link, message: llc.AddLink, reason: llc.AddLinkReason) -> None:
+    def _reject(self, link: Link, message: llc.AddLink) -> None:
+        reason = llc.AddLinkReason.NO_ALTERNATE_PATH
+        if _mtu_reserved(message):
+            reason = llc.AddLinkReason.INVALID_MTU
         link.send_llc(
             llc.AddLink(
                 reply=True, rejected=True, reason=reason, mac=link.rnic.mac,
@@ -221,23 +255,34 @@ class LinkAdding:
             self._group.exchanges.machine.send("refused")
 
     def _on_reply(self, carrier: Link, message: llc.AddLink) -> None:
-        group, new, exchanges = self._group, self.new, self._group.exchanges
+        group, new = self._group, self.new
+        self._address.cancel()
         group.setup.past_return()
         if message.rejected:
             group.seeking.rejected()
-            exchanges.machine.send("refused")
-            return
-        peer = _peer_of(message)
-        if (
-            new is None
-            or new.state == "DOWN"
-            or not 1 <= message.qp_mtu <= 5
-            or violates_rules(group.links, new.rnic, peer.port)
-        ):
+            group.exchanges.machine.send("refused")
+        elif new is None or not self._fits(new, message):
+            group.exchanges.machine.send("withdraw")
+        else:
+            self._find(new.rnic, message, lambda: self._connect(carrier, message))
+
+    def _fits(self, new: Link, message: llc.AddLink) -> bool:
+        """Whether the client's end is one for the new link."""
+        peer = PeerPort(message.gid, message.mac)
+        return (
+            new.state != "DOWN"
+            and 1 <= message.qp_mtu <= 5
+            and not violates_rules(self._group.links, new.rnic, peer)
+        )
+
+    def _connect(self, carrier: Link, message: llc.AddLink) -> None:
+        """Connect the server's end, if it can still be used."""
+        group, new, exchanges = self._group, self.new, self._group.exchanges
+        if new is None or carrier.state == "DOWN" or not self._fits(new, message):
             exchanges.machine.send("withdraw")
             return
         try:
-            new.connect(peer)
+            new.connect(_peer_of(message))
         except RnicError as error:
             LOGGER.info("%r: %s", new, error)
             exchanges.machine.send("withdraw")
@@ -340,7 +385,13 @@ class LinkAdding:
 
     def close(self) -> None:
         """The group is gone."""
+        self._address.cancel()
         self.new = None
+
+
+def _mtu_reserved(message: llc.AddLink) -> bool:
+    """Whether a queue pair is named with an MTU that is none (A.3.2)."""
+    return message.qp_number != 0 and not 1 <= message.qp_mtu <= 5
 
 
 def _peer_of(message: llc.AddLink) -> PeerQueuePair:

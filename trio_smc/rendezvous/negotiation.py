@@ -36,6 +36,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous import clc
+from trio_smc.rendezvous.address_wait import AddressWait
 from trio_smc.rendezvous.link import Link, PeerQueuePair
 from trio_smc.rendezvous.link_group import LinkGroup
 from trio_smc.rendezvous.link_setup import GroupFailure
@@ -96,6 +97,7 @@ class Negotiation:
         self._version = 1
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
+        self._address: AddressWait | None = None
 
     # --- what comes in ---------------------------------------------------------------------
 
@@ -340,6 +342,19 @@ class Negotiation:
         return True
 
     _is_client = False
+
+    def _when_address_known(self, gid: bytes, then: Callable[[], None]) -> None:
+        """Before the first link is connected to this GID of the peer's; see `address_wait`."""
+        if self.group is None or self._link is None:
+            raise RuntimeError("no link to connect")
+        self._address = AddressWait(self.group.timers)
+        self._address.begin(self._link.rnic, gid, then)
+
+    def _stop_waiting(self) -> None:
+        """What the peer's address was looked for is over."""
+        if self._address is not None:
+            self._address.cancel()
+            self._address = None
 
     def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
         group = self.group

@@ -128,17 +128,24 @@ class ServerNegotiation(Negotiation):
         """3.5.1.4: to RTS, and CONFIRM LINK."""
         if self._peer is None:
             raise RuntimeError("no SMC Confirm was received")
+        self._when_address_known(self._peer.gid, self._connect)
+
+    def _connect(self) -> None:
+        peer, group, link = self._peer, self.group, self._link
+        if peer is None or group is None or link is None or group.state != "FORMING":
+            return  # it failed, and the negotiation was told
         try:
-            self._connect_first(self._peer)
+            self._connect_first(peer)
         except RnicError as error:
-            if self.group is not None and self._link is not None:
-                self.group.setup.first_link_failed(self._link, error)
+            group.setup.first_link_failed(link, error)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Stop waiting for another connection's group."""
+        """Stop waiting for another connection's group, or for the client's address."""
         if old == "WAITING" and self._patience is not None:
             self._patience.cancel()
             self._patience = None
+        elif old == "CONFIRMING_LINK":
+            self._stop_waiting()
         super().state_changed(old, new, event)
 
     def decline_refused(self) -> None:

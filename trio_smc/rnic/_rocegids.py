@@ -12,7 +12,7 @@ from typing import Final
 
 from ._pyverbs import ROCE_V1, ROCE_V2, Gid
 
-__all__ = ["choose", "towards"]
+__all__ = ["choose", "tells_mac", "towards"]
 
 _LINK_LOCAL: Final = b"\xfe\x80" + bytes(6)
 
@@ -44,6 +44,12 @@ def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid 
     if fixed:
         same = [gid for gid in same if gid.kind == wanted]
     return min(same, key=lambda gid: (gid.kind != wanted, gid.kind != own.kind), default=None)
+
+
+def tells_mac(peer: bytes, own: Gid) -> bool:
+    """Whether nobody has to be asked for this peer's MAC address: with RoCE v1 a link-local GID
+    is made from it."""
+    return own.kind == ROCE_V1 and peer[:8] == _LINK_LOCAL
 
 
 def _encapsulation(gid: bytes) -> int:

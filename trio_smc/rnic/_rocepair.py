@@ -117,10 +117,13 @@ class RoceQueuePair(QueuePair):
             raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
         if not 1 <= mtu <= self._rnic.mtu:
             raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
-        index = self._rnic.gid_index_towards(gid)
+        own = self._rnic.gid_towards(gid)
+        # The kernel would wait for it, and with it this whole process.
+        if not self._rnic.address_known(gid):
+            raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the peer's address")
         with self._lib.refusals("ibv_modify_qp to RTR"):
             self._lib.modify_to_rtr(
-                self._qp, port=self._rnic.port, gid_index=index,
+                self._qp, port=self._rnic.port, gid_index=own.number,
                 gid=gid, qp_num=qp_num, psn=psn, mtu=mtu,
             )  # fmt: skip
         self.state = QpState.RTR

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
-from . import _pyverbs, _rocegids
+from . import _neighbours, _pyverbs, _rocegids
 from .verbs import Rnic, RnicError, RnicEvent
 
 __all__ = ["RocePort"]
@@ -72,8 +72,8 @@ class RocePort(Rnic):
         other.name = f"{self.name}#{number}"
         return other
 
-    def gid_index_towards(self, peer: bytes) -> int:
-        """Index of our GID's entry with the encapsulation that this peer speaks.
+    def gid_towards(self, peer: bytes) -> _pyverbs.Gid:
+        """Our GID's entry with the encapsulation that this peer speaks.
 
         Raises RnicError when the GID is not in the table any more.
         """
@@ -83,7 +83,14 @@ class RocePort(Rnic):
         gid = _rocegids.towards(peer, table, self._gid, fixed=self.gid_is_fixed)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
-        return gid.number
+        return gid
+
+    def address_known(self, gid: bytes) -> bool:
+        try:
+            own = self.gid_towards(gid)
+        except RnicError:
+            return True  # it will be told by who needs it
+        return _rocegids.tells_mac(gid, own) or _neighbours.is_known(gid, own.value, own.ifindex)
 
     def _opened(self) -> _pyverbs.Verbs:
         if self._lib is None:

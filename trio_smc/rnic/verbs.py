@@ -183,7 +183,8 @@ class QueuePair(ABC):
 
     @abstractmethod
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR: connect to the peer's queue pair.
+        """INIT to RTR: connect to the peer's queue pair.  Never waits for anybody: raises RnicError
+        (EHOSTUNREACH) when the peer's address is not known (`Rnic.address_known`).
 
         Args:
           gid: the peer RNIC's GID, 16 bytes.
@@ -298,6 +299,11 @@ class Rnic(ABC):
     @abstractmethod
     def create_qp(self, pd: ProtectionDomain) -> QueuePair:
         """A new queue pair in state RESET."""
+
+    def address_known(self, gid: bytes) -> bool:
+        """Whether a queue pair can be connected to the peer with this GID at once, or is refused at
+        once.  If not, asks the network for the peer's address, without waiting: look again."""
+        return True
 
     @abstractmethod
     def poll(self) -> list[Completion]:

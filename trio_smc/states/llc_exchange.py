@@ -63,6 +63,9 @@ class LlcExchangeChart(Chart):
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
     edge(ADD_LINK, "timeout", IDLE, do="give_up_reply drop_new_link retry_later settle start_next",
          rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
+    edge(ADD_LINK, "address_awaited", do="stop_reply_timer",
+         rfc="C.7.1 (the message has come; a second at most goes by until its sender's address is "
+             "known, and the exchange goes on)")
     edge(ADD_LINK, "withdraw", DELETE_LINK, do="drop_new_link withdraw_link",
          rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
 

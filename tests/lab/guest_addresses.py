@@ -1,0 +1,163 @@
+"""Runs in one guest, by pytest: a queue pair is connected without waiting for anybody's address.
+
+To connect a queue pair the kernel asks the network for the peer's MAC address and waits up to a
+second for it, and whoever called it stands still for that long with all of its process.  So
+`Rnic.address_known` comes first.  Devices as for `tests.lab.guest_contract`; neighbours live in a
+network namespace of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Final, Self
+
+import pytest
+
+from tests.rnic_contract import End, make_end
+from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.verbs import QpState, RnicError
+
+AT_ONCE: Final = 0.1
+"""Seconds: netlink takes two passes through pyroute2, some 20 ms in a guest."""
+PATIENCE: Final = 1.0
+
+
+def sh(command: str) -> None:
+    subprocess.run(["bash", "-ec", command], check=True)
+
+
+def gid_of(address: str) -> bytes:
+    ip = ipaddress.ip_address(address)
+    return ip.packed if ip.version == 6 else bytes(10) + b"\xff\xff" + ip.packed
+
+
+class Ticker:
+    """A thread that ticks every millisecond: for how long did it stand still at most?"""
+
+    def __enter__(self) -> Self:
+        self.longest = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(0.001):
+            now = time.monotonic()
+            self.longest, last = max(self.longest, now - last), now
+        self.longest = max(self.longest, time.monotonic() - last)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[None]:
+    """A neighbour with 10.8.0.50, 10.8.0.51 and fd08::50, and a router to 10.66.0.0/24."""
+    sh(
+        "ip netns add far; ip link add link dummy0 name far0 type macvlan mode bridge\n"
+        "ip link set far0 netns far; ip -n far link set far0 up; ip -n far link set lo up\n"
+        "for n in 50 51; do ip -n far addr add 10.8.0.$n/24 dev far0; done\n"
+        "ip -n far addr add fd08::50/64 dev far0 nodad; ip addr add fd08::1/64 dev mac0 nodad\n"
+        "ip route add 10.66.0.0/24 via 10.8.0.51 dev mac0"
+    )
+    yield
+    sh(
+        "ip route delete 10.66.0.0/24 via 10.8.0.51; ip addr delete fd08::1/64 dev mac0\n"
+        "ip netns delete far; ip neigh flush dev mac0"
+    )
+
+
+@pytest.fixture
+def end(runtime_directory: Path, far: None) -> Iterator[End]:
+    """One end in INIT, on the port that has 10.8.0.1/24."""
+    yield from end_of(VerbsRnic("rxe0"), runtime_directory)
+
+
+def end_of(rnic: VerbsRnic, directory: Path) -> Iterator[End]:
+    sh("ip neigh flush dev mac0")
+    with closing(rnic):
+        rnic.open(directory)
+        rnic.address_known(rnic.gid)  # loads pyroute2
+        with closing(make_end(rnic)) as end:
+            yield end
+
+
+def connect(end: End, address: str) -> None:
+    end.qp.to_rtr(gid=gid_of(address), qp_num=17, psn=7, mtu=1)
+
+
+@pytest.mark.parametrize("dead", ["10.8.0.99", "10.77.0.9"])
+def test_nobody_answers_for_the_address(end: End, dead: str) -> None:
+    """On the port's network, or said to be."""
+    with Ticker() as ticker:
+        start = time.monotonic()
+        with pytest.raises(RnicError) as refused:
+            connect(end, dead)
+        took = time.monotonic() - start
+    assert refused.value.errno == errno.EHOSTUNREACH
+    assert took < AT_ONCE
+    assert ticker.longest < AT_ONCE
+    assert end.qp.state is QpState.INIT
+    deadline = start + PATIENCE
+    while time.monotonic() < deadline:
+        assert not end.rnic.address_known(gid_of(dead))
+        time.sleep(0.1)
+
+
+def become_known(end: End, address: str) -> float:
+    """Connect as soon as the address is known; how long that took, in seconds."""
+    with Ticker() as ticker:
+        start = time.monotonic()
+        assert not end.rnic.address_known(gid_of(address))
+        while not end.rnic.address_known(gid_of(address)):
+            assert time.monotonic() - start < PATIENCE
+            time.sleep(0.002)
+        connect(end, address)
+        took = time.monotonic() - start
+    assert end.qp.state is QpState.RTR
+    assert ticker.longest < AT_ONCE
+    return took
+
+
+@pytest.mark.parametrize("address", ["10.8.0.50", "10.66.0.7"])
+def test_a_neighbour_and_who_is_behind_it(end: End, address: str) -> None:
+    took = become_known(end, address)
+    assert took < PATIENCE
+    print(f"{address} was known after {took * 1000:.0f} ms")  # noqa: T201
+
+
+def test_an_ipv6_neighbour(runtime_directory: Path, far: None) -> None:
+    with closing(VerbsRnic("rxe0")) as rnic:
+        rnic.open(runtime_directory)
+        table = {each.value: each.number for each in rnic.gid_table()}
+    for end in end_of(VerbsRnic("rxe0", gid_index=table[gid_of("fd08::1")]), runtime_directory):
+        become_known(end, "fd08::50")
+
+
+@pytest.mark.parametrize("address", ["10.8.0.1", "fe80::1"])
+def test_nobody_need_be_asked(end: End, address: str) -> None:
+    """Ourselves, and what the kernel refuses at once: IPv6 from an IPv4 address."""
+    assert end.rnic.address_known(gid_of(address))
+    with Ticker() as ticker:
+        if address == "10.8.0.1":
+            connect(end, address)
+        else:
+            with pytest.raises(RnicError, match="ibv_modify_qp"):
+                connect(end, address)
+    assert ticker.longest < AT_ONCE
+
+
+def test_an_entry_that_an_operator_made(end: End) -> None:
+    sh("ip neigh replace 10.8.0.98 lladdr 02:00:00:00:00:98 dev mac0 nud permanent")
+    connect(end, "10.8.0.98")
+    sh("ip neigh delete 10.8.0.98 dev mac0")
