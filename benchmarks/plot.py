@@ -15,19 +15,22 @@ __all__ = ["curves", "ratios"]
 _SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
 
 
-def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
+def _figure(
+    width: float, height: float, rows: int, columns: int, *, share: bool = False
+) -> tuple[Any, Any]:
     import matplotlib as mpl
 
     mpl.use("Agg")
     mpl.rcParams.update(_SETTINGS)
     from matplotlib import pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False)
+    return plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, sharey=share, layout="tight"
+    )
 
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, dpi=150)
 
@@ -35,7 +38,9 @@ def _save(figure: Any, path: Path) -> None:
 def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Draw how many times better than the base each transport is, with the range of the runs."""
     metrics = comparisons[0].metrics
-    figure, axes = _figure(9 * len(comparisons), 1 + 0.95 * len(metrics), 1, len(comparisons))
+    # As wide as a page, so that its letters are as large as the page's.
+    width, height = 3 + 3.8 * len(comparisons), 1 + 0.85 * len(metrics)
+    figure, axes = _figure(width, height, 1, len(comparisons), share=True)
     for comparison, axis in zip(comparisons, axes[0], strict=True):
         names = list(dict.fromkeys(n for m in metrics for n in comparison.transports(m)))
         thickness = 0.85 / len(names)
@@ -63,7 +68,7 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_yticklabels([metric.name for metric in metrics])
         axis.set_ylim(len(metrics), -0.3)
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
-        axis.set_title(f"times better than {comparison.base}; both processes {pinned}")
+        axis.set_title(f"times better than {comparison.base}\nboth processes {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 
