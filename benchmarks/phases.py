@@ -40,8 +40,8 @@ _MODULES = {
     "RMB element, link group": "rendezvous.own_rmbs rendezvous.idle_rmbs datapath.rmb "
     "rendezvous.group_connections rendezvous.link_group rendezvous.links rendezvous.rtokens "
     "rendezvous.group_life",
-    "calls of the stream, options": "_rdma_stream _rdma_calls _options _option_actions _urgent "
-    "_tcp_names _views",
+    "calls of the stream, options": "_rdma_stream _rdma_calls _options _option_actions "
+    "_option_inherited _urgent _tcp_names _views",
     "end of the TCP connection": "_endpoint _tcp_watch",
     "data, CDC messages, states": "datapath.connection datapath.endings datapath.sender "
     "datapath.receiver datapath.messenger datapath.delivery datapath.moving datapath.cdc "

@@ -12,7 +12,7 @@ import trio
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
-from trio_smc._option_actions import Inherited, inherited, receive_buffer_for
+from trio_smc._option_inherited import Inherited, inherited, receive_buffer_for
 from trio_smc._policy import Peer, permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream

@@ -15,7 +15,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._dial import Attempt, connect_attempt, connect_tcp
 from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
-from trio_smc._option_actions import inherited
+from trio_smc._option_inherited import inherited
 from trio_smc._policy import permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream

@@ -24,16 +24,15 @@ import errno
 import os
 import socket
 import struct
-import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+from trio_smc._option_inherited import SNDBUF_LOCKED, Inherited
 
 if TYPE_CHECKING:
     import trio
     from typing_extensions import Buffer
 
-    from trio_smc._base.config import Config
     from trio_smc.datapath.connection import Connection
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rendezvous.timers import Timer, Timers
@@ -42,12 +41,9 @@ __all__ = [
     "HOLD",
     "LEAST_SEND_BUFFER",
     "LEAST_TCP_KEEPALIVE",
-    "Inherited",
     "Key",
     "OptionActions",
-    "inherited",
     "plain",
-    "receive_buffer_for",
 ]
 
 HOLD: Final = 0.2
@@ -57,11 +53,7 @@ LEAST_TCP_KEEPALIVE: Final = 10
 LEAST_SEND_BUFFER: Final = 4096
 """Bytes; a smaller SO_SNDBUF is taken for this."""
 
-
 _LINGER: Final = struct.Struct("ii")
-_SO_BUF_LOCK: Final = 72
-_SNDBUF_LOCKED: Final = 1
-_RCVBUF_LOCKED: Final = 2
 _LONGEST_CHECK: Final = 1.0
 _INT_MAX: Final = 2**31 - 1
 
@@ -143,7 +135,7 @@ class OptionActions:
             self.set_keepalive(1)
         if found.user_timeout:
             self.set_user_timeout(found.user_timeout)
-        if found.locks & _SNDBUF_LOCKED:
+        if found.locks & SNDBUF_LOCKED:
             # Linux doubles what is set, for its own books.
             self.set_send_buffer(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
 
@@ -298,54 +290,6 @@ class OptionActions:
             core.user_timeout()
             return
         self._watch = self._timers.call_later(min(patience / 4, _LONGEST_CHECK), self._look)
-
-
-class Inherited(NamedTuple):
-    """Options that act by themselves, as a TCP connection has them before it is a stream's.
-
-    Fields:
-      keepalive: SO_KEEPALIVE.
-      user_timeout: TCP_USER_TIMEOUT, milliseconds.
-      locks: which buffer sizes were set by hand; 0 where the kernel cannot tell (before Linux
-        5.16).
-    """
-
-    keepalive: int
-    user_timeout: int
-    locks: int
-
-
-def inherited(sock: trio.socket.SocketType) -> Inherited:
-    """What somebody set on ``sock``, or on the listening socket that it comes from."""
-    return Inherited(
-        _get(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-        _get(sock, socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)),
-        _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK) if sys.platform == "linux" else 0,
-    )
-
-
-def receive_buffer_for(
-    sock: trio.socket.SocketType,
-    found: Inherited,
-    config: Config,
-    kind: Literal["software", "roce"],
-) -> int:
-    """Bytes of the RMBE for an accepted TCP connection.
-
-    SO_RCVBUF of the listening socket, when somebody set it (the accepted socket inherits that),
-    rounded up to 16 KiB << n; else ``config.receive_buffer``.
-    """
-    if found.locks & _RCVBUF_LOCKED:
-        asked = max(1, sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2)
-        config = replace(config, receive_buffer=asked)
-    return config.receive_buffer_for(kind)
-
-
-def _get(sock: trio.socket.SocketType, level: int, option: int | None) -> int:
-    try:
-        return 0 if option is None else sock.getsockopt(level, option)
-    except OSError:
-        return 0
 
 
 def plain(value: int | Buffer | None) -> int | bytes:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from trio_smc._base.config import Config
     from trio_smc._endpoint import Endpoint
-    from trio_smc._option_actions import Inherited
+    from trio_smc._option_inherited import Inherited
     from trio_smc._stack import Stack
 
 __all__ = ["RdmaStream"]
