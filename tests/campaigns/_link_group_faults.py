@@ -16,11 +16,11 @@ __all__ = ["FAULTS", "GENTLE", "Faults"]
 FAULTS = (
     "lose", "unacknowledged", "unplaced", "fail", "fail_noticed", "cut", "port_down", "port_flap",
     "fatal", "new_rnic", "drain", "delete_link", "terminate", "no_memory", "no_queue_pairs",
-    "stall", "abort",
+    "stall", "abort", "unanswered",
 )  # fmt: skip
 GENTLE = (
     "lose", "unacknowledged", "fail", "fail_noticed", "cut", "port_down", "port_flap", "fatal",
-    "new_rnic", "drain", "delete_link",
+    "new_rnic", "drain", "delete_link", "unanswered",
 )  # fmt: skip
 """Faults that a group with symmetric links survives, one at a time."""
 
@@ -155,6 +155,11 @@ class Faults:
     def _fault_no_queue_pairs(self) -> bool:
         rnic = self._rnic()
         rnic.most_qps = len(rnic.qps) + self.rng.choice((0, 1)) if rnic.most_qps is None else None
+        return True
+
+    def _fault_unanswered(self) -> bool:
+        """Nobody answers for the address of an RNIC, for a while or until the end."""
+        self.world.fabric.looks[self._rnic().gid] = self.rng.choice((1, 5, 15, 100, 1 << 30))
         return True
 
     def _fault_stall(self) -> bool:

@@ -6,8 +6,9 @@ A case is one TCP connection between two stacks (one in ten: of a stack with its
 have talked before.  On its way something is damaged, on either side: CLC messages and LLC
 messages are changed bit by bit or with a lie in one field, cut short, lengthened, doubled,
 swapped, replaced or lost; the TCP connection falls silent, ends or is reset; a link breaks, a send
-fails, memory or queue pairs run out; bytes come one by one.  Then both applications send, and
-everything is closed.  Time is a number, so time-outs cost nothing.
+fails, memory or queue pairs run out; nobody answers for an address, or not at once; bytes come
+one by one.  Then both applications send, and everything is closed.  Time is a number, so time-outs
+cost nothing.
 
 What holds in every case:
 
@@ -50,6 +51,7 @@ from trio_smc.rendezvous.outcomes import Established, Failed, FellBack
 
 __all__ = ["Result", "run"]
 
+_NEVER = 1 << 30
 _LONGEST = 45.0
 """Seconds: 6 for each CLC message, 5 for each LLC message of a first contact, 2 for later ones."""
 
@@ -232,7 +234,9 @@ _BYTES: dict[str, _Damage] = {
     "lose": _lose,
     "noise": _noise,
 }
-_PLACES = ("clc", "clc", "clc", "llc", "llc", "llc", "tcp", "link", "rnic", "none")
+_PLACES = (
+    "clc", "clc", "clc", "llc", "llc", "llc", "tcp", "link", "rnic", "address", "none",
+)  # fmt: skip
 
 
 class Case:
@@ -472,6 +476,14 @@ class Case:
             side.rnic.most_qps = len(side.rnic.qps) + self.rng.choice((0, 1))
         else:
             side.rnic.no_memory = True
+
+    def _plan_address(self) -> None:
+        """Nobody answers for the address of one side, at first or at all."""
+        side: Side = self.rng.choice((self.call.client.side, self.call.server.side))
+        looks = self.rng.choice((1, 3, 9, 17, _NEVER))
+        self.world.fabric.looks[side.rnic.gid] = looks
+        if looks == _NEVER:  # in time it is no damage
+            self.damages.append("address")
 
     # --- what must hold ----------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ A schedule is two stacks with 1-8 RNICs each and 50-400 steps.  A step moves one
 requests of one queue pair are done, one side looks at its completions, a handshake goes on, an
 application sends, receives, opens or closes.  Between them come, as far as the schedule has drawn
 them: requests that are lost, or whose acknowledgement is, or that are acknowledged and not placed;
-queue pairs that fail with or without the other side noticing; paths that are cut; ports that go
-down and return; RNICs that appear, fail, run out of queue pairs or memory, are drained and put
-back; operators who delete links and terminate groups; time that passes.  Then all is left to
-settle.
+queue pairs that fail with or without the other side noticing; paths that are cut; addresses that
+nobody answers for; ports that go down and return; RNICs that appear, fail, run out of queue pairs
+or memory, are drained and put back; operators who delete links and terminate groups; time that
+passes.  Then all is left to settle.
 
 What holds in every schedule:
 
@@ -174,6 +174,7 @@ class Case(Faults):
         self.healed = heals
         if heals:
             world.fabric.cut.clear()
+            world.fabric.looks.clear()
         for side in world.sides:
             for rnic in side.rnics:
                 rnic.most_qps, rnic.no_memory = None, False
