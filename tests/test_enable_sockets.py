@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import queue
 import random
 import re
 import socket as stdlib_socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import cast
@@ -15,6 +16,7 @@ import anyio
 import anyio.abc
 import pytest
 import trio
+from outcome import Outcome
 from trio.testing import check_half_closeable_stream
 
 import trio_smc
@@ -271,6 +273,27 @@ def test_required(enabled: None) -> None:
             assert client.fileno() == -1
 
     trio.run(main)
+
+
+def test_a_guest_run(enabled: None) -> None:
+    """A host loop that runs Trio beside its own work, as graphical programs do."""
+    todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    done: list[Outcome[str]] = []
+
+    async def main() -> str:
+        client, server = await make_pair()
+        async with client, server:
+            assert isinstance(client.socket, SocketFace)
+            assert over_smc(client.socket)
+            await client.send_all(b"from the guest")
+            return (await server.receive_some()).decode()
+
+    trio.lowlevel.start_guest_run(
+        main, run_sync_soon_threadsafe=todo.put, done_callback=done.append
+    )
+    while not done:
+        todo.get(timeout=30)()
+    assert done[0].unwrap() == "from the guest"
 
 
 async def test_enabled_inside_a_run() -> None:

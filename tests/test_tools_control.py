@@ -326,6 +326,17 @@ def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.Monkey
         take_snapshots(tmp_path, ())
 
 
+@pytest.mark.parametrize("arguments", [["ss"], ["rnic"], ["capture", "-o", "x"]])
+def test_a_process_of_somebody_else(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    pid = [str(os.getpid())] if arguments[0] == "capture" else ["--pid", str(os.getpid())]
+    said = one_line(command_here(capsys, *arguments, *pid))
+    assert f"process {os.getpid()} is user {owner}'s, and answers nobody else" in said
+
+
 def test_an_answer_of_somebody_else(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

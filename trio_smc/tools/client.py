@@ -105,8 +105,12 @@ def take_snapshots(
 def nobody(directory: Path, pid: int | None) -> str:
     if pid is None:
         return f"no running process has a stack in {directory}"
-    if not os.path.exists(f"/proc/{pid}"):
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
         return f"there is no process {pid}"
+    if owner != os.geteuid():
+        return f"process {pid} is user {owner}'s, and answers nobody else"
     return (
         f"process {pid} has no stack in {directory}; it may not use trio_smc, "
         "have another directory, or be set to Config(control=False)"
