@@ -2,48 +2,34 @@
 
 Theory of operation
 -------------------
-What may run when is declared in `states.llc_exchange`; this module is that machine's model.
-Adding links is told in `link_adding`, deleting them in `link_deletion`, RKeys in `rkeys`.
-Requests that cannot start yet wait in bounded queues.  When an exchange is over, the next one
-is chosen: deletions first, for nothing works on a link that is lost, then links, then RKeys.
+What may run when is declared in `states.llc_exchange`; this module is that machine's model, but
+for its half about RKeys, which is in `rkey_exchanges`.  Adding links is told in `link_adding`,
+deleting them in `link_deletion`, RKeys in `rkeys`.  Requests that cannot start yet wait in bounded
+queues.  When an exchange is over, the next one is chosen: deletions first, for nothing works on a
+link that is lost, then links, then RKeys.
 
-An exchange that fails is not repeated on another link (2.3).  RKey requests begin anew, with the
-links there are then: after a failed link, after a reply that says so, and when an ADD LINK or
-DELETE LINK of the server overtook them (3.5.5.3.3); the last kind stays `_current` until its
-reply has come.
-
-Requests of the peer are answered at once where the table allows it.  While links change, a
-CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
-changed.  TEST LINK and DELETE LINK for the whole group never come here.
+An exchange that fails is not repeated on another link (2.3), unless it is one of RKeys.  TEST LINK
+and DELETE LINK for the whole group never come here.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.rkey_request import RkeyRequest
+from trio_smc.rendezvous.rkey_exchanges import RkeyExchanges
 from trio_smc.states.engine import Machine
 from trio_smc.states.llc_exchange import LLC_EXCHANGE
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.rkeys import PeerRequest, RkeyMessage
     from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["Exchanges"]
 
-LOGGER = logging.getLogger("trio_smc.llc")
 
-_MAX_QUEUED: Final = 512
-_MAX_PUT_OFF: Final = 16
-
-
-class Exchanges:
+class Exchanges(RkeyExchanges):
     """The serializer of one link group; the model of `states.llc_exchange`.
 
     Attributes:
@@ -51,18 +37,10 @@ class Exchanges:
     """
 
     def __init__(self, group: LinkGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self.machine = Machine(LLC_EXCHANGE, self)
         self.carrier: Link | None = None
         self._timer: Timer | None = None
-        self._queue: deque[RkeyRequest] = deque()
-        self._current: RkeyRequest | None = None
-        self._rkeys_link: Link | None = None
-        self._rkeys_timer: Timer | None = None
-        # More than one when they come in the middle of an action: their events wait, too.
-        self._peer_requests: deque[PeerRequest] = deque()
-        self._put_off: deque[PeerRequest] = deque()
-        self._retries: dict[RkeyRequest, Timer] = {}
         self._chosen = False  # the next exchange, whose event the machine has not seen yet
 
     @property
@@ -85,14 +63,6 @@ class Exchanges:
         """Something waits: start it, if nothing is under way."""
         self.machine.send("queued")
 
-    def change_rkeys(self, request: RkeyRequest) -> None:
-        """Confirm or delete RKeys, now or when the exchange under way is done."""
-        if self.machine.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
-            request.finished(False)
-            return
-        self._queue.append(request)
-        self.look()
-
     def link_lost(self, link: Link) -> None:
         """What travels on ``link`` has failed."""
         begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
@@ -106,21 +76,6 @@ class Exchanges:
         """The group is gone: nothing can be exchanged any more."""
         self.fail_queued()  # at once, although an exchange may be failing just now
         self.machine.send("end")
-
-    # --- messages of the peer -----------------------------------------------------------
-
-    def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
-        """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
-        request = self._current
-        if request is None or link is not self._rkeys_link:
-            raise ProtocolError(f"{type(reply).__name__} reply without a request")
-        if request.on_echo_untrusted(reply):
-            self.machine.send("rkeys_replied")
-
-    def on_request(self, request: PeerRequest) -> None:
-        """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
-        self._peer_requests.append(request)
-        self.machine.send("peer_rkeys")
 
     # --- actions of states.llc_exchange: what comes next -------------------------------------
 
@@ -136,15 +91,6 @@ class Exchanges:
             return
         if group.deletion.start() or group.seeking.start() or self._start_rkeys():
             self._chosen = True
-
-    def _start_rkeys(self) -> bool:
-        link = self._group.any_active_link()
-        if not self._queue or link is None or self._current is not None:
-            return False
-        self._current = self._queue.popleft()
-        self._rkeys_link = link
-        self.machine.send("change_rkeys")
-        return True
 
     def settle(self) -> None:
         """At first contact data may flow now: there is a second link, or it was given up."""
@@ -163,17 +109,9 @@ class Exchanges:
             self._timer.cancel()
             self._timer = None
 
-    def _timed_out(self, event: str) -> None:
-        self.machine.send(event)
-
     def fail_carrier(self) -> None:
         """The link over which the message was sent is not usable either (C.7.1)."""
         self._fail(self.carrier)
-
-    def _fail(self, link: Link | None) -> None:
-        if link is not None:
-            LOGGER.info("%r: an LLC request was not answered: %s", link, self.machine.state)
-            link.machine.send("failed")
 
     def give_up_first_contact(self) -> None:
         """Break the TCP connection (C.7.1)."""
@@ -255,82 +193,6 @@ class Exchanges:
     def delete_again(self) -> None:
         """Over another link."""
         self._group.deletion.again()
-
-    # --- actions: RKeys ---------------------------------------------------------------------
-
-    def answer_rkeys(self) -> None:
-        """Answer the peer's RKey request."""
-        self._answer(self._peer_requests.popleft())
-
-    def _answer(self, request: PeerRequest) -> None:
-        if request.link.state != "DOWN":
-            self._group.rkeys.answer(request)
-
-    def put_off_rkeys(self) -> None:
-        """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
-        request = self._peer_requests.popleft()
-        if not isinstance(request.message, llc.DeleteRkey):
-            self._group.rkeys.refuse(request)
-        elif len(self._put_off) < _MAX_PUT_OFF:
-            self._put_off.append(request)
-        else:
-            LOGGER.warning("%r: the peer does not wait for replies to DELETE RKEY", request.link)
-            request.link.machine.send("failed")
-
-    def send_rkeys(self) -> None:
-        """Our request; then wait for the echoes."""
-        if self._current is not None and self._rkeys_link is not None:
-            self._current.send(self._rkeys_link)
-        self._rkeys_timer = self._group.timers.call_later(
-            self._group.config.llc_timeout, lambda: self._timed_out("rkeys_timeout")
-        )
-
-    def stop_rkeys_timer(self) -> None:
-        """They came, or do not matter any more."""
-        if self._rkeys_timer is not None:
-            self._rkeys_timer.cancel()
-            self._rkeys_timer = None
-
-    def end_rkeys(self) -> None:
-        """All echoes are there."""
-        request, self._current, self._rkeys_link = self._current, None, None
-        if request is None:
-            return
-        if request.to_be_retried:
-            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
-            self._retries[request] = self._group.timers.call_later(
-                request.next_delay(), lambda: self._retry(request)
-            )
-            return
-        request.finished(request.agreed)
-
-    def redo_rkeys(self) -> None:
-        """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
-        request, self._current, self._rkeys_link = self._current, None, None
-        if request is not None:
-            self._queue.appendleft(request)
-
-    def fail_rkeys_link(self) -> None:
-        """The link over which the request was sent has failed (C.7.1)."""
-        self._fail(self._rkeys_link)
-
-    def _retry(self, request: RkeyRequest) -> None:
-        del self._retries[request]
-        self.change_rkeys(request)
-
-    def fail_queued(self) -> None:
-        """Tell everybody who waits (2.3)."""
-        waiting = [self._current] if self._current is not None else []
-        waiting += self._queue
-        waiting += self._retries
-        for timer in self._retries.values():
-            timer.cancel()
-        self._current = None
-        self._queue.clear()
-        self._retries.clear()
-        self._put_off.clear()
-        for request in waiting:
-            request.finished(False)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers."""
