@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,3 +360,99 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
 )
 def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
     assert is_news(uevent) is expected
+
+
+# --- the peer's address ---------------------------------------------------------------------------
+
+
+class Kernel:
+    """What the kernel says of one route and one neighbour; `asked` has the neighbours."""
+
+    def __init__(self, route: object, state: int | OSError | None) -> None:
+        self._route, self._state = route, state
+        self.asked: list[tuple[str, int]] = []
+
+    def route(self, command: str, *, dst: str, src: str, oif: int) -> list[object]:
+        assert (command, dst, src, oif) == ("get", "192.0.2.9", "192.0.2.1", LOOPBACK)
+        if isinstance(self._route, OSError):
+            raise self._route
+        return [self._route]
+
+    def neigh(self, command: str, *, dst: str, ifindex: int) -> list[object]:
+        assert command == "get"
+        self.asked.append((dst, ifindex))
+        if isinstance(self._state, OSError):
+            raise self._state
+        return [{"state": self._state}]
+
+    def ask(self, question: Callable[[Kernel], list[object]]) -> list[object] | None:
+        return question(self) if self._route is not None else None
+
+
+class Route(dict[str, int]):
+    def __init__(self, kind: int = 1, **attributes: object) -> None:
+        super().__init__(type=kind)
+        self.attributes = {"RTA_OIF": LOOPBACK, **attributes}
+
+    def get_attr(self, name: str) -> object:
+        return self.attributes.get(name)
+
+
+LOOPBACK = 1  # where the made-up device's GIDs are
+NO_ENTRY = OSError(errno.ENOENT, "no such neighbour")
+UNKNOWN = OSError(errno.EOPNOTSUPP, "no such question")
+VIA = {"family": 10, "addr": "fe80::9"}
+
+
+@pytest.mark.parametrize(
+    ("route", "neighbour", "known", "asked"),
+    [
+        (Route(), 0x02, True, ["192.0.2.9"]),
+        (Route(), 0x04, True, ["192.0.2.9"]),  # stale: the kernel takes it as it is
+        (Route(), 0x80, True, ["192.0.2.9"]),
+        (Route(), 0x20, False, ["192.0.2.9"]),  # nobody answered
+        (Route(), NO_ENTRY, False, ["192.0.2.9"]),
+        (Route(), 0x01, False, ["192.0.2.9"]),  # is being asked for
+        (Route(), UNKNOWN, True, ["192.0.2.9"]),  # Linux 4
+        (Route(RTA_GATEWAY="192.0.2.254"), 0x02, True, ["192.0.2.254"]),
+        (Route(RTA_VIA=VIA), 0x20, False, ["fe80::9"]),
+        (Route(2), NO_ENTRY, True, []),  # ourselves
+        (OSError(errno.ENETUNREACH, "no route"), NO_ENTRY, True, []),
+        (None, None, True, []),  # no netlink
+    ],
+)
+def test_whether_an_address_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    rnic: VerbsRnic,
+    route: object,
+    neighbour: int | OSError | None,
+    known: bool,
+    asked: list[str],
+) -> None:
+    """Only a queue pair whose peer's address is known is given to the verbs."""
+    kernel = Kernel(route, neighbour)
+    looked_for: list[tuple[str, int]] = []
+    monkeypatch.setattr(_neighbours, "ask_anew", kernel.ask)
+    monkeypatch.setattr(_neighbours, "_look_for", lambda *whom: looked_for.append(whom))
+    peer = gid("192.0.2.9")
+    assert rnic.address_known(peer) is known
+    assert kernel.asked == [(each, LOOPBACK) for each in asked]
+    assert looked_for == ([] if known or neighbour == 0x01 else [("192.0.2.9", LOOPBACK)])
+    if known:
+        to_peer(rnic, peer, mtu=1)
+    else:
+        with pytest.raises(RnicError, match="address") as refused:
+            to_peer(rnic, peer, mtu=1)
+        assert refused.value.errno == errno.EHOSTUNREACH
+    assert len(device.modified) == int(known)
+
+
+def test_nobody_need_be_asked_for_an_address(
+    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
+) -> None:
+    monkeypatch.setattr(_neighbours, "ask_anew", lambda question: pytest.fail("was asked"))
+    assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
+    assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
+    rnic.close()
+    assert rnic.address_known(gid("192.0.2.9")), "refused at once"

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import trio
 
@@ -22,6 +23,7 @@ __all__ = ["LIES", "Liar"]
 SIZE_CODE = 2
 RMB = 64 * 1024
 PATIENCE = 20.0
+DEAD = bytes(10) + b"\xff\xff\x0a\x09\0\x4d"  # 10.9.0.77
 
 
 def at(place: int, lie: bytes) -> Callable[[bytes], bytes]:
@@ -110,8 +112,8 @@ class Liar:
                 assert completion.data is not None, completion
                 return completion.data
 
-    async def confirmed(self, pair: Pair) -> None:
-        """Answer CONFIRM LINK as we should, and turn the second link down."""
+    async def confirmed(self, pair: Pair, **answer: Any) -> None:
+        """Answer CONFIRM LINK as we should, and turn the second link down, or answer otherwise."""
         request = llc.decode_untrusted(await self.heard(pair))
         assert isinstance(request, llc.ConfirmLink), request
         rnic = self.device.rnic
@@ -119,7 +121,8 @@ class Liar:
         pair.qp.post_send(1, reply.encode())
         offer = llc.decode_untrusted(await self.heard(pair))
         assert isinstance(offer, llc.AddLink), offer
-        pair.qp.post_send(2, replace(offer, reply=True, rejected=True, reason=1).encode())
+        answer = answer or {"rejected": True, "reason": 1}
+        pair.qp.post_send(2, replace(offer, reply=True, **answer).encode())
 
     # --- lies -------------------------------------------------------------------------------
 
@@ -146,6 +149,19 @@ class Liar:
     async def names_nobodys_queue_pair(self) -> None:
         async with self.first_contact(at(38, b"\xab\xcd\xef")) as (stream, _, _):
             await self.cut_off(stream)
+
+    async def names_a_dead_gid(self) -> None:
+        """Nobody answers for its address."""
+        async with self.first_contact(at(16, DEAD)) as (stream, _, _):
+            await self.cut_off(stream)
+
+    async def names_a_dead_gid_for_a_link(self) -> None:
+        """The second link is not to be; the connection could go on without it."""
+        async with self.first_contact() as (_, pair, accept):
+            await self.confirmed(pair, gid=DEAD, mac=bytes(6), qp_number=17)
+            message = llc.decode_untrusted(await self.heard(pair))
+            assert isinstance(message, llc.DeleteLink), message
+            await self._say(pair, accept)
 
     async def names_element_zero(self) -> None:
         async with self.first_contact(at(45, b"\0")) as (stream, _, _):
@@ -239,7 +255,8 @@ class Liar:
 
 LIES = (
     "truncates_proposal", "lies_about_length", "confirms_first", "vanishes_after_accept",
-    "names_nobodys_queue_pair", "names_element_zero", "vanishes_before_confirm_link",
+    "names_nobodys_queue_pair", "names_a_dead_gid", "names_a_dead_gid_for_a_link",
+    "names_element_zero", "vanishes_before_confirm_link",
     "sends_llc_out_of_order", "sends_short_messages", "lies_about_its_rkey",
     "lies_about_its_size", "lies_about_cursors", "lies_about_cursors_at_once",
     "writes_past_our_rmb", "vanishes_in_the_middle",

@@ -12,6 +12,6 @@ from tests.lab import liar, runner
 def test_liars_cost_their_own_connection() -> None:
     done = runner.hostile()
     for lie in liar.LIES:
-        assert f"client: ok {lie}" in done.output, done.output
+        assert f"client: ok {lie}," in done.output, done.output
     assert "server: ok" in done.output, done.output
     assert done.returncode == 0, done.output
