@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-The server deletes, in an exchange of its own: connections leave the link while it still works,
-then DELETE LINK goes out over any other link, and with the client's reply the link is freed.
-The client does the same in between: it leaves the link, replies, and frees the link when the
-reply has arrived.  A link that has failed already has nothing to leave and is freed at once; both
-sides tell the other all the same.
+The server deletes, in an exchange of its own: connections leave the link (`link_leaving`), then
+DELETE LINK goes out over any other link, and with the client's reply the link is freed.  The
+client does the same in between: it leaves the link, replies, and frees the link when the reply has
+arrived.  A link that has failed already has nothing to leave and is freed at once; both sides tell
+the other all the same.
 
 A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK
 (`deletion_requests`).
@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.deletion_requests import DeletionRequests, Wanted
+from trio_smc.rendezvous.link_leaving import LinkLeaving
 from trio_smc.states.link_group import USABLE
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.timers import Timer
 
 __all__ = ["LinkDeletion"]
 
@@ -54,7 +54,7 @@ class LinkDeletion:
         # The client's: what it was told to, by link number.
         self._told: dict[int, tuple[Link, llc.DeleteLink]] = {}
         self._replied: dict[int, Link] = {}
-        self._leaving: dict[int, Timer] = {}
+        self._leaving = LinkLeaving(group, self._left)
 
     def delete_link(
         self, number: int, reason: int = llc.DeleteLinkReason.OPERATOR, *, orderly: bool = True
@@ -188,38 +188,9 @@ class LinkDeletion:
                 link = self._group.links.get(number)
                 if link is not None and not message.orderly:
                     self.keep_last(link)  # this one has failed, and nobody told us yet
-                self._leave(number, orderly=True)
+                self._leaving.begin(number, orderly=True)
         elif self._current is not None:
-            self._leave(self._current.number, orderly=self._current.orderly)
-
-    def _leave(self, number: int, *, orderly: bool) -> None:
-        link = self._group.links.get(number)
-        if number in self._leaving:
-            return
-        if link is None or not link.usable or self._group.links.least_loaded(but=link) is None:
-            self._left(number)  # there is nothing to leave, or nowhere to go
-        elif orderly:
-            link.machine.send("leave")
-            self._leaving[number] = self._group.timers.call_later(
-                self._group.config.llc_timeout, lambda: self._leave_timed_out(number)
-            )
-            self._group.mover.link_leaving(link, lambda: self._has_left(number))
-        else:
-            link.machine.send("failed")
-            self._left(number)
-
-    def _leave_timed_out(self, number: int) -> None:
-        link = self._group.links.get(number)
-        if link is not None:
-            LOGGER.info("%r: its connections do not leave", link)
-            self._group.mover.link_lost(link)
-        self._has_left(number)
-
-    def _has_left(self, number: int) -> None:
-        timer = self._leaving.pop(number, None)
-        if timer is not None:
-            timer.cancel()
-            self._left(number)
+            self._leaving.begin(self._current.number, orderly=self._current.orderly)
 
     def _left(self, number: int) -> None:
         if self._group.client:
@@ -307,9 +278,7 @@ class LinkDeletion:
         self.requests.forget(number)
         self._told.pop(number, None)
         self._replied.pop(number, None)
-        timer = self._leaving.pop(number, None)
-        if timer is not None:
-            timer.cancel()
+        self._leaving.stop(number)
         if under_way:
             self._current = None
         if exchanges.state == "DELETE_LINK" and self._current is None and not self._told:
@@ -318,9 +287,7 @@ class LinkDeletion:
 
     def link_lost(self, link: Link) -> None:
         """What was sent over ``link``, which has failed, may not have arrived."""
-        timer = self._leaving.pop(link.number, None)
-        if timer is not None:
-            timer.cancel()
+        if self._leaving.stop(link.number):
             self._left(link.number)
         for number in [each for each, over in self._replied.items() if over is link]:
             self._complied(number)
@@ -329,6 +296,4 @@ class LinkDeletion:
     def close(self) -> None:
         """The group is gone."""
         self.requests.close()
-        for timer in self._leaving.values():
-            timer.cancel()
-        self._leaving.clear()
+        self._leaving.close()
