@@ -130,6 +130,12 @@ def _dot_lines(labels: tuple[Label, ...]) -> str:
     return "".join(out)
 
 
+def _boxed(text: str) -> str:
+    """Text with room around it, so that it does not touch the arrow that it belongs to."""
+    cell = f'<TD ALIGN="LEFT" BALIGN="LEFT">{text}</TD>'
+    return f'<TABLE BORDER="0" CELLBORDER="0" CELLPADDING="3"><TR>{cell}</TR></TABLE>'
+
+
 def dot(table: Table) -> str:
     """The machine as a graph for graphviz."""
     drawn = picture(table)
@@ -153,7 +159,7 @@ def dot(table: Table) -> str:
     colours = dict(zip(table.states, _COLOURS, strict=False))
     lines += [
         f'  "{source}" -> "{target}" [color="{colours[target]}", fontcolor="{colours[target]}",'
-        f" label=<{_dot_lines(labels)}>];"
+        f" label=<{_boxed(_dot_lines(labels))}>];"
         for (source, target), labels in drawn.arrows.items()
     ]
     return "\n".join([*lines, "}", ""])
