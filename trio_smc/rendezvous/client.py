@@ -103,12 +103,6 @@ class ClientNegotiation(Negotiation):
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self.take_element()
 
-    def state_changed(self, old: str, new: str, event: str) -> None:
-        """Stop looking for the server's address."""
-        if old == "PREPARING":
-            self._stop_waiting()
-        super().state_changed(old, new, event)
-
     def send_confirm(self) -> None:
         """3.5.1.3, 3.5.2.2."""
         self._send(clc.Confirm(first_contact=self.first_contact, **self._credentials()))

@@ -59,6 +59,8 @@ LOGGER = logging.getLogger("trio_smc.clc")
 
 _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
+_CONNECTING = frozenset({"PREPARING", "CONFIRMING_LINK"})
+"""Where the client and the server connect the first link, each in one of them."""
 _EVENT_OF = {
     GroupFailure.LINK_LOST: "group_failed",
     GroupFailure.TIMED_OUT: "llc_timeout",
@@ -295,7 +297,10 @@ class Negotiation:
         self.outcome = Established(connection, group)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers and the runner."""
+        """Tell observers and the runner; the peer's address matters in one state only."""
+        if self._address is not None and old in _CONNECTING:
+            self._address.cancel()
+            self._address = None
         if new == "FAILED":
             self.outgoing.clear()  # nothing may follow, least of all a Decline
         if self._host.observer is not None:
@@ -347,14 +352,9 @@ class Negotiation:
         """Before the first link is connected to this GID of the peer's; see `address_wait`."""
         if self.group is None or self._link is None:
             raise RuntimeError("no link to connect")
-        self._address = AddressWait(self.group.timers)
-        self._address.begin(self._link.rnic, gid, then)
-
-    def _stop_waiting(self) -> None:
-        """What the peer's address was looked for is over."""
-        if self._address is not None:
-            self._address.cancel()
-            self._address = None
+        wait = AddressWait(self.group.timers)
+        if not wait.begin(self._link.rnic, gid, then):
+            self._address = wait
 
     def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
         group = self.group

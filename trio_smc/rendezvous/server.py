@@ -140,12 +140,10 @@ class ServerNegotiation(Negotiation):
             group.setup.first_link_failed(link, error)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Stop waiting for another connection's group, or for the client's address."""
+        """Stop waiting for another connection's group."""
         if old == "WAITING" and self._patience is not None:
             self._patience.cancel()
             self._patience = None
-        elif old == "CONFIRMING_LINK":
-            self._stop_waiting()
         super().state_changed(old, new, event)
 
     def decline_refused(self) -> None:
