@@ -126,9 +126,10 @@ def page(sections: Iterable[Section], tests: Mapping[str, set[str]]) -> str:
     lines = [
         "# Compliance with RFC 7609",
         "",
-        "What the RFC demands, in our own words, and the tests that hold it.  Options are not",
-        "listed, and sections that are missing here have not been taken in yet.  `make compliance`",
-        "makes this page from `tests/requirements.toml` and the tests' markers.",
+        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open is",
+        "not listed.  What it says of the socket API (appendix B) is in",
+        "[Socket options](socket-options.md).  `make compliance` makes this page from",
+        "`tests/requirements.toml` and the tests' markers.",
         "",
         f"{covered} of {len(demands)} requirements have a test.",
     ]
