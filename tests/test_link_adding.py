@@ -327,7 +327,7 @@ def test_a_client_that_cannot_connect_its_end_asks_again(
 def test_a_client_that_asked_and_then_rejects_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, rejections: int
 ) -> None:
-    """3.5.5.1.2, C.8: it has an RNIC, so what is in the way may pass; Linux tells of it only once."""
+    """3.5.5.1.2, C.8: it has an RNIC, so what is in the way may pass; Linux tells of it once."""
     with World() as world:
         client, server = world.side(rnics=2), world.side()
         client.rnics[1].port_down()
