@@ -16,8 +16,8 @@ from functools import partial
 
 import trio
 
+from benchmarks.answers import COUNT, MESSAGE, REQUEST, answer
 from benchmarks.transports import BASE, TRANSPORTS, Transport
-from benchmarks.workloads import COUNT, MESSAGE, REQUEST, answer
 
 _REPETITIONS = 12
 _REQUESTS = 3000

@@ -26,8 +26,8 @@ import trio
 
 import trio_smc
 from benchmarks import cpu, plot, report
+from benchmarks.answers import answer
 from benchmarks.transports import HOST, Transport
-from benchmarks.workloads import answer
 from trio_smc import Config, Mode, SmcStream, SoftRnic, Stack
 
 _SMALL = 16 * 1024

@@ -60,7 +60,7 @@ def phase_of(frame: FrameType | None) -> str:
         phase = _PHASE_OF.get(frame.f_code.co_filename)
         if phase is not None:
             return phase
-        if frame.f_code.co_filename.endswith(("cpu.py", "workloads.py")):
+        if frame.f_code.co_filename.endswith(("cpu.py", "answers.py")):
             return "the workload"
         frame = frame.f_back
     return "Trio's scheduler"

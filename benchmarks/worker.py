@@ -15,8 +15,9 @@ from typing import Any
 
 import trio
 
+from benchmarks.answers import answer
 from benchmarks.transports import TRANSPORTS, Transport
-from benchmarks.workloads import WORKLOADS, answer
+from benchmarks.workloads import WORKLOADS
 
 # Seconds beyond its timed part after which a workload counts as hung.
 PATIENCE = 30.0

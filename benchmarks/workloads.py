@@ -1,14 +1,8 @@
-"""The workloads, generic over a transport: what the client does and what the server answers.
+"""The workloads, generic over a transport: what the client does, and what is measured.
 
-A connection begins with nine bytes from the client, a letter and a size:
-E  echo: the server sends every `size` bytes back
-S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
-   bytes it got (8 bytes) and the processor time of its process since then (8 bytes, ns); the
-   client's clock stops at that answer
-T  time: the server answers when its handler began (8 bytes, ns of the clock of this host)
-
-Each client function returns plain numbers for one round; connecting and warming up are not timed,
-unless connecting is what is measured.
+What it says to the server, and what that answers, is in `answers`.  Each client function returns
+plain numbers for one round; connecting and warming up are not timed, unless connecting is what is
+measured.
 """
 
 from __future__ import annotations
@@ -16,19 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.answers import COUNT, MESSAGE, REQUEST, TIME, exactly
 from benchmarks.transports import Stream, Transport
 
-REQUEST = struct.Struct("!cQ")
-COUNT = struct.Struct("!QQ")
-TIME = struct.Struct("!Q")
-MESSAGE = 64
 READ = 64 * 1024
 WARM_UP = 200
 _TICK = 0.001
@@ -50,42 +40,6 @@ class Workload:
 
     metrics: tuple[Metric, ...]
     run: Callable[[Transport, Any, float], Awaitable[tuple[float, ...]]]
-
-
-async def exactly(stream: Stream, size: int) -> bytes:
-    """So many bytes.  Raises EOFError."""
-    data = await stream.receive_some(size)
-    if len(data) == size:
-        return bytes(data)
-    whole = bytearray(data)
-    while len(whole) < size:
-        data = await stream.receive_some(size - len(whole))
-        if not data:
-            raise EOFError("the peer closed in the middle of a message")
-        whole += data
-    return bytes(whole)
-
-
-async def answer(stream: Stream) -> None:
-    """Serve one connection until the client closes it."""
-    accepted = time.monotonic_ns()
-    with contextlib.suppress(EOFError):
-        letter, size = REQUEST.unpack(await exactly(stream, REQUEST.size))
-        if letter == b"T":
-            await stream.send_all(TIME.pack(accepted))
-        elif letter == b"S":
-            await _count(stream, size)
-        else:
-            while True:
-                await stream.send_all(await exactly(stream, size))
-
-
-async def _count(stream: Stream, size: int) -> None:
-    total = 0
-    used = time.process_time_ns()
-    while data := await stream.receive_some(size):
-        total += len(data)
-    await stream.send_all(COUNT.pack(total, time.process_time_ns() - used))
 
 
 async def _open_echo(transport: Transport, at: Any) -> Stream:
