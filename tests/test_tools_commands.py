@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -18,6 +22,7 @@ from tests.tools_processes import LIMIT, command, command_here, one_line, quick_
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.tools import output
+from trio_smc.tools.commands import check
 
 # --- ss ------------------------------------------------------------------------------------------
 
@@ -238,6 +243,33 @@ async def test_check_names_what_the_server_declined_for() -> None:
     assert "prefix-mismatch, decided by the server" in done.out
     assert "this side  0x05000000 peer-declined" in done.out
     assert "server     0x03070000 prefix-mismatch" in done.out
+
+
+@pytest.mark.parametrize(("rnics", "code"), [("auto", 0), ((), 1)], ids=["smc-r", "tcp"])
+async def test_check_of_a_server_that_resets_at_once(
+    rnics: Any, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy does whose target is not there."""
+    names = check._names
+
+    def after_the_reset(stream: trio_smc.SmcStream) -> Any:
+        with contextlib.suppress(OSError):
+            while stream.socket.getpeername():
+                time.sleep(0.01)
+        return names(stream)
+
+    async def refuse(stream: trio_smc.SmcStream) -> None:
+        stream.abort()
+
+    monkeypatch.setattr(check, "_names", after_the_reset)
+    config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        [listener] = await stack.open_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, refuse, [listener])
+        done = await quick_command("check", "127.0.0.1", listener.socket.getsockname()[1])
+        nursery.cancel_scope.cancel()
+    assert (done.code, done.err) == (code, ""), done
+    assert re.search(r"^connect    ok  127\.0\.0\.1:\d+ → -$", done.out, re.MULTILINE)
 
 
 async def test_check_without_a_server() -> None:

@@ -161,9 +161,8 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         report.add(place, "no", words(error))
         return
     async with stream:
-        ends = f"{address(list(stream.socket.getsockname()[:2]))} → " + address(
-            list(stream.socket.getpeername()[:2])
-        )
+        ours, theirs = _names(stream)
+        ends = f"{address(list(ours[:2]))} → {address(list(theirs[:2]))}"
         # Before whatever was said on it.
         report.steps.insert(messages.first, Step("connect", "ok", ends))
         report.mode = stream.mode.value
@@ -174,7 +173,16 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             text = "the server speaks SMC-R" if stack.config.discovery == "auto" else "assumed"
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
-        report.server = await _server_view(stream, directory)
+        report.server = await _server_view(ours, theirs, directory)
+
+
+def _names(stream: SmcStream) -> tuple[Any, Any]:
+    """Names of both ends; none for a server that has reset the connection since."""
+    try:
+        theirs = stream.socket.getpeername()
+    except OSError:
+        theirs = ()
+    return stream.socket.getsockname(), theirs
 
 
 def _conclude(report: Report, stream: SmcStream) -> None:
@@ -238,10 +246,9 @@ class _Messages:
 # --- the other side --------------------------------------------------------------------------
 
 
-async def _server_view(stream: SmcStream, directory: Path) -> dict[str, Any] | None:
+async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
     """The connection as the server's stack sees it; None unless it is this user's on this host."""
-    ours = _plain(stream.socket.getsockname())
-    theirs = _plain(stream.socket.getpeername())
+    ours, theirs = _plain(our_name), _plain(their_name)
     for _ in range(_LOOKS):
         try:
             snapshots = await trio.to_thread.run_sync(_ask, directory, abandon_on_cancel=True)
@@ -265,7 +272,7 @@ def _ask(directory: Path) -> list[Any]:
 
 def _plain(name: Any) -> tuple[str, int] | None:
     """An address without the ways it can be written."""
-    if name is None:
+    if not name:
         return None
     try:
         found = ipaddress.ip_address(name[0])

@@ -107,7 +107,7 @@ async def _pass_on(
         try:
             server = await _connect(stack, target)
         except OSError as error:
-            LOGGER.info("%s port %d: %s", target.host, target.port, words(error))
+            LOGGER.info("%s port %d: %s", target.host, target.port, _why(error))
             _reset(client)
             return
         smc = client if isinstance(client, trio_smc.SmcStream) else server
@@ -121,6 +121,14 @@ async def _pass_on(
                 # Half a connection is none: the other end must not take this for its end.
                 _reset(client)
                 _reset(server)
+
+
+def _why(error: OSError) -> str:
+    """What went wrong with the last attempt; Trio's own error says only that all failed."""
+    cause = error.__cause__
+    if isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[-1]
+    return words(cause if isinstance(cause, OSError) else error)
 
 
 async def _copy(source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream) -> None:
