@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -251,14 +252,17 @@ async def test_check_of_a_server_that_resets_at_once(
 ) -> None:
     """As a proxy does whose target is not there."""
     names = check._names
+    connected = threading.Event()
 
     def after_the_reset(stream: trio_smc.SmcStream) -> Any:
+        connected.set()
         with contextlib.suppress(OSError):
             while stream.socket.getpeername():
                 time.sleep(0.01)
         return names(stream)
 
     async def refuse(stream: trio_smc.SmcStream) -> None:
+        await trio.to_thread.run_sync(connected.wait)
         stream.abort()
 
     monkeypatch.setattr(check, "_names", after_the_reset)
