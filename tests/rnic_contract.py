@@ -29,8 +29,8 @@ from trio_smc.rnic.verbs import (
     WcStatus,
 )
 
-PATIENCE = 10.0
-"""Seconds that anything may take."""
+PATIENCE = 40.0
+"""Seconds that anything may take: guests without KVM may share their host with others."""
 MEMORY = 256 * 1024
 RECEIVES = 64
 
@@ -551,11 +551,12 @@ class RnicContract:
         until(lambda: not b.rnic.poll() and b.rnic.arm(), a, b)
         a.qp.post_send(1, b"x")
         until(lambda: len(b.received) == len(a.sent) == 1, a, b)
-        for _ in range(10):
-            b.rnic.service()
         sleeper = select.poll()
         sleeper.register(b.rnic.wait_fd(), select.POLLIN)
-        assert sleeper.poll(20) == []
+        deadline = time.monotonic() + PATIENCE
+        while sleeper.poll(20):  # the wakeup may come after the completion
+            assert time.monotonic() < deadline
+            b.rnic.service()
 
     # -- more than one -------------------------------------------------------------------
 

@@ -151,14 +151,16 @@ async def test_what_cannot_be_opened_yet(
         assert tried == pytest.approx([0, 0.3, 1.3, 6.3])
 
 
+@pytest.mark.parametrize("delay", [0.1, 1, 5])
 async def test_a_port_that_follows_its_interface(
-    world: World, autojump_clock: trio.abc.Clock
+    delay: float, world: World, autojump_clock: trio.abc.Clock
 ) -> None:
-    """The news may be there before the port is."""
+    """The news may be there before the port is, seconds before it on a busy host."""
     async with followed(world) as stack:
         await tell(world)
+        await trio.sleep(delay)
         world.come("rxe0")
-        await trio.sleep(1)
+        await trio.sleep(100)
         assert stack.names() == ["rxe0"]
 
 
@@ -179,6 +181,23 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert stack.names() == ["rxe1"]
         await tell(world)
         assert stack.names() == ["rxe1", "rxe0"]
+
+
+async def test_a_device_that_is_made_anew_at_once(
+    world: World, autojump_clock: trio.abc.Clock
+) -> None:
+    """Its failure and the news of its successor are seen together."""
+    world.come("rxe0")
+    async with followed(world) as stack:
+        [port] = world.opened
+        port.failed, port.port_active = True, False
+        assert port.on_event is not None
+        port.on_event(RnicEvent.FATAL)
+        await tell(world)
+        await trio.sleep(100)
+        [again] = world.opened
+        assert again is not port
+        assert stack.names() == ["rxe0"]
 
 
 async def test_a_kernel_that_tells_nothing(

@@ -8,7 +8,7 @@ them; of a device that has gone everything is given back, because the kernel wai
 it lets go of a device.  An RNIC that was named comes back as the same object.
 
 Nothing is polled.  Only after news is looked again, a few times: a device's node belongs to
-root until udev has seen it, and a port follows its interface.
+root until udev has seen it, and a port follows its interface, on a busy host seconds later.
 """
 
 from __future__ import annotations
@@ -177,21 +177,21 @@ class RnicLife:
         self.look()  # nobody has told what changed before this
         while True:
             patience = later[0] if later else float("inf")
-            with trio.move_on_after(patience) as waiting:
-                await self._news(changed)
-            if waiting.cancelled_caught:
-                later = later[1:]
-            elif self._failure.is_set():
+            told = False
+            with trio.move_on_after(patience):
+                told = await self._news(changed)
+            later = later[1:]
+            if self._failure.is_set():
                 # A device that has failed is not tried again before the kernel tells of it.
                 self._failure = trio.Event()
                 later = ()
-            else:
-                later = _LOOK_AGAIN
-            if self.look() and len(later) < len(_LOOK_AGAIN):
-                later = ()
+            if told:
+                later = _LOOK_AGAIN  # also when a device has failed: another may have its name
+            self.look()
 
-    async def _news(self, changed: Callable[[], Awaitable[object]]) -> None:
-        """Until the kernel tells something, or a device has failed."""
+    async def _news(self, changed: Callable[[], Awaitable[object]]) -> bool:
+        """Until the kernel tells something, or a device has failed; whether the kernel told."""
+        told = False
         async with trio.open_nursery() as nursery:
 
             async def failure() -> None:
@@ -200,10 +200,12 @@ class RnicLife:
 
             nursery.start_soon(failure)
             await changed()
+            told = True
             nursery.cancel_scope.cancel()
+        return told
 
-    def look(self) -> bool:
-        """Open what has come and let go of what has gone; False: something cannot be opened."""
+    def look(self) -> None:
+        """Open what has come and let go of what has gone."""
         present = present_devices()
         gone = set()
         for rnic in [each for each in self.opened if isinstance(each, VerbsRnic)]:
@@ -213,8 +215,8 @@ class RnicLife:
             else:
                 rnic.look_at_port()
         found = [rnic for rnic in self._unused_ports() if rnic.device not in gone]
-        refused = [rnic for rnic in found if not self._take_in(rnic)]
-        return not refused
+        for rnic in found:
+            self._take_in(rnic)
 
     def _unused_ports(self) -> list[VerbsRnic]:
         """An RNIC for each port that is active and that this stack could use, not open."""
@@ -224,18 +226,17 @@ class RnicLife:
         used = {(each.device, each.port) for each in self.opened if isinstance(each, VerbsRnic)}
         return [self.make_port(*each) for each in active if each not in used]
 
-    def _take_in(self, rnic: VerbsRnic) -> bool:
+    def _take_in(self, rnic: VerbsRnic) -> None:
         try:
             rnic.open(self._directory)
         except OSError as error:
             self._complain(rnic, error)
-            return False
+            return
         LOGGER.info("%s has come", rnic.name)
         if rnic in self._away:
             self._away.remove(rnic)
         self.adopt(rnic)
         self.on_change(rnic, RnicChange.AVAILABLE)
-        return True
 
     def _let_go(self, rnic: VerbsRnic) -> None:
         """Its device is gone, and so are its links."""

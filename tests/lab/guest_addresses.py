@@ -13,8 +13,9 @@ import ipaddress
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -22,11 +23,14 @@ import pytest
 
 from tests.rnic_contract import End, make_end
 from trio_smc.rnic.roce import VerbsRnic
-from trio_smc.rnic.verbs import QpState, RnicError
+from trio_smc.rnic.verbs import QpState, Rnic, RnicError
 
-AT_ONCE: Final = 0.1
-"""Seconds: netlink takes two passes through pyroute2, some 20 ms in a guest."""
-PATIENCE: Final = 1.0
+AT_ONCE: Final = 0.4
+"""Seconds: netlink takes two passes through pyroute2, some 20 ms in a guest; the kernel would wait
+for a second, each time."""
+TRIES: Final = 5
+"""A host that is busy with others stops a guest now and then, but not each time."""
+PATIENCE: Final = 40.0
 
 
 def sh(command: str) -> None:
@@ -58,6 +62,15 @@ class Ticker:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+
+
+def at_once(attempt: Callable[[], float]) -> None:
+    """Try until it took no time; ``attempt`` returns how long something stood still."""
+    took: list[float] = []
+    while not took or took[-1] >= AT_ONCE:
+        assert len(took) < TRIES, took
+        sh("ip neigh flush dev mac0")
+        took.append(attempt())
 
 
 @pytest.fixture(scope="module")
@@ -99,41 +112,43 @@ def connect(end: End, address: str) -> None:
 @pytest.mark.parametrize("dead", ["10.8.0.99", "10.77.0.9"])
 def test_nobody_answers_for_the_address(end: End, dead: str) -> None:
     """On the port's network, or said to be."""
-    with Ticker() as ticker:
-        start = time.monotonic()
-        with pytest.raises(RnicError) as refused:
-            connect(end, dead)
-        took = time.monotonic() - start
-    assert refused.value.errno == errno.EHOSTUNREACH
-    assert took < AT_ONCE
-    assert ticker.longest < AT_ONCE
-    assert end.qp.state is QpState.INIT
-    deadline = start + PATIENCE
+
+    def attempt() -> float:
+        with Ticker() as ticker:
+            start = time.monotonic()
+            with pytest.raises(RnicError) as refused:
+                connect(end, dead)
+            took = time.monotonic() - start
+        assert refused.value.errno == errno.EHOSTUNREACH
+        assert end.qp.state is QpState.INIT
+        return max(took, ticker.longest)
+
+    at_once(attempt)
+    deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         assert not end.rnic.address_known(gid_of(dead))
         time.sleep(0.1)
 
 
-def become_known(end: End, address: str) -> float:
-    """Connect as soon as the address is known; how long that took, in seconds."""
-    with Ticker() as ticker:
-        start = time.monotonic()
-        assert not end.rnic.address_known(gid_of(address))
-        while not end.rnic.address_known(gid_of(address)):
-            assert time.monotonic() - start < PATIENCE
-            time.sleep(0.002)
-        connect(end, address)
-        took = time.monotonic() - start
-    assert end.qp.state is QpState.RTR
-    assert ticker.longest < AT_ONCE
-    return took
+def become_known(rnic: Rnic, address: str) -> float:
+    """Connect as soon as the address is known; for how long this process stood still."""
+    with closing(make_end(rnic)) as end:
+        with Ticker() as ticker:
+            start = time.monotonic()
+            assert not rnic.address_known(gid_of(address))
+            while not rnic.address_known(gid_of(address)):
+                assert time.monotonic() - start < PATIENCE
+                time.sleep(0.002)
+            took = time.monotonic() - start
+            connect(end, address)
+        assert end.qp.state is QpState.RTR
+    print(f"{address} was known after {took * 1000:.0f} ms")  # noqa: T201
+    return ticker.longest
 
 
 @pytest.mark.parametrize("address", ["10.8.0.50", "10.66.0.7"])
 def test_a_neighbour_and_who_is_behind_it(end: End, address: str) -> None:
-    took = become_known(end, address)
-    assert took < PATIENCE
-    print(f"{address} was known after {took * 1000:.0f} ms")  # noqa: T201
+    at_once(lambda: become_known(end.rnic, address))
 
 
 def test_an_ipv6_neighbour(runtime_directory: Path, far: None) -> None:
@@ -141,20 +156,24 @@ def test_an_ipv6_neighbour(runtime_directory: Path, far: None) -> None:
         rnic.open(runtime_directory)
         table = {each.value: each.number for each in rnic.gid_table()}
     for end in end_of(VerbsRnic("rxe0", gid_index=table[gid_of("fd08::1")]), runtime_directory):
-        become_known(end, "fd08::50")
+        at_once(partial(become_known, end.rnic, "fd08::50"))
 
 
 @pytest.mark.parametrize("address", ["10.8.0.1", "fe80::1"])
 def test_nobody_need_be_asked(end: End, address: str) -> None:
     """Ourselves, and what the kernel refuses at once: IPv6 from an IPv4 address."""
-    assert end.rnic.address_known(gid_of(address))
-    with Ticker() as ticker:
-        if address == "10.8.0.1":
-            connect(end, address)
-        else:
-            with pytest.raises(RnicError, match="ibv_modify_qp"):
-                connect(end, address)
-    assert ticker.longest < AT_ONCE
+
+    def attempt() -> float:
+        assert end.rnic.address_known(gid_of(address))
+        with closing(make_end(end.rnic)) as other, Ticker() as ticker:
+            if address == "10.8.0.1":
+                connect(other, address)
+            else:
+                with pytest.raises(RnicError, match="ibv_modify_qp"):
+                    connect(other, address)
+        return ticker.longest
+
+    at_once(attempt)
 
 
 def test_an_entry_that_an_operator_made(end: End) -> None:

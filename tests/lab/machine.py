@@ -70,6 +70,8 @@ class Finished:
     """0 when the commands ended with 0 in every guest."""
     output: str
     """The consoles, each line behind "[a] " or "[b] "."""
+    results: str = ""
+    """What the commands of a single guest wrote into /lab/results."""
 
 
 def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -> Finished:
@@ -79,7 +81,9 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
         guest.prepare(commands, role="server", mtu=0)
         with _gone_at_the_end([guest]):
             _boot([guest], console, wired=False)
-            return Finished(guest.finish(seconds), console.text())
+            status = guest.finish(seconds, console)
+            results = guest.share / "results"
+            return Finished(status, console.text(), results.read_text() if results.exists() else "")
 
 
 def run_pair(
@@ -97,7 +101,7 @@ def run_pair(
         with _gone_at_the_end(guests):
             _boot(guests, console, wired=True)
             for guest in guests:
-                status = guest.finish(seconds) or status
+                status = guest.finish(seconds, console) or status
         wires = [place / f"wire{number}.pcap" for number in range(CAPTURED)]
         for wire in wires:
             thin_out(wire)
@@ -274,10 +278,12 @@ class _Guest:
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def finish(self, seconds: float) -> int:
+    def finish(self, seconds: float, console: _Console) -> int:
         """Wait for the guest's end; its status."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            console.add("lab", f"guest {self.name} was not done after {seconds:.0f} s")
         self.kill()
         try:
             return int((self.share / "status").read_text())

@@ -44,11 +44,12 @@ def contract(seed: int) -> Finished:
         "    ip link add link dummy0 name mac$n type macvlan mode bridge\n"
         "    ip link set mac$n up; ip addr add 10.8.0.$((n + 1))/24 dev mac$n; rxe $n mac$n\n"
         "done\n"
-        f"exec {PYTHON} -m pytest -q -rA --durations=9 --color=no --tb=short -p no:cacheprovider"
-        f" -p no:xdist --seed {seed} tests/lab/guest_contract.py"
+        f"exec {PYTHON} -m pytest -v -rfE --durations=9 --color=no --tb=short --timeout=240"
+        f" -p no:cacheprovider -p no:xdist --junitxml=/lab/results --seed {seed}"
+        " tests/lab/guest_contract.py"
         " tests/lab/guest_addresses.py tests/lab/guest_ports.py\n"
     )
-    return run_guest("contract", commands, seconds=150)
+    return run_guest("contract", commands, seconds=500)
 
 
 def streams() -> Finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lab import liar, runner
+from tests.lab.telling import told
 
 
 @pytest.mark.lab
@@ -12,6 +13,6 @@ from tests.lab import liar, runner
 def test_liars_cost_their_own_connection() -> None:
     done = runner.hostile()
     for lie in liar.LIES:
-        assert f"client: ok {lie}," in done.output, done.output
-    assert "server: ok" in done.output, done.output
-    assert done.returncode == 0, done.output
+        assert f"client: ok {lie}," in done.output, told(done)
+    assert "server: ok" in done.output, told(done)
+    assert done.returncode == 0, told(done)

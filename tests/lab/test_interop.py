@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.lab import guest_interop, runner
+from tests.lab.telling import told
 
 MESSAGES = {
     "streams": {
@@ -28,8 +29,8 @@ def test_with_the_kernel(suite: str) -> None:
     """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was."""
     done = runner.with_kernel(suite)
     for step in guest_interop.SUITES[suite]:
-        assert f"interop: ok {step.__name__} " in done.output, done.output
-    assert done.returncode == 0, done.output
+        assert f"interop: ok {step.__name__} " in done.output, told(done)
+    assert done.returncode == 0, told(done)
     if suite != "quick":  # one guest has no wire
         [read] = re.findall(r"\[wire\] tshark reads (.*)", done.output)
         seen = {each.partition(" ")[2] for each in read.split(", ")}

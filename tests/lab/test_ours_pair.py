@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.lab import guest_ours, runner
+from tests.lab.telling import told
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(550)
 def test_streams_survive_links() -> None:
     done = runner.ours()
-    assert done.returncode == 0, done.output
+    assert done.returncode == 0, told(done)
     for role in ("server", "client"):
         for step in guest_ours.STEPS:
-            assert f"{role}: ok {step}: " in done.output, done.output
+            assert f"{role}: ok {step}: " in done.output, told(done)

@@ -11,6 +11,7 @@ import pytest
 
 from tests import tshark_reader
 from tests.lab import runner
+from tests.lab.telling import told
 
 STEPS = (
     "option_on_the_wire", "strict", "ipv6", "vlan", "never_an_unrelated_port", "pnet_table",
@@ -31,7 +32,7 @@ READINGS = (
 def test_streams_between_two_guests(tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     done = runner.streams()
-    assert done.returncode == 0, done.output
+    assert done.returncode == 0, told(done)
     for name, condition, field, expected in READINGS:
         for role in ("server", "client"):
             [text] = re.findall(rf"{role}: pcap {name} (\S+)", done.output)
@@ -44,4 +45,4 @@ def test_streams_between_two_guests(tmp_path: Path) -> None:
             assert expected <= set(read.stdout.split()), (name, role, read.stdout)
     for role in ("server", "client"):
         for step in STEPS:
-            assert f"{role}: ok {step}" in done.output, done.output
+            assert f"{role}: ok {step}" in done.output, told(done)

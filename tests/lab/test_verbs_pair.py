@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.lab import runner
+from tests.lab.telling import told
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(450)
 def test_bytes_between_two_guests(seed: int) -> None:
     done = runner.verbs(seed)
-    assert done.returncode == 0, done.output
+    assert done.returncode == 0, told(done)
     for role in ("server", "client"):
-        assert f"{role}: ok bytes_both_ways" in done.output, done.output
-        assert f"{role}: ok close" in done.output, done.output
-    assert "client: ok peer_death" in done.output, done.output
+        assert f"{role}: ok bytes_both_ways" in done.output, told(done)
+        assert f"{role}: ok close" in done.output, told(done)
+    assert "client: ok peer_death" in done.output, told(done)

@@ -1,0 +1,38 @@
+"""What a failed run in the lab tells: what failed, in short; the consoles for whoever asks.
+
+The message of a failed assertion is the end of what pytest prints, and often all that is kept of
+it; so it has a screen at most. The consoles go to standard output, which pytest shows before it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Final
+
+from tests.lab.machine import NO_STATUS, Finished
+
+__all__ = ["brief", "told"]
+
+_MOST: Final = 16
+_LAST: Final = 12
+_WIDTH: Final = 300
+_TELLING: Final = re.compile(
+    r"^\[\w+\] (E  |lab: (?!up$|cable)|[\s|]*(\w+\.)*\w*(Error|Exception|Group|Expired)\b)"
+    r"|FAILED|\bERROR\b|malformed: |Timeout|kernel BUG|Kernel panic|Oops|detected stalls"
+)
+
+
+def told(done: Finished) -> str:
+    """For an assertion about a run: `brief`; writes the consoles to standard output."""
+    sys.stdout.write(done.output)
+    return brief(done)
+
+
+def brief(done: Finished) -> str:
+    """The status, the lines that tell what failed, and the last ones."""
+    lines = [line[:_WIDTH] for line in done.output.splitlines()]
+    telling = [line for line in lines if _TELLING.search(line)]
+    status = "no status: a guest died, or its time ran out" if done.returncode == NO_STATUS else ""
+    head = [f"status {done.returncode} {status}".rstrip()]
+    return "\n".join((*head, *telling[-_MOST:], "the last lines:", *lines[-_LAST:]))
