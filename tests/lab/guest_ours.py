@@ -99,7 +99,9 @@ async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
     else:
         await here(f"cable {number} off; ip link set eth{number} down")
         event = f"{name}: port-down"
-    await until(lambda: group.kind is LinkGroupKind.SINGLE, f"the link is lost: {group!r}", 30)
+    await until(
+        lambda: group.kind is LinkGroupKind.SINGLE, f"the link is lost: {group!r}", PATIENCE
+    )
     before = diary.until_down(name)
     if idle:
         assert before[0] == event, diary.lines
@@ -109,7 +111,7 @@ async def fail(stream: SmcStream, diary: Diary, step: str) -> str:
         # so may a port of a device that goes.
         signs = (event, f"{name} has failed: ")
         assert before[0].startswith(signs) or "WR_FLUSH_ERR" in before[0], diary.lines
-        await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", 30)
+        await until(lambda: event in diary.lines, f"the event was told: {diary.lines}", PATIENCE)
     late = [line for line in before if "RETRY_EXC_ERR" in line or "TEST LINK" in line]
     assert late == [], diary.lines
     return number

@@ -20,7 +20,15 @@ from contextlib import suppress
 
 import trio
 
-from tests.lab.verbs_side import Control, Device, Pair, connected, descriptors, open_device
+from tests.lab.verbs_side import (
+    PATIENCE,
+    Control,
+    Device,
+    Pair,
+    connected,
+    descriptors,
+    open_device,
+)
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.verbs import (
     Completion,
@@ -381,7 +389,7 @@ async def port_flap(device: Device, control: Control, role: str, seed: int) -> s
         if role == "client":
             for change, event in (("down", RnicEvent.PORT_DOWN), ("up", RnicEvent.PORT_UP)):
                 await trio.run_process(["ip", "link", "set", "eth0", change])
-                with trio.fail_after(10):
+                with trio.fail_after(PATIENCE):
                     assert await news.receive() == event
                 assert device.rnic.port_active is (change == "up")
         await control.swap()

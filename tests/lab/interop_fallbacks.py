@@ -86,7 +86,7 @@ async def plain_peer(world: World) -> None:
             fallback = both.stream.fallback
             assert fallback is not None
             assert fallback.reason is FallbackReason.PEER_NOT_CAPABLE, fallback
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE):
                 await both.stream.send_all(b"plain")
             assert await both.there("text", count=5) == "plain"
             await both.end()

@@ -22,7 +22,7 @@ __all__ = ["LIES", "Liar"]
 
 SIZE_CODE = 2
 RMB = 64 * 1024
-PATIENCE = 20.0
+PATIENCE = 60.0
 DEAD = bytes(10) + b"\xff\xff\x0a\x09\0\x4d"  # 10.9.0.77
 
 

@@ -52,6 +52,8 @@ CAPTURED = 2
 NO_STATUS = 125
 BOOT_TIME = 90.0
 """Seconds; without KVM it is some fifteen."""
+GRACE = 20.0
+"""Seconds for a guest after the other one's end."""
 RDMA_WRITE_MIDDLE = 7
 """The opcode in InfiniBand's base transport header."""
 _CABLE = re.compile(r"lab: cable (\d) (on|off)")
@@ -89,7 +91,7 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
 def run_pair(
     name: str, commands: str, *, seconds: float, memory: int = 1024, mtu: int = 1500
 ) -> Finished:
-    """Run the same shell commands in two guests; keeps ``build/interop/NAME.pcapng``.
+    """Run the same shell commands in two guests, both within ``seconds``; keeps ``build/interop/NAME.pcapng``.
 
     A frame there that tshark cannot read makes the status 1; what it reads is in the output.
     """
@@ -100,8 +102,10 @@ def run_pair(
         status = 0
         with _gone_at_the_end(guests):
             _boot(guests, console, wired=True)
+            end = time.monotonic() + seconds
             for guest in guests:
-                status = guest.finish(seconds, console) or status
+                left = max(GRACE, end - time.monotonic())
+                status = guest.finish(left, console) or status
         wires = [place / f"wire{number}.pcap" for number in range(CAPTURED)]
         for wire in wires:
             thin_out(wire)

@@ -30,7 +30,7 @@ def verbs(seed: int) -> Finished:
         "[ $ROLE = server ] && [ $rc = 137 ] && rc=0\n"
         "exit $rc\n"
     )
-    return run_pair("verbs", commands, seconds=200)
+    return run_pair("verbs", commands, seconds=400)
 
 
 def contract(seed: int) -> Finished:
@@ -70,13 +70,13 @@ def ours() -> Finished:
         f"exec {PYTHON} -m tests.lab.guest_ours $ROLE $PEER4 $control "
         f"{shlex.quote(str(demo_file()))}\n"
     )
-    return run_pair("ours", commands, seconds=300)
+    return run_pair("ours", commands, seconds=600)
 
 
 def hostile() -> Finished:
     """All lies of `tests.lab.liar` to a server of trio_smc."""
     commands = f"rxe 0 eth0\nexec {PYTHON} -m tests.lab.guest_hostile $ROLE $PEER4\n"
-    return run_pair("hostile", commands, seconds=200)
+    return run_pair("hostile", commands, seconds=500)
 
 
 def with_kernel(suite: str, *steps: str) -> Finished:
@@ -93,7 +93,7 @@ def with_kernel(suite: str, *steps: str) -> Finished:
             f"rxe 0 dummy0\n{allow}"
             f"{agent} & {ours} 127.0.0.1 127.0.0.1 127.0.0.1 {rest}\n"
         )
-        return run_guest("quick", commands, seconds=120)
+        return run_guest("quick", commands, seconds=300)
     commands = (
         f"modules sch_netem macvlan\nrxe 0 eth0\n{allow}"
         f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"

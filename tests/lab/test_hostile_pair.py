@@ -9,7 +9,7 @@ from tests.lab.telling import told
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(1000)
 def test_liars_cost_their_own_connection() -> None:
     done = runner.hostile()
     for lie in liar.LIES:

@@ -23,7 +23,7 @@ MESSAGES = {
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("suite", list(guest_interop.SUITES))
 def test_with_the_kernel(suite: str) -> None:
     """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was."""

@@ -9,7 +9,7 @@ from tests.lab.telling import told
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(550)
+@pytest.mark.timeout(1000)
 def test_streams_survive_links() -> None:
     done = runner.ours()
     assert done.returncode == 0, told(done)

@@ -28,7 +28,7 @@ READINGS = (
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(650)
+@pytest.mark.timeout(1000)
 def test_streams_between_two_guests(tmp_path: Path) -> None:
     tshark_reader.require_tshark()
     done = runner.streams()

@@ -9,7 +9,7 @@ from tests.lab.telling import told
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(1000)
 def test_bytes_between_two_guests(seed: int) -> None:
     done = runner.verbs(seed)
     assert done.returncode == 0, told(done)

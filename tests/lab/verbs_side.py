@@ -19,7 +19,7 @@ from trio_smc.rnic.roce import VerbsRnic
 from trio_smc.rnic.verbs import Completion, MemoryRegion, ProtectionDomain, QueuePair, Rnic
 
 PORT = 7654
-PATIENCE = 40
+PATIENCE = 100
 """Seconds after which a wait means failure: guests without KVM are slow."""
 
 
