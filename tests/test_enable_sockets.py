@@ -24,6 +24,7 @@ from tests.stream_pairs import cancelled_when_it_waits
 from trio_smc._face import SocketFace
 
 LOOPBACK = "127.0.0.1"
+TCP_ULP = 31  # Python has no name for it
 SMALL = trio_smc.Config(receive_buffer=16 * 1024)
 
 
@@ -133,6 +134,50 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
             assert client.did_shutdown_SHUT_WR
             with pytest.raises(BrokenPipeError):
                 await client.send(b"more")
+
+    trio.run(main)
+
+
+def test_names_and_options_of_both_ends(enabled: None) -> None:
+    """What was set before there was a connection counts over SMC-R (docs/socket-options.md)."""
+    level, tcp = stdlib_socket.SOL_SOCKET, stdlib_socket.IPPROTO_TCP
+    linger = b"\1\0\0\0\5\0\0\0"
+
+    async def main() -> None:
+        with trio.socket.socket() as listener, trio.socket.socket() as client:
+            await listener.bind((LOOPBACK, 0))
+            listener.setsockopt(level, stdlib_socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(level, stdlib_socket.SO_LINGER, linger)
+            listener.setsockopt(level, stdlib_socket.SO_RCVBUF, 50_000)
+            listener.listen()
+            client.setsockopt(level, stdlib_socket.SO_SNDBUF, 8192)
+            client.setsockopt(tcp, stdlib_socket.TCP_USER_TIMEOUT, 5000)
+            accepted: list[tuple[trio.socket.SocketType, object]] = []
+
+            async def accept() -> None:
+                accepted.append(await listener.accept())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                await client.connect(listener.getsockname())
+            server, address = accepted[0]
+            with server:
+                assert over_smc(cast(SocketFace, client))
+                assert over_smc(cast(SocketFace, server))
+                assert client.getsockname() == server.getpeername() == address
+                assert client.getpeername() == server.getsockname() == listener.getsockname()
+                assert client.getsockopt(level, stdlib_socket.SO_RCVBUF) == 16 * 1024
+                assert client.getsockopt(level, stdlib_socket.SO_SNDBUF) == 8192
+                assert client.getsockopt(level, stdlib_socket.SO_ERROR) == 0
+                assert client.getsockopt(tcp, stdlib_socket.TCP_USER_TIMEOUT) == 5000
+                assert server.getsockopt(level, stdlib_socket.SO_KEEPALIVE) == 1
+                assert server.getsockopt(level, stdlib_socket.SO_RCVBUF) == 64 * 1024
+                assert server.getsockopt(level, stdlib_socket.SO_LINGER, 8) == linger
+                for value in (0, 1):
+                    client.setsockopt(tcp, stdlib_socket.TCP_NODELAY, value)
+                    assert client.getsockopt(tcp, stdlib_socket.TCP_NODELAY) == value
+                with refused(errno.EOPNOTSUPP):
+                    client.setsockopt(tcp, TCP_ULP, b"tls")
 
     trio.run(main)
 
