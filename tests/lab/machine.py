@@ -91,8 +91,9 @@ def run_guest(name: str, commands: str, *, seconds: float, memory: int = 1024) -
 def run_pair(
     name: str, commands: str, *, seconds: float, memory: int = 1024, mtu: int = 1500
 ) -> Finished:
-    """Run the same shell commands in two guests, both within ``seconds``; keeps ``build/interop/NAME.pcapng``.
+    """Run the same shell commands in two guests, both within ``seconds``.
 
+    Keeps ``build/interop/NAME.pcapng``.
     A frame there that tshark cannot read makes the status 1; what it reads is in the output.
     """
     with _lab(name) as (kernel, place, console):
