@@ -126,8 +126,8 @@ def page(sections: Iterable[Section], tests: Mapping[str, set[str]]) -> str:
     lines = [
         "# Compliance with RFC 7609",
         "",
-        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open is",
-        "not listed.  What it says of the socket API (appendix B) is in",
+        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open",
+        "is not listed.  What it says of the socket API (appendix B) is in",
         "[Socket options](socket-options.md).  `make compliance` makes this page from",
         "`tests/requirements.toml` and the tests' markers.",
         "",
