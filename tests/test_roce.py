@@ -446,6 +446,8 @@ def test_whether_an_address_is_known(
             to_peer(rnic, peer, mtu=1)
         assert refused.value.errno == errno.EHOSTUNREACH
     assert len(device.modified) == int(known)
+    if known:
+        assert len(kernel.asked) == len(asked), "it was known just now"
 
 
 def test_nobody_need_be_asked_for_an_address(

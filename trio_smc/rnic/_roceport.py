@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from . import _neighbours, _pyverbs, _rocegids
 from .verbs import Rnic, RnicError, RnicEvent
@@ -19,6 +20,9 @@ from .verbs import Rnic, RnicError, RnicEvent
 __all__ = ["RocePort"]
 
 _log = logging.getLogger("trio_smc.rnic")
+
+_FRESH: Final = 0.1
+"""Seconds: who has looked whether an address is known connects to it next, and asks no more."""
 
 
 class RocePort(Rnic):
@@ -36,6 +40,7 @@ class RocePort(Rnic):
         self._lib: _pyverbs.Verbs | None = None
         self.failed = False
         self.port_active = False
+        self._known, self._known_until = b"", 0.0
 
     def _read_port(self, lib: _pyverbs.Verbs) -> None:
         with lib.refusals(f"reading port {self.port} of {self.device}"):
@@ -86,11 +91,17 @@ class RocePort(Rnic):
         return gid
 
     def address_known(self, gid: bytes) -> bool:
+        if self._known == gid and time.monotonic() < self._known_until:
+            return True
         try:
             own = self.gid_towards(gid)
         except RnicError:
             return True  # it will be told by who needs it
-        return _rocegids.tells_mac(gid, own) or _neighbours.is_known(gid, own.value, own.ifindex)
+        if not _rocegids.tells_mac(gid, own):
+            if not _neighbours.is_known(gid, own.value, own.ifindex):
+                return False
+            self._known, self._known_until = gid, time.monotonic() + _FRESH
+        return True
 
     def _opened(self) -> _pyverbs.Verbs:
         if self._lib is None:
