@@ -1,10 +1,10 @@
 """Adding links to a group: ADD LINK, ADD LINK CONTINUATION, CONFIRM LINK on the new link
-(RFC 7609, 3.5.1.6, 3.5.5.1.1, 3.5.5.1.2, 3.5.5.2.3, C.8).
+(RFC 7609, 3.5.1.6, 3.5.5.1.1, 3.5.5.1.2, C.8).
 
 Theory of operation
 -------------------
 Which link is wanted when is told in `link_seeking`.  ADD LINK and its reply name both ends;
-CONTINUATIONs go to and fro, the server's first, until both sides have told all their RTokens;
+CONTINUATIONs go to and fro until both sides have told all their RTokens (`link_telling`);
 CONFIRM LINK then shows that the link works.  All but the last travel on an existing link, the
 carrier.
 
@@ -18,13 +18,14 @@ an exchange stands is in `states.llc_exchange`; what happens when it fails, too.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
 from trio_smc.rendezvous.address_wait import AddressWait
 from trio_smc.rendezvous.link import Link, PeerPort, PeerQueuePair
 from trio_smc.rendezvous.link_choice import client_rnic, violates_rules
+from trio_smc.rendezvous.link_telling import LinkTelling
 from trio_smc.rnic.verbs import RnicError
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ __all__ = ["LinkAdding"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
-_PAIRS: Final = 2  # RTokens in one ADD LINK CONTINUATION (A.3.3)
-
 
 class LinkAdding:
     """How further links of one group come up, one at a time.
@@ -47,6 +46,7 @@ class LinkAdding:
       new: the link that is being added.
       number: its number; it stays after the link was given up.
       answered: whether the peer has ever answered ADD LINK; always true of a client's server.
+      telling: what the two sides say of their RMBs on it.
     """
 
     def __init__(self, group: LinkGroup) -> None:
@@ -54,9 +54,8 @@ class LinkAdding:
         self.new: Link | None = None
         self.number = -1
         self.answered = group.client
+        self.telling = LinkTelling(group)
         self._address = AddressWait(group.timers)
-        self._own: list[llc.RTokenPair] = []
-        self._peer_left: int | None = None
         self._given_up: set[int] = set()
         self._dropped: set[int] = set()
 
@@ -79,8 +78,7 @@ class LinkAdding:
             LOGGER.info("%r: no queue pair for another link: %s", group, error)
             return False
         self.new = group.links[number] = link
-        self._own = []
-        self._peer_left = None
+        self.telling.begin()
         return True
 
     def drop(self) -> None:
@@ -277,7 +275,7 @@ class LinkAdding:
 
     def _connect(self, carrier: Link, message: llc.AddLink) -> None:
         """Connect the server's end, if it can still be used."""
-        group, new, exchanges = self._group, self.new, self._group.exchanges
+        new, exchanges = self.new, self._group.exchanges
         if new is None or carrier.state == "DOWN" or not self._fits(new, message):
             exchanges.machine.send("withdraw")
             return
@@ -288,71 +286,17 @@ class LinkAdding:
             exchanges.machine.send("withdraw")
             return
         exchanges.begin("accepted", carrier)
-        self._own = group.rkeys.pairs_for(carrier, new)
-        self._continue(carrier, new)
+        self.telling.start(carrier, new)
 
-    # --- ADD LINK CONTINUATION -------------------------------------------------------------------
+    # --- CONFIRM LINK ----------------------------------------------------------------------------
 
-    def _continue(self, carrier: Link, new: Link) -> None:
-        pairs, left = tuple(self._own[:_PAIRS]), len(self._own)
-        del self._own[:_PAIRS]
-        carrier.send_llc(
-            llc.AddLinkContinuation(
-                reply=self._group.client, link_number=new.number, tokens_left=left, pairs=pairs
-            ),
-            self._group.setup.past_return,
-        )
-
-    def on_continuation_untrusted(self, link: Link, message: llc.AddLinkContinuation) -> None:
-        """RTokens of the peer's RMBs on the new link.
-
-        Raises ProtocolError when none can come now, or they do not fit the announced number.
-        """
-        group, exchanges = self._group, self._group.exchanges
-        new = self.new
-        if message.reply is group.client or message.link_number != self.number:
-            raise ProtocolError("ADD LINK CONTINUATION out of turn")
-        if new is None and exchanges.state == "DELETE_LINK":
-            return  # given up meanwhile
-        if (
-            new is None
-            or exchanges.state != "ADD_LINK_CONTINUATION"
-            or link is not exchanges.carrier
-        ):
-            raise ProtocolError("ADD LINK CONTINUATION out of turn")
-        first = self._peer_left is None
-        self._learn_untrusted(link, new, message)
-        if group.client:
-            if first:
-                self._own = group.rkeys.pairs_for(link, new)
-            self._continue(link, new)
-            if link.state == "DOWN":
-                return
-        if self._own or self._peer_left:
-            exchanges.machine.send("continued")
-            if not group.client:
-                self._continue(link, new)
-        elif not group.rkeys.covers(new):
-            raise ProtocolError("no RToken for an RMB in use")
-        else:
-            self._rkeys_told(new)
-
-    def _learn_untrusted(self, link: Link, new: Link, message: llc.AddLinkContinuation) -> None:
-        expected, left = self._peer_left, message.tokens_left
-        # Fewer: an RMB went meanwhile; whether any is missing is looked at when all are told.
-        if expected is not None and left > expected:
-            raise ProtocolError(f"{left} RTokens are left instead of {expected}")
-        self._peer_left = max(0, left - _PAIRS)
-        self._group.rkeys.learn_pairs_untrusted(link, new, message.pairs)
-
-    def _rkeys_told(self, new: Link) -> None:
+    def rkeys_told(self, new: Link) -> None:
+        """Both sides know each other's RMBs on the new link; does it work?"""
         self._group.exchanges.machine.send("rkeys_told")
         if new.state == "DOWN":
             self._group.exchanges.machine.send("new_link_lost")
         elif not self._group.client:
             new.send_llc(self._group.setup.confirm_link(new, reply=False))
-
-    # --- CONFIRM LINK ----------------------------------------------------------------------------
 
     def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
         """CONFIRM LINK on the new link, or its reply; it is active then.

@@ -39,7 +39,7 @@ def dispatch_untrusted(group: LinkGroup, link: Link, data: bytes) -> None:
         case llc.AddLink():
             group.adding.on_add_link_untrusted(link, message)
         case llc.AddLinkContinuation():
-            group.adding.on_continuation_untrusted(link, message)
+            group.adding.telling.on_continuation_untrusted(link, message)
         case llc.DeleteLink():
             group.deletion.on_delete_link_untrusted(link, message)
         case llc.ConfirmRkey() | llc.ConfirmRkeyContinuation() | llc.DeleteRkey():
