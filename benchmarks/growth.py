@@ -127,7 +127,7 @@ async def links(count: int) -> Row:
         assert stream.mode is Mode.SMC_R
         assert stream.link_group is not None
         with trio.fail_after(_LINKS_TIMEOUT):
-            while len(stream.link_group.links) < count:
+            while len(stream.link_group.links) < count:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         request = await least(partial(cpu.requests, 10, transport, port))
         write = await least(partial(cpu.writes, 64 * 1024, transport, port))
