@@ -95,7 +95,7 @@ class Half:
     async def strike(self, kind: str) -> None:
         """Let the link fail that carries the stream."""
         rnic = max(self._rnics, key=self._users)
-        assert rnic.faults is not None
+        assert isinstance(rnic.faults, FaultPlan)
         if kind == "port-flap":
             rnic.fail()
             await trio.sleep(0.05)

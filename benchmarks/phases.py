@@ -37,7 +37,7 @@ _MODULES = {
     "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",
     "CLC messages: TCP, waits": "_handshake rendezvous.spinning rendezvous.timers",
     "negotiation": "rendezvous.negotiation rendezvous.client rendezvous.server _stack_core",
-    "RMB element, link group": "rendezvous.own_rmbs rendezvous.idle_rmbs datapath.rmb "
+    "RMB element, link group": "rendezvous.own_rmbs datapath.rmb "
     "rendezvous.group_connections rendezvous.link_group rendezvous.links rendezvous.rtokens "
     "rendezvous.group_life",
     "calls of the stream, options": "_rdma_stream _rdma_calls _options _option_actions "

@@ -144,7 +144,7 @@ class Peer:
     async def strike(self, kind: str, rnic: int, seconds: float) -> None:
         """Let something go wrong, as the controller says."""
         device = self.rnics[rnic]
-        assert device.faults is not None
+        assert isinstance(device.faults, FaultPlan)
         if kind == "port-flap":
             say(event="struck", kind=kind, rnic=device.name, links=self.links())
             device.fail()
@@ -234,7 +234,7 @@ class Peer:
                             nursery.start_soon(self.replace, self.rnics[command["rnic"]].name)
                         case "disarm":
                             for rnic in self.rnics:
-                                assert rnic.faults is not None
+                                assert isinstance(rnic.faults, FaultPlan)
                                 rnic.faults.disarm()
                             say(event="done", what="disarm")
                         case "moments":
@@ -280,7 +280,7 @@ async def main(
             connections=connections, scale=scale,
         )  # fmt: skip
         for device in devices:
-            assert device.faults is not None
+            assert isinstance(device.faults, FaultPlan)
             device.faults.concerns = peer.concerns
             device.faults.on_struck = partial(peer.struck, device)
             device.faults.on_message = partial(recollection.sent, device.name)

@@ -32,7 +32,8 @@ from tests.api_peers import (
 )
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.rendezvous import _claims, _local_protocol, clc
+from trio_smc.rendezvous import _local_protocol, clc
+from trio_smc.rendezvous import _publication as _claims
 
 Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER

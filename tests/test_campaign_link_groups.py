@@ -10,8 +10,8 @@ from tests.campaigns import link_groups
 from tests.campaigns._replays import finds_and_replays
 from trio_smc._stack_core import StackCore
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.group_life import GroupLife
 from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.link_group import GroupLife
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rkeys import Rkeys
 

@@ -27,7 +27,8 @@ from tests.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
 from trio_smc._policy import SHORT_AFTER
-from trio_smc.rendezvous import _local_protocol, _places, clc, tcp_option
+from trio_smc.rendezvous import _channels as _places
+from trio_smc.rendezvous import _local_protocol, clc, tcp_option
 from trio_smc.tools.commands import check
 
 Reason = FallbackReason

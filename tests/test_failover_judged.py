@@ -58,6 +58,7 @@ class Rings:
         group: Any = SimpleNamespace(host=SimpleNamespace(observer=None), links={})
         self.group = group
         self.mover = group.mover = GroupMover(group, self.drain)
+        group.judge = self.mover.judge
         self.rings: dict[int, deque[bytes]] = {}
         self.links: list[Link] = []
         for content in contents:

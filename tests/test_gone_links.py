@@ -90,7 +90,7 @@ def test_an_rmb_without_any_link_is_gone() -> None:
 def test_an_rmb_that_nobody_told_of_is_not_learned_on_a_gone_link() -> None:
     gone = link(1)
     group: Any = SimpleNamespace(peer_rmbs=PeerRmbs(), links=Links())
-    members = GroupConnections(group)
+    members = GroupConnections(group, lambda: None)
     user: Any = object()
     with pytest.raises(ProtocolError, match="gone"):
         members.take_peer_element_untrusted(

@@ -18,9 +18,9 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS
 from trio_smc.rendezvous import llc, own_rmbs
-from trio_smc.rendezvous.idle_rmbs import RMB_IDLE
 from trio_smc.rendezvous.link import Link
 from trio_smc.rendezvous.outcomes import Established
+from trio_smc.rendezvous.own_rmbs import RMB_IDLE
 from trio_smc.rnic.verbs import RnicError
 
 LOOK = 15.0
@@ -226,7 +226,7 @@ def test_a_deletion_whose_reply_was_lost_is_asked_for_again() -> None:
         world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs._idle.leaving
         world.fabric.tamper = None
-        carrier = client.group.exchanges._rkeys_link
+        carrier = client.group.exchanges.of_rkeys._rkeys_link
         assert carrier is not None
         client.record()
         carrier.machine.send("failed")

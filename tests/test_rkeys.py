@@ -279,7 +279,7 @@ def test_a_confirm_rkey_without_reply_costs_its_link_and_begins_anew(end: int) -
         side, peer = (client, server) if end == 0 else (server, client)
         assert len(side.group.links) == 2
         done = elements(side, 1)
-        link = side.group.exchanges._rkeys_link
+        link = side.group.exchanges.of_rkeys._rkeys_link
         assert link is not None
         world.fabric.tamper = lambda qp, m: (
             [] if qp is link.qp and m[0] == llc.MessageType.CONFIRM_RKEY else [m]

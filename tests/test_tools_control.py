@@ -162,7 +162,7 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     async with trio_smc.open_stack(Config(directory=tmp_path)) as stack:
-        assert stack.control is None
+        assert not stack.attached
         assert os.listdir(tmp_path) == []
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, Literal
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
 from trio_smc._option_inherited import Inherited, inherited, receive_buffer_for
 from trio_smc._policy import Peer, permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
+from trio_smc._tcp import close_with_reset
 from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.outcomes import Established
@@ -30,7 +30,7 @@ from trio_smc.rendezvous.server import ServerNegotiation
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
     from trio_smc.rendezvous.discovery import Claim, Publication
     from trio_smc.rnic.verbs import Rnic
 
@@ -59,7 +59,7 @@ class Arrival:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: StackCore,
         config: Config,
         publication: Publication,
         sock: trio.socket.SocketType,
@@ -191,7 +191,7 @@ class Arrival:
 
 
 def established_stream(
-    stack: Stack,
+    stack: StackCore,
     outcome: Established,
     sock: trio.socket.SocketType,
     config: Config,

@@ -13,12 +13,12 @@ from trio_smc._accept import established_stream
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._dial import Attempt, connect_attempt, connect_tcp
-from trio_smc._endpoint import close_with_reset
 from trio_smc._handshake import run_negotiation
 from trio_smc._option_inherited import inherited
 from trio_smc._policy import permitted_rnic
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
+from trio_smc._tcp import close_with_reset
 from trio_smc._tcp_stream import TcpStream
 from trio_smc.rendezvous import clc
 from trio_smc.rendezvous.client import ClientNegotiation
@@ -29,7 +29,7 @@ from trio_smc.rendezvous.spinning import NEVER
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["connect_socket", "connect_stream"]
@@ -49,7 +49,7 @@ _NOBODY: Final = frozenset(
 
 
 async def connect_stream(
-    stack: Stack,
+    stack: StackCore,
     host: str | bytes,
     port: int,
     *,
@@ -65,7 +65,7 @@ async def connect_stream(
 
 
 async def connect_socket(
-    stack: Stack, sock: trio.socket.SocketType, address: Any, config: Config
+    stack: StackCore, sock: trio.socket.SocketType, address: Any, config: Config
 ) -> SmcStream:
     """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
 
@@ -80,7 +80,7 @@ async def connect_socket(
     return await _negotiated(stack, attempt, config)
 
 
-async def _negotiated(stack: Stack, attempt: Attempt, config: Config) -> SmcStream:
+async def _negotiated(stack: StackCore, attempt: Attempt, config: Config) -> SmcStream:
     """The stream of a TCP connection that is open."""
     try:
         outcome = await _negotiate(stack, attempt, config)
@@ -105,7 +105,7 @@ async def _negotiated(stack: Stack, attempt: Attempt, config: Config) -> SmcStre
     return stream
 
 
-async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
+async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
     sock, announcement = attempt.sock, attempt.announcement
     if attempt.offers:
         reason = stack.tcp_option.answer(sock)
@@ -144,7 +144,7 @@ async def _negotiate(stack: Stack, attempt: Attempt, config: Config) -> RdmaStre
 
 
 async def _decline(
-    stack: Stack, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
+    stack: StackCore, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
 ) -> Fallback:
     """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
@@ -165,7 +165,7 @@ def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
     return Fallback.local(reason)
 
 
-def _proposal(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
+def _proposal(stack: StackCore, rnic: Rnic, address: str) -> clc.Proposal:
     """RFC 7609, 3.5.1.2, A.2.1."""
     return _proposal_from(stack.peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
 

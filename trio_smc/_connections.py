@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from trio_smc._base.statistics import StreamStatistics
     from trio_smc._endpoint import Endpoint
-    from trio_smc._stack_core import StackCore
     from trio_smc._tcp_names import SmcSocket
     from trio_smc._tcp_stream import TcpStream
     from trio_smc._views import LinkGroup
@@ -158,11 +157,11 @@ class ConnectionView:
 class RdmaConnection(ConnectionView):
     """A connection whose bytes travel by RDMA writes."""
 
-    __slots__ = ("_stack",)
+    __slots__ = ("_group",)
     _core: Endpoint
 
-    def __init__(self, stack: StackCore, core: Endpoint) -> None:
-        self._stack = stack
+    def __init__(self, group: LinkGroup, core: Endpoint) -> None:
+        self._group = group
         self._core = core
 
     @property
@@ -175,7 +174,7 @@ class RdmaConnection(ConnectionView):
 
     @property
     def link_group(self) -> LinkGroup:
-        return self._stack.view(self._core.group)
+        return self._group
 
     @property
     def link(self) -> LinkView | None:

@@ -26,7 +26,7 @@ from trio_smc.rendezvous.prefixes import is_same_host, plain_address, source_add
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
 
 __all__ = ["Attempt", "connect_attempt", "connect_tcp"]
 
@@ -70,7 +70,7 @@ class Attempt:
 
 
 async def connect_tcp(
-    stack: Stack, host: str | bytes, port: int, delay: float, local: str | None, config: Config
+    stack: StackCore, host: str | bytes, port: int, delay: float, local: str | None, config: Config
 ) -> Attempt:
     """The first connection that succeeds, of attempts staggered by ``delay`` seconds."""
     if host is None:
@@ -174,7 +174,7 @@ def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list
 
 
 async def _connect_one(
-    stack: Stack, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
+    stack: StackCore, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
 ) -> Attempt:
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
@@ -205,7 +205,7 @@ async def _connect(attempt: Attempt, address: Any) -> None:
 
 
 async def connect_attempt(
-    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
+    stack: StackCore, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
     """Announce and connect; ``local``: the address to connect from, bound already or not."""
     sock = attempt.sock
@@ -256,7 +256,7 @@ async def _bind(attempt: Attempt, source: str, *, late_port: bool) -> None:
 
 
 def _announced_source(
-    stack: Stack, attempt: Attempt, address: Any, local: str | None, config: Config
+    stack: StackCore, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
     """The address to announce on this host; why not; or None where it does not apply.
 

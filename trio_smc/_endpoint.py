@@ -5,41 +5,37 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._tcp import close_with_reset
 
 if TYPE_CHECKING:
     import trio
 
-    from trio_smc._stack_core import StackCore
+    from trio_smc._base.observer import Observer
+    from trio_smc._tcp_watch import TcpWatch
     from trio_smc.datapath.connection import Connection
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.timers import Timer
+    from trio_smc.rendezvous.timers import Timer, Timers
+    from trio_smc.rnic.pump import Pump
 
-if sys.platform == "linux":  # elsewhere every connection is TCP, and nobody comes here
-    import fcntl
-    import termios
+__all__ = ["Endpoint", "EndpointOwner"]
 
-__all__ = ["Endpoint", "close_with_reset", "unread_bytes"]
-
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 
 
-def close_with_reset(sock: trio.socket.SocketType) -> None:
-    """Close a TCP socket so that the peer gets RST."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    sock.close()
+class EndpointOwner(Protocol):
+    """What an endpoint wants of its stack."""
 
+    observer: Observer | None
+    timers: Timers
+    tcp_watch: TcpWatch
+    pump: Pump
 
-def unread_bytes(sock: trio.socket.SocketType) -> int:
-    """Bytes in the receive queue of a TCP socket; a FIN is none."""
-    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return int(struct.unpack("i", answer)[0])
+    def connection_closed(self, endpoint: Endpoint) -> None:
+        """Its connection is CLOSED and has given everything back."""
 
 
 class Endpoint:
@@ -54,7 +50,7 @@ class Endpoint:
 
     connection: Connection
 
-    def __init__(self, stack: StackCore, group: LinkGroup, rmbe: Rmbe) -> None:
+    def __init__(self, stack: EndpointOwner, group: LinkGroup, rmbe: Rmbe) -> None:
         self._stack = stack
         self._timer: Timer | None = None
         self.group = group

@@ -22,12 +22,11 @@ from trio_smc._connections import socket_name
 from trio_smc._rdma_stream import RdmaStream
 from trio_smc._stream import SmcStream
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.link import Link, LinkOwner
 from trio_smc.rendezvous.link_group import LinkGroup
 
 if TYPE_CHECKING:
     from trio_smc._stack import Stack
-    from trio_smc._stack_core import StackCore
     from trio_smc._tcp_names import SmcSocket
 
 __all__ = ["EventObserver", "EventStream", "StackEvent", "open_events"]
@@ -150,7 +149,7 @@ def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
 class EventObserver:
     """Gives the events of ``stack`` to ``put`` (`trio_smc.Observer`)."""
 
-    def __init__(self, stack: StackCore, put: Callable[[StackEvent], None]) -> None:
+    def __init__(self, stack: Stack, put: Callable[[StackEvent], None]) -> None:
         self._stack = stack
         self._put = put
         # Where open connections go: an aborted one has no TCP connection to ask any more.
@@ -222,5 +221,5 @@ def _ends_of(sock: trio.socket.SocketType | SmcSocket) -> _Ends:
     return socket_name(sock, "getsockname"), socket_name(sock, "getpeername")
 
 
-def _role(group: LinkGroup) -> Literal["client", "server"]:
+def _role(group: LinkGroup | LinkOwner) -> Literal["client", "server"]:
     return "client" if group.client else "server"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc._endpoint import unread_bytes
+from trio_smc._tcp import unread_bytes
 from trio_smc.rendezvous.clc_reader import ClcReader
 from trio_smc.rendezvous.outcomes import Established, Failed
 

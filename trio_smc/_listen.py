@@ -15,8 +15,6 @@ from typing import Final
 
 import trio
 
-from trio_smc._face import plain_socket
-
 __all__ = ["open_listening_sockets"]
 
 # The kernel keeps it in 16 bits and may take more for less.
@@ -49,7 +47,8 @@ async def open_listening_sockets(
         for family, kind, protocol, _, address in found:
             try:
                 # The program may have a socket factory, and `enable` is one of ours.
-                sock = plain_socket(trio.socket.socket(family, kind, protocol))
+                made = trio.socket.socket(family, kind, protocol)
+                sock = getattr(made, "plain", made)  # a socket that may become SMC-R wraps one
             except OSError as error:
                 if error.errno != errno.EAFNOSUPPORT:
                     raise

@@ -26,7 +26,7 @@ from trio_smc._rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
     from trio_smc._stream import SmcStream
     from trio_smc.rendezvous.discovery import Publication
 
@@ -50,7 +50,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def __init__(
         self,
-        stack: Stack,
+        stack: StackCore,
         sock: trio.socket.SocketType,
         config: Config,
         *,

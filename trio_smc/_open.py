@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -11,6 +12,9 @@ from contextvars import ContextVar
 import trio
 
 from trio_smc._base.config import Config
+from trio_smc._control import ControlSocket
+from trio_smc._event_log import log_event
+from trio_smc._events import EventObserver
 from trio_smc._listener import SmcListener
 from trio_smc._stack import Stack
 from trio_smc._stream import SmcStream
@@ -100,6 +104,7 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         try:
             with trio.CancelScope(shield=True):
                 await nursery.start(stack.run)
+                _attach(stack)
             async with _captured(stack):
                 token = _current.set(stack)
                 try:
@@ -119,6 +124,17 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
             failure = stack.failure
         if failure is not None:
             raise failure
+
+
+def _attach(stack: Stack) -> None:
+    """What watches a stack and is no part of it."""
+    config = stack.config
+    if config.log_events:
+        stack.add_observer(EventObserver(stack, log_event))
+    if config.control and sys.platform == "linux":
+        control = ControlSocket.open(stack, config.private_directory())
+        if control is not None:
+            stack.attach(control)
 
 
 @asynccontextmanager

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.reasons import FallbackReason
 
 if TYPE_CHECKING:
     from trio_smc._base.config import Config
-    from trio_smc._stack_core import StackCore
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["REST", "SHORT", "SHORT_AFTER", "Peer", "ShortConnections", "permitted_rnic"]
@@ -34,8 +33,19 @@ REST: Final = 300.0
 _MOST_PEERS: Final = 4096
 
 
+class Chooser(Protocol):
+    """Who knows the RNICs, and what was learned."""
+
+    @property
+    def short_connections(self) -> ShortConnections:
+        """Whose connections were not worth SMC-R."""
+
+    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does."""
+
+
 def permitted_rnic(
-    stack: StackCore, config: Config, local: str, peer: Peer, *names: Peer, busy: bool = False
+    stack: Chooser, config: Config, local: str, peer: Peer, *names: Peer, busy: bool = False
 ) -> Rnic | FallbackReason:
     """The RNIC for a connection, or why it is to be TCP.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trio_smc._base.config import Config
     from trio_smc._endpoint import Endpoint
     from trio_smc._option_inherited import Inherited
-    from trio_smc._stack import Stack
+    from trio_smc._stack_core import StackCore
 
 __all__ = ["RdmaStream"]
 
@@ -67,7 +67,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     _closed = True  # until there is something to close
 
     def __init__(
-        self, stack: Stack, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+        self, stack: StackCore, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
     ) -> None:
         self.socket = SmcSocket(sock)
         self.link_group = stack.view(endpoint.group)

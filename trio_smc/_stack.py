@@ -18,8 +18,6 @@ from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
 from trio_smc._connect import connect_stream
 from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
-from trio_smc._event_log import log_event
-from trio_smc._events import EventObserver
 from trio_smc._listen import open_listening_sockets
 from trio_smc._listener import SmcListener
 from trio_smc._stack_core import StackCore
@@ -50,11 +48,6 @@ class Stack(StackCore):
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        if config.log_events:
-            self.add_observer(EventObserver(self, log_event))
-
     @property
     def rnics(self) -> tuple[Rnic, ...]:
         """The RNICs of the stack."""
@@ -70,7 +63,10 @@ class Stack(StackCore):
         """Connections over SMC-R, those in a handshake and closing ones included, and then those
         over TCP that are open."""
         return (
-            *(RdmaConnection(self, endpoint) for endpoint in self._endpoints.values()),
+            *(
+                RdmaConnection(self.view(endpoint.group), endpoint)
+                for endpoint in self._endpoints.values()
+            ),
             *(
                 TcpConnection(stream)
                 for stream in self._tcp_streams

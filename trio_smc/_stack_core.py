@@ -20,7 +20,7 @@ from trio_smc._base.statistics import STREAM_COUNTERS
 from trio_smc._endpoint import Endpoint
 from trio_smc._policy import ShortConnections
 from trio_smc._rnic_life import RnicChange
-from trio_smc._stack_life import StackLife
+from trio_smc._stack_life import Closable, OpenStream, StackLife
 from trio_smc._views import LinkGroup as LinkGroupView
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
@@ -30,11 +30,9 @@ from trio_smc.rnic.verbs import QueuePair, Rnic
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
-    from trio_smc._listener import SmcListener
-    from trio_smc._stream import SmcStream
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous import clc
-    from trio_smc.rendezvous.group_host import Mover
+    from trio_smc.rendezvous.context import Mover
     from trio_smc.rendezvous.link import Link
 
 __all__ = ["StackCore"]
@@ -212,7 +210,7 @@ class StackCore(StackLife):
         """Around a handshake: counts it, and whether it ended the TCP connection."""
         return _Handshake(self.handshakes)
 
-    def count_mode(self, connection: SmcStream | None, fallback: Fallback | None) -> None:
+    def count_mode(self, connection: OpenStream | None, fallback: Fallback | None) -> None:
         """A connection became SMC-R (None) or stays TCP; no connection: it was refused then."""
         if fallback is None:
             self._counts["connections"] += 1
@@ -224,11 +222,11 @@ class StackCore(StackLife):
         if self.observer is not None:
             self.observer.mode(connection, fallback)
 
-    def add_listener(self, listener: SmcListener) -> None:
+    def add_listener(self, listener: Closable) -> None:
         """Close ``listener`` when the stack is left."""
         self._listeners.add(listener)
 
-    def remove_listener(self, listener: SmcListener) -> None:
+    def remove_listener(self, listener: Closable) -> None:
         """It was closed."""
         self._listeners.discard(listener)
 

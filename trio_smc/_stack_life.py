@@ -28,12 +28,11 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import trio
 
 from trio_smc._base.config import Config
-from trio_smc._control import ControlSocket
 from trio_smc._rnic_life import RnicChange
 from trio_smc._rnics import StackRnics
 from trio_smc._tcp_watch import TcpWatch
@@ -47,19 +46,48 @@ from trio_smc.rnic.pump import Pump
 
 if TYPE_CHECKING:
     from trio_smc._endpoint import Endpoint
-    from trio_smc._listener import SmcListener
-    from trio_smc._stack import Stack
-    from trio_smc._stream import SmcStream
     from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["StackLife", "running_stacks"]
+__all__ = ["Attached", "Closable", "OpenStream", "StackLife", "running_stacks"]
 
 LOGGER = logging.getLogger("trio_smc")
 
 _HANDSHAKE_SPINS = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
+
+
+class Closable(Protocol):
+    """A listener, for who ends it."""
+
+    @property
+    def socket(self) -> Any:
+        """The listening socket."""
+
+    def close(self) -> None:
+        """Accept nothing more."""
+
+
+class OpenStream(Protocol):
+    """A stream over TCP, for who ends it."""
+
+    @property
+    def socket(self) -> Any:
+        """The TCP connection."""
+
+    def abort(self) -> None:
+        """Reset it."""
+
+
+class Attached(Protocol):
+    """What runs beside the stack for those who watch it."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+
+    def abandon(self) -> None:
+        """This process is a forked child."""
 
 
 class StackLife:
@@ -83,7 +111,7 @@ class StackLife:
         self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.discovery = Discovery(config.private_directory(), self.spinner)
         self.tcp_option = TcpOption(Path(config.tcp_option))
-        self.control: ControlSocket | None = None
+        self.attached: list[Attached] = []
         self.closing = False
         self.failure: Exception | None = None
         self.unclosed: list[str] = []
@@ -94,8 +122,8 @@ class StackLife:
         self._ended = trio.Event()
         self._groups: list[LinkGroup] = []
         self._endpoints: dict[object, Endpoint] = {}
-        self._tcp_streams: weakref.WeakSet[SmcStream] = weakref.WeakSet()
-        self._listeners: set[SmcListener] = set()
+        self._tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
+        self._listeners: set[Closable] = set()
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
         self._under_way = UnderWay(self._work_ended)
@@ -131,7 +159,6 @@ class StackLife:
                         nursery.start_soon(self.tcp_watch.run)
                         nursery.start_soon(self.discovery.run)
                     nursery.start_soon(self._run_timers)
-                    self._open_control_socket(nursery)
                     started = True
                     task_status.started()
         except ExceptionGroup as group:
@@ -146,12 +173,10 @@ class StackLife:
             finally:
                 self._ended.set()
 
-    def _open_control_socket(self, nursery: trio.Nursery) -> None:
-        if self._supported and self.config.control:
-            directory = Path(self.config.private_directory())
-            self.control = ControlSocket.open(cast("Stack", self), directory)
-            if self.control is not None:
-                nursery.start_soon(self.control.run)
+    def attach(self, thing: Attached) -> None:
+        """Run ``thing`` until the stack is left."""
+        self.attached.append(thing)
+        self.nursery.start_soon(thing.run)
 
     def _free(self) -> None:
         if self._forked:
@@ -216,8 +241,8 @@ class StackLife:
     def forked(self) -> None:
         """This process is a forked child: nothing here may touch what the parent works with."""
         self._forked = self.closing = True
-        if self.control is not None:
-            self.control.abandon()
+        for thing in self.attached:
+            thing.abandon()
         self.discovery.abandon()
         self.pump.abandon()
         for endpoint in self._endpoints.values():

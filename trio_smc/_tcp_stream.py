@@ -8,8 +8,8 @@ import trio
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc._endpoint import close_with_reset
 from trio_smc._stream import SmcStream, some_bytes, writable
+from trio_smc._tcp import close_with_reset
 from trio_smc._urgent import TcpUrgent, UrgentState, as_stream_errors
 
 if TYPE_CHECKING:

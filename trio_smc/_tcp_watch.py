@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import trio
 
-from trio_smc._endpoint import unread_bytes
+from trio_smc._tcp import unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
 

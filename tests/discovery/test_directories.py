@@ -17,7 +17,8 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_directory, _local_protocol, _places, _publication
+from trio_smc.rendezvous import _channels as _places
+from trio_smc.rendezvous import _local_directory, _local_protocol, _publication
 from trio_smc.rendezvous.discovery import Announcement, Discovery
 
 

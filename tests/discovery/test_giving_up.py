@@ -21,7 +21,8 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _claims, _local_protocol
+from trio_smc.rendezvous import _local_protocol
+from trio_smc.rendezvous import _publication as _claims
 from trio_smc.rendezvous.discovery import Discovery
 
 

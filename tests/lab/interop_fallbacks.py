@@ -10,7 +10,8 @@ from typing import Any
 import trio
 
 from tests.lab.interop_world import PATIENCE, World
-from trio_smc import Fallback, FallbackReason, Origin, Stack, _connect
+from trio_smc import Fallback, FallbackReason, Origin, _connect
+from trio_smc._stack_core import StackCore
 from trio_smc.rendezvous import clc
 from trio_smc.rnic.verbs import Rnic
 
@@ -41,7 +42,7 @@ async def kernel_declines(world: World) -> None:
             world.say(f"{role}: a Decline of 28 bytes: {fallback.message}; {fallback.remedy}")
         ours = _connect._proposal
 
-        def newer(stack: Stack, rnic: Rnic, address: str) -> clc.Proposal:
+        def newer(stack: StackCore, rnic: Rnic, address: str) -> clc.Proposal:
             # 92 bytes that name version 2 and offer version 1 only, as the kernel's own do.
             return replace(ours(stack, rnic, address), version=2, flags=0x08, growth=bytes(40))
 

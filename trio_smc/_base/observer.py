@@ -41,6 +41,20 @@ class Observer(Protocol):
         refused for that."""
 
 
+class Observed(Protocol):
+    """A stack, for who listens to it."""
+
+    @property
+    def peer_id(self) -> bytes:
+        """8 bytes."""
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell it, too."""
+
+    def remove_observer(self, observer: Observer) -> None:
+        """No longer."""
+
+
 class ObserverGroup:
     """Several observers as one; an exception of one is logged and costs nobody anything."""
 

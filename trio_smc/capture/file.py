@@ -29,7 +29,7 @@ from trio_smc.capture import pcapng
 from trio_smc.capture.recorder import Capture
 
 if TYPE_CHECKING:
-    from trio_smc import Stack
+    from trio_smc._base.observer import Observed
 
 __all__ = ["FileCapture"]
 
@@ -55,7 +55,7 @@ class FileCapture:
       dropped: blocks that were not written because the disk was too slow.
     """
 
-    def __init__(self, stack: Stack, path: Path | str, payload: int = 0) -> None:
+    def __init__(self, stack: Observed, path: Path | str, payload: int = 0) -> None:
         self._path = Path(path)
         self._fd = _open(self._path)
         self._stack = stack

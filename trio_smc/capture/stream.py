@@ -13,7 +13,7 @@ from trio_smc.capture import pcapng
 from trio_smc.capture.recorder import Capture
 
 if TYPE_CHECKING:
-    from trio_smc import Stack
+    from trio_smc._base.observer import Observed
 
 __all__ = ["send_capture"]
 
@@ -50,7 +50,7 @@ class _Backlog:
         return data
 
 
-async def send_capture(stack: Stack, stream: trio.abc.Stream, payload: int = 0) -> None:
+async def send_capture(stack: Observed, stream: trio.abc.Stream, payload: int = 0) -> None:
     """Send a pcapng file of what happens from now on, until cancelled or the receiver leaves.
 
     Args:

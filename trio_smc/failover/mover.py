@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from trio_smc.rendezvous.link import Link
     from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rendezvous.link_judged import JudgedLink
 
 __all__ = ["GroupMover"]
 
@@ -54,7 +53,7 @@ class GroupMover:
         self._drain = drain
         self._departures: dict[Link, _Departure] = {}
         # Links with a validation message that misses something; what is behind it waits, too.
-        self._waiting: list[JudgedLink] = []
+        self._waiting: list[Link] = []
         self._judging = False
         self._ending: list[Link] = []
 
@@ -134,7 +133,7 @@ class GroupMover:
         for link in [*self._group.links.values(), *self._ending]:
             self._drain(link.rnic, link.qp)
 
-    def judge(self, link: JudgedLink) -> None:
+    def judge(self, link: Link) -> None:
         """A validation message on ``link`` misses one that may have come over another link.
 
         What other links brought is taken first, and may itself have to wait in the same way: for
@@ -168,7 +167,7 @@ class GroupMover:
             LOGGER.info("%r waits for what nobody has; who waits for whom: %s", link, waiting)
         link.resume_untrusted(give_up=True)
 
-    def _hopeless(self) -> JudgedLink:
+    def _hopeless(self) -> Link:
         """Of the links that wait, one that waits for none of the others."""
         waiting = self._waiting
         for link in waiting:

@@ -1,7 +1,9 @@
 """The client's half of same-host discovery; `trio_smc.rendezvous.discovery` explains it.
 
-Theory of operation: a Unix connection to each listening process is made once and kept; which of
-them may be behind a TCP address is told in `_places`.
+Theory of operation: a Unix connection to each listening process is made once and kept.  Which of
+them may be behind a TCP address the directories of `_local_directory` say; what they said is kept
+as long as they have not changed: looking at their time of change is all that a connection costs
+then.
 
 Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
 connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
@@ -13,26 +15,230 @@ long, to end that wait.
 from __future__ import annotations
 
 import math
+import os
 import select
+import socket
 from pathlib import Path
+from typing import Self
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
 from trio_smc.rendezvous import _local_protocol as protocol
-from trio_smc.rendezvous._announcement import Announcement, Channel
-from trio_smc.rendezvous._local_connection import take
+from trio_smc.rendezvous._local_connection import is_same_user, take
 from trio_smc.rendezvous._local_protocol import Kind, Message
-from trio_smc.rendezvous._places import AnySocket, Places
+from trio_smc.rendezvous._private_directory import open_private
+from trio_smc.rendezvous.prefixes import is_same_host
 from trio_smc.rendezvous.spinning import NEVER, Spinner
 
-__all__ = ["Channels"]
+__all__ = ["Announcement", "AnySocket", "Channels"]
 
 _MOST_CHANNELS = 256  # Unix connections that are kept, each of them a descriptor
-_RETRY_INTERVAL = 0.005  # after a full queue, seconds
+_RETRY_INTERVAL = 0.005  # after a full queue or backlog, seconds
 _EVENTS_AT_ONCE = 64
 _ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
+_MAX_ASKED = 64  # listening processes that a client asks
+_MOST_PLACES = 1024  # TCP addresses that are remembered
+_SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
+
+AnySocket = trio.socket.SocketType | socket.socket
+
+
+class Channel:
+    """A Unix connection to a listening process."""
+
+    __slots__ = ("announced", "connection", "entry")
+
+    def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
+        self.connection = connection
+        self.entry = entry  # device and inode of the directory, name there
+        self.announced: set[Announcement] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.fileno() >= 0
+
+    def send(self, message: bytes) -> None:
+        """Send a packet without waiting.  Raises OSError, BlockingIOError: not now."""
+        self.connection.send(message, socket.MSG_NOSIGNAL)
+
+
+class Announcement:
+    """A TCP connection that was announced; settled by `accepted` or `close`.
+
+    Leaving it as a context manager withdraws, when it is not settled yet.
+    """
+
+    __slots__ = ("_owner", "answered", "asked", "key", "reason")
+
+    def __init__(self, owner: Channels, key: bytes) -> None:
+        self._owner = owner
+        self.key = key
+        self.asked: list[Channel] = []  # who may still say that it is theirs
+        self.answered = False
+        self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
+
+    async def accepted(self, deadline: float) -> FallbackReason | None:
+        """Wait until the process that accepted the TCP connection says so; settles in any case.
+
+        deadline: when to stop waiting, as `trio.current_time`.
+
+        None: both sides start SMC-R; send the Proposal, or end the TCP connection.  A reason:
+        both sides stay on TCP.
+        """
+        try:
+            if not self.answered and not self._owner.spin(self):
+                await self._owner.wait(self, deadline)
+        finally:
+            self.close()
+        return self.reason
+
+    def tell(self, channel: Channel) -> bool:
+        """Announce it there; False when nothing can be sent now, or ever."""
+        try:
+            channel.send(protocol.announce(self.key))
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._owner.drop(channel)
+            return False
+        self.asked.append(channel)
+        channel.announced.add(self)
+        return True
+
+    def heard(self, channel: Channel, message: Message | None) -> None:
+        """What a listening process answered; None: its Unix connection ended."""
+        self.asked.remove(channel)
+        channel.announced.discard(self)
+        if message is not None and message.kind is Kind.ACCEPTED:
+            self.reason = None
+        elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
+            self.reason = message.reason
+        self.answered = self.reason is None or not self.asked
+
+    def forsake(self) -> None:
+        """Another announcement of the same connection takes its place."""
+        for channel in self.asked:
+            channel.announced.discard(self)
+        self.asked = []
+        self.answered = True
+        self._owner.wake(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Withdraw: the connection is plain TCP, or was never opened; idempotent.
+
+        To be called before anything is sent over TCP.
+        """
+        self.answered = True
+        asked, self.asked = self.asked, []
+        for channel in asked:
+            channel.announced.discard(self)
+            try:
+                channel.send(protocol.withdraw(self.key))
+            except OSError:
+                # The end of the channel tells the other side the same.
+                self._owner.drop(channel)
+        self._owner.forget(self)
+
+
+class Place:
+    """Who may be behind a TCP address, while the directories are as they were."""
+
+    __slots__ = ("channels", "stamps")
+
+    def __init__(self, channels: list[Channel], stamps: list[directory.Stamp]) -> None:
+        self.channels = channels
+        self.stamps = stamps
+
+    def holds(self) -> bool:
+        """Whether nobody came or went since."""
+        for channel in self.channels:
+            if not channel.is_open:
+                return False
+        return directory.unchanged(self.stamps)
+
+
+class Places:
+    """What one stack knows of the TCP addresses that it has connected to.
+
+    Attributes:
+      known: by namespace, address and port; each to be asked first whether it still holds.
+    """
+
+    def __init__(self, private: Path, owner: Channels) -> None:
+        """`private`: the user's private directory (`Config.private_directory`)."""
+        self._private = private
+        self._owner = owner
+        self._listings = directory.Listings()
+        self._namespaces: dict[bytes, str] = {}
+        self.known: dict[tuple[str, str, int], Place] = {}
+
+    def namespace(self, sock: AnySocket | None) -> str:
+        """Where the listeners of a socket's network namespace are, below the private directory."""
+        if sock is None:
+            return directory.namespace_path()
+        try:
+            cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return directory.namespace_path()  # Linux before 5.14
+        known = self._namespaces.get(cookie)
+        if known is None:
+            known = directory.namespace_path()
+            # The thread may have changed its namespace since the socket was made.
+            with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
+                if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
+                    self._namespaces[cookie] = known
+        return known
+
+    async def look_up(
+        self, channels: list[Channel], namespace: str, source: str, destination: tuple[str, int]
+    ) -> FallbackReason:
+        """Add a channel to everyone who might accept the TCP connection; why there is none."""
+        address, port = destination
+        try:
+            root = open_private(self._private, create=False)
+        except FileNotFoundError:
+            return FallbackReason.PEER_NOT_CAPABLE
+        listeners: list[directory.Listeners] = []
+        try:
+            stamps = directory.stamps(self._private, root, namespace)
+            exact = directory.listener_name(address, port, dual_stack=False)
+            for name in (exact, *directory.wildcard_names(address, port)):
+                each = directory.Listeners(root, namespace, name, self._listings)
+                listeners.append(each)  # one by one: another may not open
+                stamps += directory.stamps(self._private, root, f"{namespace}/{name}")
+            # Our own wildcard listener says nothing about the same port of another host.
+            wildcards = listeners[1:]
+            others = any(each.waiting for each in wildcards) and not is_same_host(source, address)
+            if others:
+                for each in wildcards:
+                    each.waiting.clear()
+            for each in listeners:
+                self._owner.connect(each, channels, _MAX_ASKED)
+                while each.waiting and len(channels) < _MAX_ASKED:
+                    await trio.sleep(_RETRY_INTERVAL)
+                    self._owner.connect(each, channels, _MAX_ASKED)
+        finally:
+            for each in listeners:
+                each.close()
+            os.close(root)
+        ours = [channel for channel in channels if is_same_user(channel.connection)]
+        if not others and ours == channels and stamps and directory.settled(stamps):
+            if len(self.known) >= _MOST_PLACES:
+                self.known.clear()
+            self.known[namespace, address, port] = Place(ours, stamps)
+        foreign = [channel for channel in channels if channel not in ours]
+        for channel in foreign:
+            self._owner.drop(channel)
+        channels[:] = ours
+        return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
 
 
 class Channels:

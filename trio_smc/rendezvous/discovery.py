@@ -44,12 +44,9 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous import _local_directory as directory
-from trio_smc.rendezvous._announcement import Announcement
-from trio_smc.rendezvous._channels import Channels
-from trio_smc.rendezvous._claims import Claim
-from trio_smc.rendezvous._places import AnySocket
+from trio_smc.rendezvous._channels import Announcement, AnySocket, Channels
 from trio_smc.rendezvous._private_directory import DirectoryUnusable, open_private
-from trio_smc.rendezvous._publication import Publication
+from trio_smc.rendezvous._publication import Claim, Publication
 from trio_smc.rendezvous.prefixes import plain_address
 from trio_smc.rendezvous.spinning import NEVER, Spinner
 

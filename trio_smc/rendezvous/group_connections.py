@@ -14,9 +14,10 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous.rtokens import PeerRmb, RToken
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.group_host import GroupConnection
+    from collections.abc import Callable
+
+    from trio_smc.rendezvous.context import Group, GroupConnection
     from trio_smc.rendezvous.link import Link
-    from trio_smc.rendezvous.link_group import LinkGroup
     from trio_smc.rendezvous.rtokens import ElementUser
 
 __all__ = ["GroupConnections"]
@@ -37,8 +38,10 @@ class GroupConnections:
       by_token: by our alert token; closing ones included.
     """
 
-    def __init__(self, group: LinkGroup) -> None:
+    def __init__(self, group: Group, placed: Callable[[], None]) -> None:
+        """``placed``: called when a connection got a link."""
         self._group = group
+        self._placed = placed
         self.by_token: dict[int, GroupConnection] = {}
         self._next_token = secrets.randbits(32)
         self._peer_elements: dict[ElementUser, _PeerElement] = {}
@@ -68,7 +71,7 @@ class GroupConnections:
         self._leave(connection)
         self._link_of[connection] = link
         link.users[connection] = None
-        self._group.idle_links.connection_placed()
+        self._placed()
 
     def _leave(self, connection: GroupConnection) -> None:
         link = self._link_of.pop(connection, None)

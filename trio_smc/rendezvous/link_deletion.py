@@ -16,25 +16,226 @@ stays: the peers still reach each other over it (4.8.3).  Each side decides that
 long as it does not know that the other has freed the link.
 
 DELETE LINK for the whole group is the affair of `states.link_group`.
+
+Two links without a common RNIC always stay, for redundancy.  A link that nobody used for a while
+goes, and is added again when connections use all that are left (`IdleLinks`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.deletion_requests import DeletionRequests, Wanted
-from trio_smc.rendezvous.link_leaving import LinkLeaving
 from trio_smc.states.link_group import USABLE
 
 if TYPE_CHECKING:
+    from trio_smc.rendezvous.context import Group, Turns, Wishes
     from trio_smc.rendezvous.link import Link
-    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.timers import Timer
 
-__all__ = ["LinkDeletion"]
+__all__ = ["IdleLinks", "LinkDeletion"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
+
+_PATIENCE: Final = 3
+"""Reply time-outs that a client gives its server, which may first wait for the end of an exchange
+of its own (3.5.5.3.1), and then for its connections to leave the link."""
+
+
+class Wanted(NamedTuple):
+    """A link that is to go.
+
+    Fields:
+      number: the link's.
+      reason: a 32-bit reason code (A.3.4).
+      orderly: connections leave it while it still works.
+    """
+
+    number: int
+    reason: int
+    orderly: bool
+
+
+class _Asked(NamedTuple):
+    """A client's DELETE LINK that waits for the server's."""
+
+    wanted: Wanted
+    link: Link
+    timer: Timer
+
+
+class DeletionRequests:
+    """What the client of one group has asked its server to delete.
+
+    Attributes:
+      asked: by link number, what the server has not answered yet.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.asked: dict[int, _Asked] = {}
+
+    def ask(self, number: int, reason: int, *, orderly: bool = False) -> None:
+        """Send DELETE LINK; the server's will follow."""
+        links = self._group.links
+        link = links.for_llc(avoid=links.get(number))
+        if link is not None and number not in self.asked:
+            self._send(link, Wanted(number, reason, orderly))
+
+    def _send(self, link: Link, wanted: Wanted) -> None:
+        number = wanted.number
+        timer = self._group.timers.call_later(
+            _PATIENCE * self._group.reply_timeout, lambda: self._not_deleted(number)
+        )
+        self.asked[number] = _Asked(wanted, link, timer)
+        link.send_llc(
+            llc.DeleteLink(orderly=wanted.orderly, link_number=number, reason=wanted.reason)
+        )
+
+    def _not_deleted(self, number: int) -> None:
+        wanted, link, _ = self.asked[number]
+        LOGGER.info("%r: DELETE LINK was not answered", link)
+        if number != link.number and self._group.usable_links() == [link]:
+            # Linux answers only when all it has sent over the lost link has failed, which over
+            # soft-RoCE may be never; and it drops requests that come in the middle of another
+            # exchange.  The last link took our message, so it works: no connection is to die of
+            # it, and TEST LINK watches it (4.5.3).  Ask again.
+            self._send(link, wanted)
+            return
+        # C.7.1: the link it was sent over is not usable either; `link_lost` asks again.
+        link.machine.send("failed")
+
+    def wanted(self, number: int) -> Wanted | None:
+        """What was asked for link ``number``, if the server's DELETE LINK has not come yet."""
+        asked = self.asked.get(number)
+        return None if asked is None else asked.wanted
+
+    def forget(self, number: int) -> bool:
+        """Wait no longer; whether anything was asked."""
+        asked = self.asked.pop(number, None)
+        if asked is not None:
+            asked.timer.cancel()
+        return asked is not None
+
+    def link_lost(self, link: Link) -> None:
+        """What was sent over ``link``, which has failed, may not have arrived: ask again."""
+        for wanted in [asked.wanted for asked in self.asked.values() if asked.link is link]:
+            self.forget(wanted.number)
+            self.ask(wanted.number, wanted.reason, orderly=wanted.orderly)
+
+    def close(self) -> None:
+        """The group is gone."""
+        for number in list(self.asked):
+            self.forget(number)
+
+
+class LinkLeaving:
+    """The links of one group that connections are leaving."""
+
+    def __init__(self, group: Group, left: Callable[[int], None]) -> None:
+        """`left`: called with the number of a link that nobody uses any more."""
+        self._group = group
+        self._left = left
+        self._leaving: dict[int, Timer] = {}
+
+    def begin(self, number: int, *, orderly: bool) -> None:
+        """Let connections leave a link, if there is one to leave and one to go to.
+
+        orderly: while it still works; else it fails at once.
+        """
+        link = self._group.links.get(number)
+        if number in self._leaving:
+            return
+        if link is None or not link.usable or self._group.links.least_loaded(but=link) is None:
+            self._left(number)  # there is nothing to leave, or nowhere to go
+        elif orderly:
+            link.machine.send("leave")
+            self._leaving[number] = self._group.timers.call_later(
+                self._group.config.llc_timeout, lambda: self._timed_out(number)
+            )
+            self._group.mover.link_leaving(link, lambda: self._has_left(number))
+        else:
+            link.machine.send("failed")
+            self._left(number)
+
+    def _timed_out(self, number: int) -> None:
+        link = self._group.links.get(number)
+        if link is not None:
+            LOGGER.info("%r: its connections do not leave", link)
+            self._group.mover.link_lost(link)
+        self._has_left(number)
+
+    def _has_left(self, number: int) -> None:
+        if self.stop(number):
+            self._left(number)
+
+    def stop(self, number: int) -> bool:
+        """Wait no longer for a link; whether anybody did."""
+        timer = self._leaving.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
+
+    def close(self) -> None:
+        """The group is gone."""
+        for timer in self._leaving.values():
+            timer.cancel()
+        self._leaving.clear()
+
+
+_REDUNDANT: Final = 2
+"""Symmetric links that are never deleted for being idle."""
+
+
+class IdleLinks:
+    """When links of one group are deleted because nothing uses them.
+
+    Attributes:
+      spared: whether one was deleted and not added again since.
+    """
+
+    def __init__(self, group: Group, seek: Callable[[], None]) -> None:
+        """``seek``: add a link again."""
+        self._group = group
+        self._seek = seek
+        self._timer: Timer | None = None
+        self.spared = False
+
+    def watch(self) -> None:
+        """Look after the time that an idle group has, too; server only."""
+        group = self._group
+        if self._timer is None and not group.client and self._more_than_needed():
+            self._timer = group.timers.call_later(group.config.link_group_idle, self._look)
+
+    def _more_than_needed(self) -> bool:
+        return len(self._group.links.symmetric()) > _REDUNDANT
+
+    def _look(self) -> None:
+        self._timer = None
+        group = self._group
+        if group.state not in USABLE:
+            return
+        oldest = group.timers.now() - group.config.link_group_idle
+        for link in reversed(group.links.symmetric()[_REDUNDANT:]):
+            if not link.users and link.empty_since <= oldest:
+                self.spared = True
+                group.delete_link(link.number, reason=llc.DeleteLinkReason.PROGRAM)
+                break  # one at a time: the next look finds the next one
+        self.watch()
+
+    def connection_placed(self) -> None:
+        """All links are in use: one more would be."""
+        if self.spared and all(link.users for link in self._group.links.usable()):
+            self.spared = False
+            self._seek()
+
+    def close(self) -> None:
+        """The group is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class LinkDeletion:
@@ -44,8 +245,10 @@ class LinkDeletion:
       requests: what this side asked for, as the client.
     """
 
-    def __init__(self, group: LinkGroup) -> None:
+    def __init__(self, group: Group, turns: Turns, wishes: Callable[[], Wishes]) -> None:
         self._group = group
+        self._turns = turns
+        self._wishes = wishes
         self.requests = DeletionRequests(group)
         # The server's: those that wait, and the one under way.
         self._queue: dict[int, Wanted] = {}
@@ -70,7 +273,7 @@ class LinkDeletion:
             self.requests.ask(number, reason, orderly=orderly)
         elif self._current is None or self._current.number != number:
             self._queue[number] = Wanted(number, reason, orderly)
-            self._group.exchanges.look()
+            self._turns.look()
 
     def told_to_delete(self, number: int) -> bool:
         """Whether the server wants the link deleted: it need not be told that it failed."""
@@ -95,7 +298,7 @@ class LinkDeletion:
         if message.reply:
             self._on_reply(message.link_number)
         elif message.all_links:
-            self._group.machine.send("delete_all")
+            self._group.deleted()
         elif self._group.client:
             self._on_request_from_server(link, message)
         else:
@@ -108,13 +311,12 @@ class LinkDeletion:
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
             return
-        adding, exchanges = self._group.adding, self._group.exchanges
-        if exchanges.state == "ADD_LINK_CONFIRM" and number == adding.number:
-            exchanges.machine.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
+        if self._turns.adds(number):
+            self._turns.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
             return
         # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
         self._from_client = Wanted(number, message.reason, message.orderly)
-        exchanges.machine.send("delete_asked")
+        self._turns.send("delete_asked")
 
     def _cleaning_up(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
@@ -129,7 +331,7 @@ class LinkDeletion:
             self._asked_is_over()
             return
         self._told[number] = (link, message)
-        self._group.exchanges.machine.send("delete_link")
+        self._turns.send("delete_link")
 
     def _on_reply(self, number: int) -> None:
         if self._group.client:
@@ -139,7 +341,7 @@ class LinkDeletion:
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
-                self._group.seeking.hold()
+                self._wishes().hold()
             # 3.5.5.1.3: only now the server frees what the link had.
             link = self._group.links.get(number)
             had_come = link is not None and link.confirmed
@@ -147,8 +349,8 @@ class LinkDeletion:
             if self._group.state != "GONE":
                 if had_come:
                     # If it left as soon as it came, it has never counted: nobody else asks then.
-                    self._group.seeking.seek(news=False)
-                self._group.exchanges.done()
+                    self._wishes().seek(news=False)
+                self._turns.done()
 
     def client_has_none(self, number: int) -> None:
         """The client has said otherwise that it has no such link: as good as a reply."""
@@ -165,7 +367,7 @@ class LinkDeletion:
             return False
         number = next(iter(self._queue))
         self._current = self._queue.pop(number)
-        self._group.exchanges.machine.send("delete_link")
+        self._turns.send("delete_link")
         return True
 
     def note_asked(self) -> None:
@@ -178,8 +380,8 @@ class LinkDeletion:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
         self._current = Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
-        self._group.seeking.retry_failed()
-        self._group.exchanges.machine.send("link_left")
+        self._wishes().retry_failed()
+        self._turns.send("link_left")
 
     def leave(self) -> None:
         """Move connections off the link, or off all links that the server named."""
@@ -196,7 +398,7 @@ class LinkDeletion:
         if self._group.client:
             self._comply(number)
         else:
-            self._group.exchanges.machine.send("link_left")
+            self._turns.send("link_left")
 
     def send(self) -> None:
         """The server's DELETE LINK, over another link if there is one."""
@@ -205,7 +407,7 @@ class LinkDeletion:
             return
         carrier = links.for_llc(avoid=links.get(wanted.number))
         if carrier is not None:
-            self._group.exchanges.carrier = carrier
+            self._turns.carrier = carrier
             carrier.send_llc(
                 llc.DeleteLink(
                     orderly=wanted.orderly, link_number=wanted.number, reason=wanted.reason
@@ -221,8 +423,8 @@ class LinkDeletion:
     # --- the client ----------------------------------------------------------------------------
 
     def _asked_is_over(self) -> None:
-        if self._group.exchanges.state == "DELETE_LINK" and not self._told:
-            self._group.exchanges.done()
+        if self._turns.state == "DELETE_LINK" and not self._told:
+            self._turns.done()
 
     def _comply(self, number: int) -> None:
         link, message = self._told[number]
@@ -262,11 +464,11 @@ class LinkDeletion:
                 link.machine.send("stay")
                 group.mover.link_stays(link)
             if link.rnic not in group.usable_rnics():
-                group.seeking.replace(link)  # it is drained
+                self._wishes().replace(link)  # it is drained
 
     def _withdrawn(self, link: Link, lost: Link) -> bool:
         """Forget that ``link`` was to go; False: it was not, or it is too late for that."""
-        number, exchanges = link.number, self._group.exchanges
+        number, exchanges = link.number, self._turns
         current = self._current
         under_way = current is not None and current.number == number
         if self._replied.get(number) is link or (under_way and exchanges.carrier is link):

@@ -18,34 +18,49 @@ group ends (4.8.3).  Its life as a whole is told in `group_life`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.rmb import Rmbe
+from trio_smc.datapath.rmb import Rmb, Rmbe
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.exchanges import Exchanges
+from trio_smc.rendezvous.context import GroupConnection, Mover
+from trio_smc.rendezvous.exchanges import Exchanges, dispatch_untrusted
 from trio_smc.rendezvous.group_connections import GroupConnections
-from trio_smc.rendezvous.group_host import GroupConnection, GroupHost, Mover
-from trio_smc.rendezvous.group_life import GroupLife
-from trio_smc.rendezvous.idle_links import IdleLinks
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.link_adding import LinkAdding
-from trio_smc.rendezvous.link_deletion import LinkDeletion
-from trio_smc.rendezvous.link_seeking import LinkSeeking
+from trio_smc.rendezvous.link import Link, LinkHost
+from trio_smc.rendezvous.link_adding import LinkAdding, LinkSeeking
+from trio_smc.rendezvous.link_deletion import IdleLinks, LinkDeletion
 from trio_smc.rendezvous.link_setup import FirstContact, GroupFailure, LinkSetup
 from trio_smc.rendezvous.links import Kind, Links
-from trio_smc.rendezvous.llc_dispatch import dispatch_untrusted
 from trio_smc.rendezvous.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.rkeys import Rkeys
 from trio_smc.rendezvous.rtokens import ElementUser, PeerRmbs, RToken
-from trio_smc.rendezvous.timers import Timers
+from trio_smc.rendezvous.timers import Timer, Timers
 from trio_smc.rnic.verbs import Rnic
-from trio_smc.states.link_group import USABLE
+from trio_smc.states.engine import Machine
+from trio_smc.states.link_group import LINK_GROUP, USABLE
 
 __all__ = ["GroupConnection", "GroupHost", "LinkGroup", "Mover"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
+
+
+class GroupHost(LinkHost, Protocol):
+    """What a link group wants of the stack it belongs to."""
+
+    def companions(self, rnic: Rnic) -> list[Rnic]:
+        """RNICs that may carry links now beside one on ``rnic``, the preferred one first.
+
+        All are of its kind and on its network (RFC 7609, 2.2, 5.1); it is one of them itself
+        unless it cannot be used now.
+        """
+
+    def new_mover(self, group: LinkGroup) -> Mover:
+        """Who moves the connections of ``group`` between its links."""
+
+    def group_gone(self, group: LinkGroup) -> None:
+        """The group has freed everything."""
 
 
 class LinkGroup:
@@ -62,6 +77,8 @@ class LinkGroup:
       mover: moves connections between links.
     """
 
+    seeking: LinkSeeking
+
     def __init__(
         self, *, client: bool, peer_id: bytes, rnic: Rnic, config: Config, timers: Timers,
         host: GroupHost,
@@ -73,17 +90,25 @@ class LinkGroup:
         self.timers = timers
         self.host = host
         self.links = Links()
-        self.members = GroupConnections(self)
+        self.idle_links = IdleLinks(self, lambda: self.seeking.seek(news=False))
+        self.members = GroupConnections(self, self.idle_links.connection_placed)
         self.connections = self.members.by_token
         self.peer_rmbs = PeerRmbs()
-        self.exchanges = Exchanges(self)
         self.own_rmbs = OwnRmbs(self)
-        self.rkeys = Rkeys(self)
-        self.setup = LinkSetup(self)
-        self.adding = LinkAdding(self)
-        self.seeking = LinkSeeking(self)
-        self.idle_links = IdleLinks(self)
-        self.deletion = LinkDeletion(self)
+        self.exchanges = turns = Exchanges(self)
+        self.rkeys = Rkeys(self, self.own_rmbs, turns.of_rkeys)
+        self.setup = LinkSetup(
+            self, turns, self.rkeys, lambda link: self.seeking.offer_second(link)  # noqa: PLW0108
+        )
+        self.deletion = LinkDeletion(self, turns, lambda: self.seeking)
+        self.adding = LinkAdding(self, turns, self.setup, self.rkeys, self.deletion)
+        self.seeking = LinkSeeking(
+            self, turns, self.setup, self.adding, self.deletion, self.idle_links
+        )
+        self.adding.seeking = self.seeking
+        turns.setup, turns.adding, turns.seeking = self.setup, self.adding, self.seeking
+        turns.deletion, turns.rkeys = self.deletion, self.rkeys
+        turns.of_rkeys.rkeys = self.rkeys
         self.first_contact: FirstContact | None = None
         self.life = GroupLife(self)
         self.machine = self.life.machine
@@ -107,6 +132,19 @@ class LinkGroup:
     def usable(self) -> bool:
         """Whether connections may use the group."""
         return self.machine.state in USABLE and self.links.any_usable
+
+    @property
+    def forming(self) -> bool:
+        """Whether this is the first contact."""
+        return self.machine.state == "FORMING"
+
+    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """See `Rkeys.confirm`."""
+        self.rkeys.confirm(rmb, finished)
+
+    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """See `Rkeys.delete`."""
+        self.rkeys.delete(rmbs, finished)
 
     def takes(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
@@ -171,11 +209,42 @@ class LinkGroup:
         self.idle_links.watch()
         self.machine.send("links_changed")
 
+    def formed(self) -> None:
+        """Data may flow."""
+        self.machine.send("formed")
+
+    def lost(self) -> None:
+        """No link is left that works."""
+        self.machine.send("links_lost")
+
+    def deleted(self) -> None:
+        """The peer wants the whole group deleted."""
+        self.machine.send("delete_all")
+
+    def register_link(self, link: Link) -> None:
+        """Register all RMBs of this side on a new link.  Raises RnicError."""
+        self.rkeys.register_on(link)
+
     def forget_link(self, link: Link) -> None:
         """Free what the link had, registrations first."""
         self.rkeys.forget_link(link.number)
         link.close()
         self.links.forget(link)
+
+    # --- what a link asks for (`link.LinkOwner`) -----------------------------------------------
+
+    def link_failing(self, link: Link) -> None:
+        """Move its connections now, or keep the last link that is left."""
+        self.deletion.keep_last(link)
+        self.mover.link_lost(link)
+
+    def link_ends(self, link: Link) -> None:
+        """Take what it still brought."""
+        self.mover.link_ends(link)
+
+    def judge(self, link: Link) -> None:
+        """A validation message misses what other links may have brought (4.6.1)."""
+        self.mover.judge(link)
 
     def link_down(self, link: Link) -> None:
         """A link has failed; its connections have moved if they could."""
@@ -272,7 +341,7 @@ class LinkGroup:
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """One LLC message from the peer; what breaks the rules costs the link (C.7.1)."""
         try:
-            dispatch_untrusted(self, link, data)
+            dispatch_untrusted(self.exchanges, self, link, data)
         except ProtocolError as error:
             LOGGER.warning("%r: protocol error: %s", link, error)
             self.setup.failure, self.setup.error = GroupFailure.PROTOCOL_ERROR, error
@@ -290,3 +359,172 @@ class LinkGroup:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
         self.life.reason = reason
         self.machine.send("terminate")
+
+
+_CLIENT_IDLE_EXTRA: Final = 10.0
+"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
+
+
+class GroupLife:
+    """The life of one link group.
+
+    Attributes:
+      reason: what DELETE LINK for the whole group will say.
+    """
+
+    def __init__(self, group: LinkGroup) -> None:
+        self._group = group
+        self.machine = Machine(LINK_GROUP, self)
+        self.reason = llc.DeleteLinkReason.PROGRAM
+        self._timer: Timer | None = None
+        self._termination_link: Link | None = None
+        self._settled: list[Callable[[], None]] = []
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, when the group is formed or gone."""
+        self._settled.append(callback)
+
+    # --- guards ------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> bool:
+        """Our role."""
+        return self._group.client
+
+    @property
+    def is_single(self) -> bool:
+        """No redundancy."""
+        return self._group.links.kind is Kind.SINGLE
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """Two links that share an RNIC."""
+        return self._group.links.kind is Kind.ASYMMETRIC
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Links that share no RNIC."""
+        return self._group.links.kind is Kind.SYMMETRIC
+
+    @property
+    def has_spare_link(self) -> bool:
+        """Whether DELETE LINK could be sent over another link than it was."""
+        link = self._group.links.for_llc(avoid=self._termination_link)
+        return link is not None and link is not self._termination_link
+
+    # --- actions: links come and go ------------------------------------------------------------
+
+    def tell_formed(self) -> None:
+        """Data may flow."""
+        contact, self._group.first_contact = self._group.first_contact, None
+        if contact is not None:
+            contact.group_formed()
+
+    def seek_links(self) -> None:
+        """The server adds links up to the maximum; the client only when it has news."""
+        if not self._group.client:
+            self._group.seeking.seek(news=False)
+
+    def delete_asymmetric_link(self) -> None:
+        """There are better ones now."""
+        group = self._group
+        if not group.client:
+            for link in group.links.asymmetric():
+                group.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
+
+    # --- actions: idle groups ------------------------------------------------------------------
+
+    def start_idle_timer(self) -> None:
+        """Keep a group without connections for a while (3.5.4)."""
+        self.stop_timer()
+        if not self._group.connections:
+            extra = _CLIENT_IDLE_EXTRA if self._group.client else 0.0
+            self._call_later(self._group.config.link_group_idle + extra, self._idle_too_long)
+
+    def _idle_too_long(self) -> None:
+        if self._group.own_rmbs.busy:
+            # A connection is just coming, or not: the peer's reply decides, or its time.
+            self._call_later(self._group.config.llc_timeout, self._idle_too_long)
+        else:
+            self._group.terminate()
+
+    def _call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._timer = self._group.timers.call_later(seconds, callback)
+
+    def stop_timer(self) -> None:
+        """The group is in use, or over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- actions: the end ----------------------------------------------------------------------
+
+    def leave_turn(self) -> None:
+        """See `LinkSetup.leave_turn`."""
+        self._group.setup.leave_turn()
+
+    def tell_failed(self) -> None:
+        """The negotiation decides between Decline and reset."""
+        group = self._group
+        contact, group.first_contact = group.first_contact, None
+        if contact is not None:
+            contact.group_failed(group.setup.failure, group.setup.error)
+
+    def end_connections(self) -> None:
+        """4.8.3: no link is left for them."""
+        for connection in list(self._group.connections.values()):
+            connection.links_lost()
+
+    def send_delete_all(self) -> None:
+        """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
+        self._termination_link = link = self._group.links.for_llc()
+        if link is not None:
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self.reason)
+            link.send_llc(message, None if self._group.client else self._delete_sent)
+
+    def _delete_sent(self) -> None:
+        self.machine.send("delete_sent")
+
+    def start_termination_timer(self) -> None:
+        """Do not wait for ever for a peer that is gone."""
+        self.stop_timer()
+        self._call_later(self._group.config.llc_timeout, self._termination_timed_out)
+
+    def _termination_timed_out(self) -> None:
+        self.machine.send("termination_timeout")
+
+    def fail_termination_link(self) -> None:
+        """The link that DELETE LINK was sent over is not usable either."""
+        if self._termination_link is not None:
+            self._termination_link.machine.send("failed")
+
+    def free_resources(self) -> None:
+        """Queue pairs, registrations and memory."""
+        group = self._group
+        self.stop_timer()
+        group.deletion.close()
+        group.adding.close()
+        group.seeking.close()
+        group.idle_links.close()
+        group.own_rmbs.close_regions()
+        for link in group.links.values():
+            link.close()
+        # Who is told now finds a group that cannot be used any more.
+        group.exchanges.end()
+        self.end_connections()
+        group.mover.close()
+        group.own_rmbs.close()
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers, whoever waited, and at the end the stack."""
+        group = self._group
+        if group.host.observer is not None:
+            group.host.observer.state(group, old, new, event)
+        if new in USABLE or new == "GONE":
+            settled, self._settled = self._settled, []
+            for callback in settled:
+                callback()
+        if new == "GONE":
+            group.host.group_gone(group)
+        elif old == "FORMING":
+            group.exchanges.look()

@@ -25,7 +25,10 @@ from trio_smc.rendezvous.links import FIRST_LINK, LINK_LIMIT
 from trio_smc.rnic.verbs import RnicError
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.link_group import LinkGroup
+    from collections.abc import Callable
+
+    from trio_smc.rendezvous.context import Group, Turns
+    from trio_smc.rendezvous.rkeys import Rkeys
 
 __all__ = ["FirstContact", "GroupFailure", "LinkSetup"]
 
@@ -64,8 +67,14 @@ class LinkSetup:
       failure, error: why the first contact failed, once it has.
     """
 
-    def __init__(self, group: LinkGroup) -> None:
+    def __init__(
+        self, group: Group, turns: Turns, rkeys: Rkeys, offer_second: Callable[[Link], None]
+    ) -> None:
+        """``offer_second``: the server's, once the first link is confirmed."""
         self._group = group
+        self._turns = turns
+        self._rkeys = rkeys
+        self._offer_second = offer_second
         self.may_fall_back = True
         self.our_turn = not group.client
         self.peer_eye_catcher = True
@@ -77,7 +86,7 @@ class LinkSetup:
         """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
         link = self._group.links[FIRST_LINK]
         link.connect(peer)
-        self._group.exchanges.begin("confirm_link", link)
+        self._turns.begin("confirm_link", link)
         if not self._group.client:
             link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
         return link
@@ -93,7 +102,7 @@ class LinkSetup:
     def first_contact_timed_out(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
-        self._group.machine.send("links_lost")
+        self._group.lost()
 
     def confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
         """CONFIRM LINK for ``link``, or its reply (A.3.1)."""
@@ -119,9 +128,6 @@ class LinkSetup:
 
     def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
         """CONFIRM LINK or its reply; on the first link of the group ADD LINK follows."""
-        if link is self._group.adding.new:
-            self._group.adding.on_confirm_link_untrusted(link, message)
-            return
         try:
             self.check_confirm_link_untrusted(link, message)
         except ProtocolError as error:
@@ -150,15 +156,15 @@ class LinkSetup:
         if link.state != "CONFIRMING":
             return  # the reply could not be sent
         link.machine.send("confirmed")
-        self._group.exchanges.done()
-        self._group.exchanges.begin("add_link", link)
+        self._turns.done()
+        self._turns.begin("add_link", link)
         if not self._group.client:
-            self._group.seeking.offer_second(link)
+            self._offer_second(link)
 
     def _renumber(self, link: Link, number: int) -> None:
         # The client learns its first link's number here (3.5.1.5); old servers count from 0.
         del self._group.links[link.number]
-        self._group.rkeys.renumber(link.number, number)
+        self._rkeys.renumber(link.number, number)
         link.number = number
         self._group.links[number] = link
 

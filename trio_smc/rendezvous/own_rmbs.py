@@ -5,28 +5,41 @@ is named in a CLC message (RFC 7609, 3.5.5.2.1); the first RMB of a group needs 
 messages of the first contact carry its RToken.
 
 While connections keep coming, the next RMB is made ahead of need, when the last free element of
-a size is taken; then only one in many connections of a burst waits for the peer's reply.  RMBs
-that nobody uses any more go in `idle_rmbs`.
+a size is taken; then only one in many connections of a burst waits for the peer's reply.
+
+Theory of operation: idle RMBs
+------------------------------
+An RMB without an element in use stays for the next connections; a program whose connections
+come in bursts finds it again.  Only when it was empty for a minute it is taken out of the pool
+and named in a DELETE RKEY, and its memory is freed when the peer has replied, be it negatively.
+The last RMB of a size stays as long as a group without connections would: a size that was used
+once is likely to be used again, but a large one must not pin its memory for ever.  When the
+group has no connections at all it soon goes as a whole, and nothing is deleted piece by piece.
+
+An RMB that is out of the pool never comes back: a reply that was lost with its link leaves open
+whether the peer still knows it.  Its deletion is asked for again at the next look.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.config import rmbe_size_code, rmbe_size_of
 from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
-from trio_smc.rendezvous.idle_rmbs import IdleRmbs
 from trio_smc.rendezvous.rtokens import RToken
 
 if TYPE_CHECKING:
+    from trio_smc._base.config import Config
     from trio_smc.rendezvous.link import Link
-    from trio_smc.rendezvous.link_group import LinkGroup
-    from trio_smc.rnic.verbs import MemoryRegion
+    from trio_smc.rendezvous.timers import Timer, Timers
+    from trio_smc.rnic.verbs import MemoryRegion, Rnic
 
-__all__ = ["OwnRmbs"]
+__all__ = ["MAX_DELETED", "RMB_IDLE", "OwnRmbs", "RmbOwner"]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
@@ -40,6 +53,43 @@ _NOT_FOR_SPARES: Final = 16
 """RMBs that only demand may make: one of each size there is (A.2.3)."""
 
 
+MAX_DELETED: Final = 8
+"""RMBs that one DELETE RKEY names (RFC 7609, A.3.7)."""
+
+RMB_IDLE: Final = 60.0
+"""Seconds an RMB stays without users at least: a burst that comes every minute finds it again,
+and the memory of a peak is free soon after it."""
+
+_LOOK_EVERY: Final = 15.0
+"""Seconds between two looks: how much longer than needed an RMB may stay."""
+
+
+class RmbOwner(Protocol):
+    """What RMBs want of the group that they belong to."""
+
+    rnic: Rnic
+    config: Config
+    timers: Timers
+
+    @property
+    def connections(self) -> Mapping[int, object]:
+        """By alert token."""
+
+    @property
+    def forming(self) -> bool:
+        """Whether this is the first contact."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the peer can be told anything."""
+
+    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB (3.5.5.2.1)."""
+
+    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+
+
 class OwnRmbs:
     """The RMBs of this side of one link group.
 
@@ -47,8 +97,8 @@ class OwnRmbs:
       pool: those whose elements may be handed out; the peer knows them on all links.
     """
 
-    def __init__(self, group: LinkGroup) -> None:
-        self._group = group
+    def __init__(self, owner: RmbOwner) -> None:
+        self._owner = owner
         self.pool = RmbPool()
         # Where new RMBs are registered, too.
         self._links: dict[int, Link] = {}
@@ -57,7 +107,7 @@ class OwnRmbs:
         # Who waits for the peer's reply, by element size; nobody, when an RMB is made ahead.
         self._waiting: dict[int, list[_Done]] = {}
         self._last_request: dict[int, float] = {}
-        self._idle = IdleRmbs(group, self)
+        self._idle = IdleRmbs(owner, self)
 
     def __len__(self) -> int:
         """How many there are, those that come and go included."""
@@ -173,7 +223,7 @@ class OwnRmbs:
             done(each)
 
     def _make_ahead(self, size: int) -> None:
-        now = self._group.timers.now()
+        now = self._owner.timers.now()
         before = self._last_request.get(size, -math.inf)
         self._last_request[size] = now
         if (
@@ -181,33 +231,33 @@ class OwnRmbs:
             and not self._waiting  # one at a time
             and not self.pool.has_free(size)
             and len(self._regions) < MAX_RMBS - _NOT_FOR_SPARES
-            and self._group.usable
+            and self._owner.usable
         ):
             self._add_rmb(size, [])
 
     def _add_rmb(self, size: int, waiting: list[_Done]) -> None:
-        group = self._group
+        owner = self._owner
         try:
             if len(self._regions) >= MAX_RMBS:
                 raise OverflowError(f"it has {MAX_RMBS} RMBs, the most there may be")
             rmb = self._make_rmb(size)
         except (OSError, OverflowError) as error:
-            LOGGER.warning("%r: no new RMB of %d-byte elements: %s", group, size, error)
+            LOGGER.warning("%r: no new RMB of %d-byte elements: %s", owner, size, error)
             for done in waiting:
                 done(None)
             return
-        if group.state == "FORMING":
+        if owner.forming:
             self.pool.add(rmb)
             for done in waiting:
                 done(self.pool.take(size))
             return
         self._waiting[size] = waiting
-        group.rkeys.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed))
+        owner.confirm_rmb(rmb, lambda agreed: self._confirmed(rmb, agreed))
 
     def _make_rmb(self, size: int) -> Rmb:
-        group = self._group
-        count = rmb_elements(size, group.rnic.kind)
-        memory = group.rnic.alloc_memory(size * count)
+        owner = self._owner
+        count = rmb_elements(size, owner.rnic.kind)
+        memory = owner.rnic.alloc_memory(size * count)
         regions: dict[int, MemoryRegion] = {}
         try:
             for link in self._links.values():
@@ -218,7 +268,7 @@ class OwnRmbs:
                 region.close()
             memory.close()
             raise
-        rmb = Rmb(memory, size, count, eye_catcher=group.config.rmbe_eye_catcher)
+        rmb = Rmb(memory, size, count, eye_catcher=owner.config.rmbe_eye_catcher)
         self._regions[rmb] = regions
         return rmb
 
@@ -234,3 +284,88 @@ class OwnRmbs:
             return
         self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
         self._serve(rmb.element_size, waiting)
+
+
+class IdleRmbs:
+    """When this side's RMBs of one link group are deleted."""
+
+    def __init__(self, owner: RmbOwner, own: OwnRmbs) -> None:
+        self._owner = owner
+        self._own = own
+        self._empty_since: dict[Rmb, float] = {}
+        # Out of the pool; the first of them may be named in a DELETE RKEY under way.
+        self._leaving: dict[Rmb, None] = {}
+        self._asking = False
+        self._timer: Timer | None = None
+        self._closed = False
+
+    @property
+    def leaving(self) -> tuple[Rmb, ...]:
+        """RMBs that are out of the pool; the peer may know them still."""
+        return tuple(self._leaving)
+
+    def emptied(self, rmb: Rmb) -> None:
+        """Nobody uses an RMB of the pool any more."""
+        self._empty_since[rmb] = self._owner.timers.now()
+        self._look_later()
+
+    def used(self, rmb: Rmb) -> None:
+        """An element of an RMB was handed out."""
+        self._empty_since.pop(rmb, None)
+        if self._empty_since:
+            self._look_later()
+
+    def close(self) -> None:
+        """The group ends; the memory is `OwnRmbs`'s to free."""
+        self._closed = True
+        self._empty_since.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = self._owner.timers.call_later(_LOOK_EVERY, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for rmb in self._due():
+            self._own.pool.remove(rmb)
+            del self._empty_since[rmb]
+            self._leaving[rmb] = None
+        self._delete()
+        # A group without connections goes as a whole; with the next one, `used` looks again.
+        if self._leaving or (self._empty_since and self._owner.connections):
+            self._look_later()
+
+    def _due(self) -> list[Rmb]:
+        """Which RMBs have been empty long enough; of one size the newest go first."""
+        now, owner = self._owner.timers.now(), self._owner
+        if not owner.connections:
+            return []
+        longest = max(RMB_IDLE, owner.config.link_group_idle)
+        left = Counter(rmb.element_size for rmb in self._own.pool.rmbs)
+        due = []
+        for rmb in reversed(self._own.pool.rmbs):
+            since = self._empty_since.get(rmb)
+            patience = RMB_IDLE if left[rmb.element_size] > 1 else longest
+            if since is not None and now - since >= patience:
+                left[rmb.element_size] -= 1
+                due.append(rmb)
+        return due
+
+    def _delete(self) -> None:
+        batch = tuple(islice(self._leaving, MAX_DELETED))
+        if batch and not self._asking and self._owner.usable:
+            self._asking = True
+            self._owner.delete_rmbs(batch, lambda replied: self._deleted(batch, replied))
+
+    def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
+        self._asking = False
+        if self._closed:
+            return
+        if replied:
+            for rmb in batch:
+                del self._leaving[rmb]
+                self._own.free(rmb)
+            self._delete()

@@ -15,31 +15,53 @@ a negative reply.  Both messages and replies are made when their turn comes, so 
 name the links there are by then.
 
 When an exchange may run is decided in `exchanges`; which RMBs there are in `own_rmbs`.
+
+Our requests begin anew, with the links there are then: after a failed link, after a reply that
+says so, and when an ADD LINK or DELETE LINK of the server overtook them (3.5.5.3.3); the last kind
+stays `_current` until its reply has come.
+
+Requests of the peer are answered at once where the table allows it.  While links change, a
+CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
+changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.rkey_request import RkeyRequest
 from trio_smc.rendezvous.rtokens import RToken
 
 if TYPE_CHECKING:
     from trio_smc.datapath.rmb import Rmb
+    from trio_smc.rendezvous.context import Group, Turns
     from trio_smc.rendezvous.link import Link
-    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.own_rmbs import OwnRmbs
+    from trio_smc.rendezvous.timers import Timer
 
-__all__ = ["MAX_DELETED", "PeerRequest", "Rkeys", "confirm_rkey_messages"]
+__all__ = [
+    "PeerRequest",
+    "RkeyExchanges",
+    "RkeyMessage",
+    "RkeyRequest",
+    "Rkeys",
+    "confirm_rkey_messages",
+]
 
 LOGGER = logging.getLogger("trio_smc.link_group")
+_LLC_LOGGER = logging.getLogger("trio_smc.llc")
 
-MAX_DELETED: Final = 8
-"""RMBs that one DELETE RKEY names (RFC 7609, A.3.7)."""
+_MAX_QUEUED: Final = 512
+_MAX_PUT_OFF: Final = 16
+_RETRIES: Final = 3
+_RETRY_DELAY: Final = 0.05
+"""Seconds before the first retry; four times as long before each further one."""
 
 _IN_FIRST: Final = 2
 _IN_CONTINUATION: Final = 3
@@ -117,8 +139,10 @@ class PeerRequest(NamedTuple):
 class Rkeys:
     """What one link group tells and is told of RKeys."""
 
-    def __init__(self, group: LinkGroup) -> None:
+    def __init__(self, group: Group, own: OwnRmbs, exchanges: RkeyExchanges) -> None:
         self._group = group
+        self._own = own
+        self._exchanges = exchanges
         # By link number; at most one on each link.
         self._parts: dict[int, _Parts] = {}
 
@@ -129,7 +153,7 @@ class Rkeys:
 
         Raises RnicError; then none is registered there.
         """
-        self._group.own_rmbs.register_on(link)
+        self._own.register_on(link)
 
     def forget_link(self, number: int) -> None:
         """A link is gone, or was not added: close its registrations, forget its RTokens.
@@ -137,17 +161,17 @@ class Rkeys:
         To be called before the link's protection domain is closed.  Idempotent.
         """
         self._parts.pop(number, None)
-        self._group.own_rmbs.forget_link(number)
+        self._own.forget_link(number)
         self._group.peer_rmbs.forget_link(number)
 
     def renumber(self, old: int, new: int) -> None:
         """The first link got its number from the server (3.5.1.5)."""
-        self._group.own_rmbs.renumber(old, new)
+        self._own.renumber(old, new)
         self._group.peer_rmbs.renumber(old, new)
 
     def pairs_for(self, old: Link, new: Link) -> list[llc.RTokenPair]:
         """What ADD LINK CONTINUATION tells: every RMB of ours that the peer knows on ``old``."""
-        own = self._group.own_rmbs
+        own = self._own
         pairs = []
         for rmb in own.known_to_peer():
             tokens = own.tokens(rmb)
@@ -192,7 +216,7 @@ class Rkeys:
         told: set[int] = set()
 
         def messages(link: Link) -> list[llc.Message]:
-            tokens = self._group.own_rmbs.tokens(rmb)
+            tokens = self._own.tokens(rmb)
             told.clear()
             told.update([link.number, *self._carrying()])
             return confirm_rkey_messages({each: tokens[each] for each in told}, link.number)
@@ -204,7 +228,7 @@ class Rkeys:
             else:
                 finished(agreed)
 
-        self._group.exchanges.change_rkeys(RkeyRequest(messages, answered))
+        self._exchanges.change_rkeys(RkeyRequest(messages, answered))
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
@@ -214,10 +238,10 @@ class Rkeys:
         """
 
         def messages(link: Link) -> list[llc.Message]:
-            own = self._group.own_rmbs
+            own = self._own
             return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
 
-        self._group.exchanges.change_rkeys(RkeyRequest(messages, finished))
+        self._exchanges.change_rkeys(RkeyRequest(messages, finished))
 
     def _carrying(self) -> list[int]:
         """Numbers of the links that an RMB must be known on."""
@@ -233,7 +257,7 @@ class Rkeys:
           ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
         """
         if isinstance(message, llc.DeleteRkey):
-            self._group.exchanges.on_request(PeerRequest(link, message, None, last=True))
+            self._exchanges.on_request(PeerRequest(link, message, None, last=True))
             return
         parts = self._parts.get(link.number)
         if isinstance(message, llc.ConfirmRkey):
@@ -244,7 +268,7 @@ class Rkeys:
             raise ProtocolError("CONFIRM RKEY CONTINUATION out of order")
         parts.add_untrusted(message.others)
         last = not parts.left
-        self._group.exchanges.on_request(PeerRequest(link, message, parts, last))
+        self._exchanges.on_request(PeerRequest(link, message, parts, last))
         if last:
             self._parts.pop(link.number, None)
 
@@ -302,3 +326,206 @@ class Rkeys:
             for user in list(rmb.elements.values()):
                 user.rmbe_conflict()  # nothing may be written there again
         return mask
+
+
+@dataclass(slots=True, eq=False)
+class RkeyRequest:
+    """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
+
+    Attributes:
+      messages: makes the request for the link it will travel on, when its turn has come.
+      finished: called once with whether the peer agreed.
+    """
+
+    messages: Callable[[Link], list[llc.Message]]
+    finished: Callable[[bool], None]
+    tries: int = 0
+    _awaited: deque[type[llc.Message]] = field(default_factory=deque)
+    _negative: bool = False
+    _retry: bool = False
+
+    def send(self, link: Link) -> None:
+        """Send all messages; each is echoed by itself (A.3.5, A.3.6)."""
+        messages = self.messages(link)
+        self._awaited = deque(map(type, messages))
+        self._negative = self._retry = False
+        for message in messages:
+            link.send_llc(message)
+
+    def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
+        """Whether this echo was the last.  Raises ProtocolError when it is not one."""
+        if not self._awaited or type(echo) is not self._awaited.popleft():
+            raise ProtocolError(f"{type(echo).__name__} reply without a request")
+        if isinstance(echo, llc.DeleteRkey):
+            if echo.negative:  # nothing beyond logging (A.3.7)
+                _LLC_LOGGER.info("the peer did not know all RKeys: mask %#04x", echo.error_mask)
+        elif echo.negative and not self._negative:
+            self._negative = True
+            # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).
+            self._retry = not isinstance(echo, llc.ConfirmRkey) or echo.retry
+        return not self._awaited
+
+    @property
+    def agreed(self) -> bool:
+        """Whether no echo was negative."""
+        return not self._negative
+
+    def next_delay(self) -> float:
+        """Seconds until it is to be tried again; each time longer."""
+        self.tries += 1
+        return _RETRY_DELAY * float(4 ** (self.tries - 1))
+
+    @property
+    def to_be_retried(self) -> bool:
+        """Whether the peer wants it again when its configuration change is over."""
+        return self._negative and self._retry and self.tries < _RETRIES
+
+
+class RkeyExchanges:
+    """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
+
+    rkeys: Rkeys
+
+    def __init__(self, group: Group, turns: Turns) -> None:
+        self._group = group
+        self._turns = turns
+        self._queue: deque[RkeyRequest] = deque()
+        self._current: RkeyRequest | None = None
+        self._rkeys_link: Link | None = None
+        self._rkeys_timer: Timer | None = None
+        # More than one when they come in the middle of an action: their events wait, too.
+        self._peer_requests: deque[PeerRequest] = deque()
+        self._put_off: deque[PeerRequest] = deque()
+        self._retries: dict[RkeyRequest, Timer] = {}
+
+    # --- requests of this side ------------------------------------------------------------
+
+    def change_rkeys(self, request: RkeyRequest) -> None:
+        """Confirm or delete RKeys, now or when the exchange under way is done."""
+        if self._turns.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
+            request.finished(False)
+            return
+        self._queue.append(request)
+        self._turns.send("queued")
+
+    def start(self) -> bool:
+        """Begin the request of ours that waits longest, if one does and may."""
+        link = self._group.any_active_link()
+        if not self._queue or link is None or self._current is not None:
+            return False
+        self._current = self._queue.popleft()
+        self._rkeys_link = link
+        self._turns.send("change_rkeys")
+        return True
+
+    def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
+        """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
+        request = self._current
+        if request is None or link is not self._rkeys_link:
+            raise ProtocolError(f"{type(reply).__name__} reply without a request")
+        if request.on_echo_untrusted(reply):
+            self._turns.send("rkeys_replied")
+
+    def send_rkeys(self) -> None:
+        """Our request; then wait for the echoes."""
+        if self._current is not None and self._rkeys_link is not None:
+            self._current.send(self._rkeys_link)
+        self._rkeys_timer = self._group.timers.call_later(
+            self._group.config.llc_timeout, lambda: self._turns.send("rkeys_timeout")
+        )
+
+    def stop_rkeys_timer(self) -> None:
+        """They came, or do not matter any more."""
+        if self._rkeys_timer is not None:
+            self._rkeys_timer.cancel()
+            self._rkeys_timer = None
+
+    def end_rkeys(self) -> None:
+        """All echoes are there."""
+        request, self._current, self._rkeys_link = self._current, None, None
+        if request is None:
+            return
+        if request.to_be_retried:
+            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
+            self._retries[request] = self._group.timers.call_later(
+                request.next_delay(), lambda: self._retry(request)
+            )
+            return
+        request.finished(request.agreed)
+
+    def redo_rkeys(self) -> None:
+        """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
+        request, self._current, self._rkeys_link = self._current, None, None
+        if request is not None:
+            self._queue.appendleft(request)
+
+    def fail_rkeys_link(self) -> None:
+        """The link over which the request was sent has failed (C.7.1)."""
+        fail(self._rkeys_link, self._turns.state)
+
+    def link_lost(self, link: Link, *, begun: bool) -> bool:
+        """What travels on ``link`` has failed; whether our request did."""
+        if link is not self._rkeys_link:
+            return False
+        if not begun:
+            self.stop_rkeys_timer()
+            self.redo_rkeys()
+        return True
+
+    def _retry(self, request: RkeyRequest) -> None:
+        del self._retries[request]
+        self.change_rkeys(request)
+
+    def fail_queued(self) -> None:
+        """Tell everybody who waits (2.3)."""
+        waiting = [self._current] if self._current is not None else []
+        waiting += self._queue
+        waiting += self._retries
+        for timer in self._retries.values():
+            timer.cancel()
+        self._current = None
+        self._queue.clear()
+        self._retries.clear()
+        self._put_off.clear()
+        for request in waiting:
+            request.finished(False)
+
+    # --- requests of the peer -------------------------------------------------------------
+
+    def on_request(self, request: PeerRequest) -> None:
+        """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
+        self._peer_requests.append(request)
+        self._turns.send("peer_rkeys")
+
+    def answer_rkeys(self) -> None:
+        """Answer the peer's RKey request."""
+        self._answer(self._peer_requests.popleft())
+
+    def answer_put_off(self) -> None:
+        """Links have changed: answer what waited for that."""
+        while self._put_off:
+            self._answer(self._put_off.popleft())
+
+    def _answer(self, request: PeerRequest) -> None:
+        if request.link.state != "DOWN":
+            self.rkeys.answer(request)
+
+    def put_off_rkeys(self) -> None:
+        """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
+        request = self._peer_requests.popleft()
+        if not isinstance(request.message, llc.DeleteRkey):
+            self.rkeys.refuse(request)
+        elif len(self._put_off) < _MAX_PUT_OFF:
+            self._put_off.append(request)
+        else:
+            _LLC_LOGGER.warning(
+                "%r: the peer does not wait for replies to DELETE RKEY", request.link
+            )
+            request.link.machine.send("failed")
+
+
+def fail(link: Link | None, state: str) -> None:
+    """An exchange on ``link`` was not answered."""
+    if link is not None:
+        _LLC_LOGGER.info("%r: an LLC request was not answered: %s", link, state)
+        link.machine.send("failed")

@@ -13,18 +13,18 @@ import os
 import select
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 
 from ._fabric import Hello, Message, Register, close_all, decode_untrusted, receive
 from ._ring import RING_SIZE, SendRing
 from ._softmr import KEY_PAGE_SIZE, PeerRegions
+from ._softport import PortUser
 from .memory import PeerMemory
 
 if TYPE_CHECKING:
-    from ._softqp import SoftQueuePair
-    from .software import SoftRnic
+    from ._softport import Port
 
 __all__ = ["Contact", "Peer"]
 
@@ -69,6 +69,13 @@ class Peer:
         self.regions.close()
 
 
+class ContactOwner(PortUser, Protocol):
+    """The queue pair, for its sockets."""
+
+    def offer(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
+        """A peer said Hello."""
+
+
 class Contact:
     """The sockets of one queue pair.
 
@@ -80,7 +87,7 @@ class Contact:
 
     __slots__ = ("_hearer", "_owner", "_pending", "_rnic", "_speaker", "peer", "unsaid")
 
-    def __init__(self, rnic: SoftRnic, owner: SoftQueuePair) -> None:
+    def __init__(self, rnic: Port, owner: ContactOwner) -> None:
         self.peer: Peer | None = None
         self.unsaid: deque[tuple[Message, tuple[int, ...]]] = deque()
         self._rnic = rnic

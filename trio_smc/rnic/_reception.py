@@ -5,15 +5,16 @@ from __future__ import annotations
 import select
 import socket
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 
 from ._fabric import Directory, Hello, close_all, decode_untrusted, receive, same_user
+from ._softport import Port
 from .verbs import QpState
 
 if TYPE_CHECKING:
-    from .software import SoftRnic
+    from ._softqp import SoftQueuePair
 
 __all__ = ["Reception", "socket_name"]
 
@@ -26,6 +27,13 @@ def socket_name(gid: bytes) -> str:
     return f"rnic-{gid.hex()}"
 
 
+class Listening(Port, Protocol):
+    """The port, for who comes in by its name."""
+
+    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
+        """The queue pair of that number."""
+
+
 class Reception:
     """Accepts, reads one Hello of each and hands it to the queue pair it is for.
 
@@ -33,7 +41,7 @@ class Reception:
     belongs to another user, is shown the door.
     """
 
-    def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
+    def __init__(self, rnic: Listening, directory: Directory) -> None:
         self._rnic = rnic
         self._directory = directory
         self._name = socket_name(rnic.gid)

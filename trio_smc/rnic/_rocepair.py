@@ -16,15 +16,19 @@ changed and posted again (`_pyverbs`).
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from . import _pyverbs
-from ._rocememory import PinnedMemory
+from ._roceport import RocePort
 from ._sendring import PostedSends
+from .memory import Memory
 from .verbs import (
     RECEIVE_SIZE,
     Completion,
+    MemoryRegion,
+    ProtectionDomain,
     QpState,
     QueueFull,
     QueuePair,
@@ -32,11 +36,7 @@ from .verbs import (
     WcOpcode,
 )
 
-if TYPE_CHECKING:
-    from ._rocememory import Domain
-    from .roce import VerbsRnic
-
-__all__ = ["RoceQueuePair"]
+__all__ = ["Domain", "Region", "RoceQueuePair"]
 
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
@@ -46,15 +46,75 @@ _INLINE: Final = 64
 not fetch them from memory after it was told of them."""
 
 
+class Region(MemoryRegion):
+    def __init__(self, pd: Domain, memory: Memory) -> None:
+        lib = pd.lib
+        with lib.refusals("ibv_reg_mr"):
+            self._mr: _pyverbs.Mr | None = lib.mr(
+                pd.pd, memory.address, memory.size, remote_write=True
+            )
+        self._pd = pd
+        self._memory = memory  # pinned pages stay writable for peers: outlives the region
+        self.rkey = self._mr.rkey
+        self.address = memory.address
+        self.length = memory.size
+        pd.regions.add(self)
+
+    def close(self) -> None:
+        if self._mr is None:
+            return
+        mr, self._mr = self._mr, None
+        self._pd.regions.discard(self)
+        with self._pd.rnic.releasing("ibv_dereg_mr"):
+            mr.close()
+
+
+class Domain(ProtectionDomain):
+    def __init__(
+        self,
+        rnic: RocePort,
+        context: _pyverbs.Context,
+        lib: _pyverbs.Verbs,
+        forget: Callable[[Domain], None],
+    ) -> None:
+        self.rnic = rnic
+        self._forget = forget
+        self.lib = lib
+        with lib.refusals("ibv_alloc_pd"):
+            self.pd = lib.pd(context)
+        self.regions: set[Region] = set()
+        self.pairs: set[RoceQueuePair] = set()
+        self.closed = False
+
+    def register(self, memory: Memory) -> MemoryRegion:
+        if self.closed:
+            raise RnicError(errno.EBADF, "the protection domain is closed")
+        return Region(self, memory)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        # pyverbs would close them too, and their next call would then crash.
+        if self.regions or self.pairs:
+            raise RnicError(errno.EBUSY, "regions or queue pairs of the domain are still open")
+        self.closed = True
+        self._forget(self)
+        with self.rnic.releasing("ibv_dealloc_pd"):
+            self.pd.close()
+
+
 class RoceQueuePair(QueuePair):
-    def __init__(self, rnic: VerbsRnic, pd: Domain, cq: _pyverbs.Cq) -> None:
+    def __init__(
+        self, rnic: RocePort, pd: Domain, cq: _pyverbs.Cq, detach: Callable[[RoceQueuePair], None]
+    ) -> None:
+        self._detach = detach
         self._rnic, self._pd, self._lib = rnic, pd, pd.lib
         sends, receives = rnic.send_depth, rnic.receive_depth
         self._send_slots = receives * _SLOT
         self._ring = self._send_slots + sends * _SLOT
         self._posted = PostedSends(depth=sends, size=_RING_SIZE)
         self._free_slots = list(range(receives - 1, -1, -1))
-        self._memory = PinnedMemory(self._ring + _RING_SIZE, name="trio_smc-qp")
+        self._memory = Memory(self._ring + _RING_SIZE, name="trio_smc-qp")
         self._view, self._base = self._memory.view, self._memory.address
         try:
             self._make(cq)
@@ -258,7 +318,7 @@ class RoceQueuePair(QueuePair):
             return
         self._closed = True
         self.state = QpState.ERR
-        self._rnic.detach(self)
+        self._detach(self)
         self._pd.pairs.discard(self)
         with self._rnic.releasing("ibv_destroy_qp"):
             self._qp.close()

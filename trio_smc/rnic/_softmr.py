@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 
@@ -19,8 +19,10 @@ from .memory import Memory, PeerMemory
 from .verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
 
 if TYPE_CHECKING:
-    from ._softqp import SoftQueuePair
-    from .software import SoftRnic
+    from collections.abc import Callable
+
+    from ._fabric import Message
+    from ._softport import Port
 
 __all__ = ["KEY_PAGE_SIZE", "PeerRegions", "SoftMemoryRegion", "SoftProtectionDomain"]
 
@@ -29,6 +31,13 @@ KEY_PAGE_SIZE: Final = _KEYS * 4
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
+
+
+class Announces(Protocol):
+    """A queue pair, for the domain it is of."""
+
+    def announce(self, message: Message, fds: tuple[int, ...]) -> None:
+        """Tell its peer."""
 
 
 class SoftMemoryRegion(MemoryRegion):
@@ -57,9 +66,10 @@ class SoftMemoryRegion(MemoryRegion):
 class SoftProtectionDomain(ProtectionDomain):
     """A key page, the regions in it, and the queue pairs whose peers may use them."""
 
-    def __init__(self, rnic: SoftRnic) -> None:
+    def __init__(self, rnic: Port, forget: Callable[[SoftProtectionDomain], None]) -> None:
         self._rnic = rnic
-        self.queue_pairs: set[SoftQueuePair] = set()
+        self._forget = forget
+        self.queue_pairs: set[Announces] = set()
         self.key_page = Memory(KEY_PAGE_SIZE, name="trio_smc-keys")
         self._keys = self.key_page.view.cast("I")
         self._regions: dict[int, SoftMemoryRegion] = {}
@@ -105,7 +115,7 @@ class SoftProtectionDomain(ProtectionDomain):
         self._closed = True
         self._keys.release()
         self.key_page.close()
-        self._rnic.forget_pd(self)
+        self._forget(self)
 
 
 class PeerRegions:

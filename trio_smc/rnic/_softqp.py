@@ -40,7 +40,7 @@ from .verbs import (
 )
 
 if TYPE_CHECKING:
-    from .software import SoftRnic
+    from ._softport import Port
 
 __all__ = ["STALLED", "Request", "SoftQueuePair"]
 
@@ -94,7 +94,7 @@ def _kept(data: memoryview | None) -> memoryview | None:
 class SoftQueuePair(QueuePair):
     """A queue pair; made by `SoftRnic.create_qp`."""
 
-    def __init__(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> None:
+    def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
         self.qp_num = qp_num
         self.state = QpState.RESET
         self.ring = ReceiveRing(qp_num)
@@ -158,7 +158,7 @@ class SoftQueuePair(QueuePair):
         os.close(self._doorbell)
         self.ring.close()
         self._pd.queue_pairs.discard(self)
-        self._rnic.forget_qp(self)
+        self._rnic.forget(self)
 
     # -- work ----------------------------------------------------------------------------
 

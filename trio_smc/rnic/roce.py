@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from . import _pyverbs
-from ._rocememory import Domain, PinnedMemory
-from ._rocepair import RoceQueuePair
+from ._rocepair import Domain, RoceQueuePair
 from ._roceport import RocePort
 from .memory import Memory
 from .verbs import Completion, ProtectionDomain, QueuePair, RnicError
@@ -107,17 +106,13 @@ class VerbsRnic(RocePort):
         self.port_active = False
 
     def alloc_memory(self, size: int) -> Memory:
-        return PinnedMemory(size)
+        return Memory(size)
 
     def alloc_pd(self) -> ProtectionDomain:
         lib = self._opened()
-        domain = Domain(self, self._context, lib)
+        domain = Domain(self, self._context, lib, self._domains.discard)
         self._domains.add(domain)
         return domain
-
-    def forget(self, domain: Domain) -> None:
-        """A domain closes."""
-        self._domains.discard(domain)
 
     def create_qp(self, pd: ProtectionDomain) -> QueuePair:
         self._opened()
@@ -128,7 +123,7 @@ class VerbsRnic(RocePort):
         each = self.send_depth + self.receive_depth
         if (len(self._pairs) + 1) * each > self._cq_size:
             raise RnicError(errno.ENOMEM, f"{self.name} has no completion queue room left")
-        pair = RoceQueuePair(self, pd, self._cq)
+        pair = RoceQueuePair(self, pd, self._cq, self.detach)
         self._pairs[pair.qp_num] = pair
         return pair
 

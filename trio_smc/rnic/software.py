@@ -22,18 +22,16 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from ._fabric import Directory
 from ._reception import Reception, socket_name
 from ._ring import SLOTS, ReceiveRing, fence
 from ._softmr import SoftProtectionDomain
+from ._softport import PortUser, Pushed
 from ._softqp import SoftQueuePair
 from .memory import Memory
 from .verbs import Completion, ProtectionDomain, Rnic, RnicError, RnicEvent, refusals
-
-if TYPE_CHECKING:
-    from .faults import FaultPlan
 
 __all__ = ["SoftRnic"]
 
@@ -43,11 +41,14 @@ _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
 
 
-class Pushed(Protocol):
-    """What `SoftRnic.poll` has to look after."""
+class Faults(Protocol):
+    """What goes wrong (`faults.FaultPlan`)."""
 
-    def push(self) -> None:
-        """Go on if that is possible now."""
+    def attach(self, rnic: SoftRnic) -> None:
+        """Whose plan this is."""
+
+    def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> SoftQueuePair:
+        """A new queue pair that is subject to it."""
 
 
 class SoftRnic(Rnic):
@@ -61,7 +62,7 @@ class SoftRnic(Rnic):
     kind: Literal["software", "roce"] = "software"
     copies_on_post = False
 
-    def __init__(self, name: str = "soft0", *, faults: FaultPlan | None = None) -> None:
+    def __init__(self, name: str = "soft0", *, faults: Faults | None = None) -> None:
         self.name = name
         self.faults = faults
         self.gid = bytes(16)
@@ -73,7 +74,7 @@ class SoftRnic(Rnic):
         self.on_event = None
         self.done: list[Completion] = []
         self.stalled: dict[Pushed, None] = {}
-        self.gone: list[SoftQueuePair] = []
+        self.gone: list[PortUser] = []
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
         self.restless = 0
         self._rings: tuple[ReceiveRing, ...] = ()
@@ -158,7 +159,7 @@ class SoftRnic(Rnic):
     def alloc_pd(self) -> SoftProtectionDomain:
         self._check_open()
         with refusals():
-            pd = SoftProtectionDomain(self)
+            pd = SoftProtectionDomain(self, self._pds.discard)
         self._pds.add(pd)
         return pd
 
@@ -301,10 +302,10 @@ class SoftRnic(Rnic):
         """The queue pair of that number."""
         return self._qps.get(qp_num)
 
-    def retire(self, qp: SoftQueuePair) -> None:
+    def retire(self, user: PortUser) -> None:
         """A queue pair went to ERR: it needs no polling any more."""
-        self._rings = tuple(ring for ring in self._rings if ring is not qp.ring)
-        self.stalled.pop(qp, None)
+        self._rings = tuple(ring for ring in self._rings if ring is not user.ring)
+        self.stalled.pop(user, None)
 
     def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket, or keep it where the other side may not notice yet: the port is
@@ -333,14 +334,10 @@ class SoftRnic(Rnic):
         """Undo `new_rkey`."""
         self._rkeys.discard(rkey)
 
-    def forget_qp(self, qp: SoftQueuePair) -> None:
+    def forget(self, user: PortUser) -> None:
         """A queue pair was destroyed."""
-        del self._qps[qp.qp_num]
-        self.gone = [other for other in self.gone if other is not qp]
-
-    def forget_pd(self, pd: SoftProtectionDomain) -> None:
-        """A protection domain was destroyed."""
-        self._pds.discard(pd)
+        del self._qps[user.qp_num]
+        self.gone = [other for other in self.gone if other is not user]
 
     def _check_open(self) -> None:
         if not self._open:
