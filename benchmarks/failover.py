@@ -32,7 +32,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, SmcStream, SoftRnic, Stack
-from trio_smc.rnic.faults import Fault, FaultPlan
+from trio_smc.rnic.soft.faults import Fault, FaultPlan
 
 HOST = "127.0.0.1"
 CORES = {"server": 1, "client": 0}

@@ -11,8 +11,7 @@ from collections import deque
 from itertools import islice
 
 from trio_smc import Fallback, Stack
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import llc
+from trio_smc.wire import cdc, llc
 
 __all__ = ["Recollection", "log_everything"]
 

@@ -22,7 +22,7 @@ import trio_smc
 from examples.chaos_load import Conversation, Wrong
 from examples.chaos_log import Recollection, log_everything
 from trio_smc import Config, SmcStream, SoftRnic, Stack
-from trio_smc.rnic.faults import Fault, FaultPlan, Struck
+from trio_smc.rnic.soft.faults import Fault, FaultPlan, Struck
 
 LOGGER = logging.getLogger("chaos")
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trio_smc._options import render
+from trio_smc.streams.socket_options import render
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "socket-options.md"
 

@@ -11,7 +11,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, SmcListener, SmcStream, Stack
-from trio_smc.rendezvous import clc
+from trio_smc.wire import clc
 
 HOST = "127.0.0.1"
 PATIENCE = 20.0

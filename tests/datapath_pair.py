@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from trio_smc.datapath import cdc
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.wire import cdc
 
 __all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.link_group_world import GroupWorld, Stream
-from trio_smc.datapath.cdc import CDC_TYPE
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.links.link import Link
 from trio_smc.rnic.verbs import QpState
+from trio_smc.wire.cdc import CDC_TYPE
 
 __all__ = ["agreement", "is_sound", "kind_of", "known", "partners", "registered"]
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from tests.llc_trace import Trace
 from tests.memory_rnic import Fate, PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, End, World
-from trio_smc._base.config import Config
+from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.outcomes import Established
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rnic.verbs import QpState
 
 __all__ = ["SIZES", "GroupWorld", "Stream"]

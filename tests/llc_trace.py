@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.rendezvous_pair import World
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous import llc
+from trio_smc.wire import llc
 
 __all__ = ["Trace"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import Call, Side, World, exchange
-from trio_smc._base.config import Config
-from trio_smc.datapath.cdc import CDC_TYPE
-from trio_smc.rendezvous import llc
+from trio_smc.config.config import Config
+from trio_smc.wire import llc
+from trio_smc.wire.cdc import CDC_TYPE
 
 __all__ = ["Stage", "Wire"]
 

@@ -12,13 +12,15 @@ from typing import Self
 import pytest
 import trio
 
-from trio_smc import VerbsRnic, _rnic_life
-from trio_smc._rnics import StackRnics
-from trio_smc.rendezvous import pnet, prefixes
-from trio_smc.rendezvous.pnet import Interface, PortGid
-from trio_smc.rendezvous.prefixes import Prefix
-from trio_smc.rnic._portwatch import PortWatch
-from trio_smc.rnic._pyverbs import Gid
+from trio_smc import VerbsRnic
+from trio_smc.host import addresses as prefixes
+from trio_smc.host import pnet
+from trio_smc.host.addresses import Prefix
+from trio_smc.host.pnet import Interface, PortGid
+from trio_smc.rnic.roce.hotplug import PortWatch
+from trio_smc.rnic.roce.pyverbs import Gid
+from trio_smc.stack import rnics as _rnic_life
+from trio_smc.stack.rnics import StackRnics
 
 __all__ = ["GIDS", "HOST", "NAMED", "V1", "V2", "FakePort", "World", "entry", "gid", "prefix"]
 

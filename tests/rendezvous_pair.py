@@ -17,20 +17,20 @@ from typing import Any, Self, cast
 import trio
 
 from tests.memory_rnic import Fabric, MemoryRnic
-from trio_smc._base.config import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc._endpoint import Endpoint
-from trio_smc._rnic_life import RnicChange
-from trio_smc._stack_core import StackCore
+from trio_smc._base.timers import Timers
+from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.clc_reader import ClcReader
 from trio_smc.rendezvous.client import ClientNegotiation
-from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.outcomes import Established, Failed, FellBack
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
 from trio_smc.rendezvous.server import ServerNegotiation
-from trio_smc.rendezvous.timers import Timers
+from trio_smc.stack.connection_host import Endpoint
+from trio_smc.stack.groups import StackCore
+from trio_smc.stack.rnics import RnicChange
+from trio_smc.wire import clc
+from trio_smc.wire.clc import ClcReader
 
 __all__ = ["SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "exchange"]
 
@@ -271,7 +271,7 @@ class Side:
 
 
 class End:
-    """One end of a call: a negotiation and the shell around it, `trio_smc._handshake` in small.
+    """One end of a call: a negotiation and the shell around it, `rendezvous.handshake` in small.
 
     Attributes:
       pieces: the most bytes that are read at once.

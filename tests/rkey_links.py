@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.link import Link, PeerQueuePair
-from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.links.link import Link, PeerQueuePair
+from trio_smc.wire import llc
 
 __all__ = ["add_link", "as_peer", "known_alike", "ping_pong"]
 

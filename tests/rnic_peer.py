@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.rnic_contract import MEMORY, PATIENCE, End, make_end
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft.device import SoftRnic
 
 BURST = 50
 

@@ -12,8 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
-from trio_smc._tcp_stream import TcpStream
 from trio_smc.datapath.rmb import EYE_CATCHER
+from trio_smc.streams.tcp_stream import TcpStream
 
 HOST = "127.0.0.1"
 SMALL_RING = 16 * 1024

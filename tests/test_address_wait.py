@@ -12,12 +12,12 @@ import pytest
 from tests.memory_rnic import Fabric, MemoryRnic
 from tests.rendezvous_pair import Call, Clock, World, exchange
 from tests.transcripts import messages, transcript
-from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.address_wait import PATIENCE, AddressWait
-from trio_smc.rendezvous.outcomes import Failed, FellBack
-from trio_smc.rendezvous.timers import Timers
+from trio_smc._base.timers import Timers
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links.add_link import PATIENCE, AddressWait
+from trio_smc.rendezvous.negotiation import Failed, FellBack
+from trio_smc.wire import llc
 
 NEVER = 1 << 30
 LOOKS = (1, 2, 7, 17)

@@ -39,8 +39,9 @@ from tests.api_peers import (
     read_to_end,
 )
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream, Stack
-from trio_smc.rendezvous import clc, tcp_option
-from trio_smc.rendezvous.tcp_option import TcpOption
+from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.rendezvous.discovery.tcp_option import TcpOption
+from trio_smc.wire import clc
 
 EYE = clc.EYE_CATCHER
 SOON = 0.05  # a handshake time-out that is meant to pass, seconds

@@ -34,7 +34,7 @@ from tests.api_peers import (
     read_to_end,
 )
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
-from trio_smc.rendezvous import clc
+from trio_smc.wire import clc
 
 # --- as Trio's ---------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ async def test_a_defect_costs_one_connection(
         raise LookupError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc._accept.ServerNegotiation", broken)
+        patch.setattr("trio_smc.connecting.accept.ServerNegotiation", broken)
         with pytest.raises(ConnectionResetError):
             await stack.open_stream(*address_of(listener))
     assert "LookupError: a defect" in caplog.text

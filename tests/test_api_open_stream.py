@@ -34,18 +34,10 @@ from tests.api_peers import (
 )
 from tests.ports import reserved_port
 from tests.stream_pairs import cancelled_when_it_waits
-from trio_smc import (
-    Config,
-    FallbackReason,
-    Mode,
-    SmcListener,
-    SmcStream,
-    SmcUnavailable,
-    Stack,
-    _connect,
-    _dial,
-)
-from trio_smc.rendezvous import clc
+from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, SmcUnavailable, Stack
+from trio_smc.connecting import connect as _connect
+from trio_smc.connecting import dial as _dial
+from trio_smc.wire import clc
 
 
 class Resolver(trio.abc.HostnameResolver):
@@ -334,7 +326,7 @@ async def test_a_defect_is_an_error_too(
         raise LookupError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc._connect._proposal", broken)
+        patch.setattr("trio_smc.connecting.connect._proposal", broken)
         with pytest.raises(ConnectionResetError) as caught:
             await stack.open_stream(*address_of(listener))
     assert isinstance(caught.value.__cause__, LookupError)

@@ -32,8 +32,9 @@ from tests.api_peers import (
 )
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.rendezvous import _local_protocol, clc
-from trio_smc.rendezvous import _publication as _claims
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import publication as _claims
+from trio_smc.wire import clc
 
 Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
@@ -303,7 +304,7 @@ async def test_no_directory_for_the_software_rnic(monkeypatch: pytest.MonkeyPatc
 
 async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc.rnic.software.platform.machine", lambda: "riscv64")
+        patch.setattr("trio_smc.rnic.soft.device.platform.machine", lambda: "riscv64")
         async with trio_smc.open_stack() as stack, plain_server() as server:
             stream = await stack.open_stream(*address_of(server))
             assert stream.mode is Mode.TCP

@@ -475,7 +475,7 @@ async def test_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc._tcp_watch.select.epoll", no_descriptors)
+        patch.setattr("trio_smc.stack.tcp_watch.select.epoll", no_descriptors)
         with pytest.raises(OSError, match="open files"):
             async with trio_smc.open_stack(Config(rnics=())):
                 raise AssertionError("opened")

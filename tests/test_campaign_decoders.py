@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.campaigns import decoders
-from trio_smc.rendezvous import clc
+from trio_smc.wire import clc
 
 
 def test_hostile_bytes(seed: int, full: bool) -> None:

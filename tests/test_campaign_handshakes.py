@@ -8,9 +8,9 @@ import pytest
 
 from tests.campaigns import handshakes
 from tests.campaigns._replays import finds_and_replays
+from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.links.rkeys import Rkeys
 from trio_smc.rendezvous.negotiation import Negotiation
-from trio_smc.rendezvous.own_rmbs import OwnRmbs
-from trio_smc.rendezvous.rkeys import Rkeys
 
 
 def test_damaged_handshakes(seed: int, full: bool) -> None:

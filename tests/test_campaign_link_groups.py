@@ -8,12 +8,12 @@ import pytest
 
 from tests.campaigns import link_groups
 from tests.campaigns._replays import finds_and_replays
-from trio_smc._stack_core import StackCore
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.link_group import GroupLife
-from trio_smc.rendezvous.own_rmbs import OwnRmbs
-from trio_smc.rendezvous.rkeys import Rkeys
+from trio_smc.rendezvous.links.group import GroupLife
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
+from trio_smc.rendezvous.links.rkeys import Rkeys
+from trio_smc.stack.groups import StackCore
 
 
 def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:

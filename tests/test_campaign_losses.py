@@ -8,10 +8,10 @@ import pytest
 
 from tests.campaigns import losses
 from tests.campaigns._replays import finds_and_replays
-from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.wire.cdc import CDC_TYPE
 
 
 def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> None:

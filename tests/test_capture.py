@@ -33,8 +33,8 @@ from trio_smc._base.reasons import Fallback
 from trio_smc.capture import file as capture_file
 from trio_smc.capture import frames, pcapng
 from trio_smc.capture.dissection import Seen, Write, dissect
-from trio_smc.datapath.cdc import CdcMessage
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import clc, llc
+from trio_smc.wire.cdc import CdcMessage
 
 GOLDEN = Path(__file__).parent / "golden" / "kernel-two-links.pcap"
 SECRET = b"what nobody else should read"

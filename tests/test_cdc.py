@@ -12,7 +12,7 @@ from tests import wire_strategies as wire
 from tests import wire_vectors as vectors
 from tests.tshark_reader import expected
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath import cdc
+from trio_smc.wire import cdc
 
 VECTORS = pytest.mark.parametrize(("message", "data"), vectors.CDC.values(), ids=vectors.CDC)
 

@@ -17,7 +17,7 @@ from examples.chaos_log import CONNECTIONS, MESSAGES, Recollection
 from examples.chaos_peer import outcome
 from examples.chaos_result import Result
 from examples.chaos_sides import Sides
-from trio_smc.datapath import cdc
+from trio_smc.wire import cdc
 
 # TEST LINK takes its time.
 QUICK = {kind: weight for kind, weight in FAULTS.items() if kind != "link-silent"}

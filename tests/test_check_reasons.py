@@ -26,10 +26,12 @@ from tests.api_peers import (
 from tests.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
-from trio_smc._policy import SHORT_AFTER
-from trio_smc.rendezvous import _channels as _places
-from trio_smc.rendezvous import _local_protocol, clc, tcp_option
+from trio_smc.rendezvous.discovery import announcing as _places
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.stack.policy import SHORT_AFTER
 from trio_smc.tools.commands import check
+from trio_smc.wire import clc
 
 Reason = FallbackReason
 LOCAL, PEER = Origin.LOCAL, Origin.PEER
@@ -194,7 +196,7 @@ def another_release(patch: Patch) -> None:
 
 def another_processor(patch: Patch) -> None:
     """Memory is ordered otherwise than the software RNIC needs it."""
-    patch.setattr("trio_smc.rnic.software.platform.machine", lambda: "riscv64")
+    patch.setattr("trio_smc.rnic.soft.device.platform.machine", lambda: "riscv64")
 
 
 # --- the cases -----------------------------------------------------------------------------------

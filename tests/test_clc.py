@@ -14,7 +14,7 @@ from tests import wire_strategies as wire
 from tests import wire_vectors as vectors
 from tests.tshark_reader import expected
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous import clc
+from trio_smc.wire import clc
 
 PROPOSAL = vectors.CLC["Proposal, IPv4"][1]
 PROPOSAL6 = vectors.CLC["Proposal, two IPv6 prefixes"][1]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.campaigns import datapath as campaign
 from tests.datapath_pair import Cdc, FakeChannel, Pair, Write
-from trio_smc.datapath.cdc import UPDATE_REQUESTED, URGENT_PENDING, WRITER_BLOCKED, pack
 from trio_smc.datapath.connection import Connection
+from trio_smc.wire.cdc import UPDATE_REQUESTED, URGENT_PENDING, WRITER_BLOCKED, pack
 
 RING = 16384
 

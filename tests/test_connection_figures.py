@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath_pair import Cdc, Pair, Write
-from trio_smc.datapath.cdc import URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
+from trio_smc.wire.cdc import URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
 
 RECEIVE = 10_000  # "application has issued a recv for 10,000 bytes"
 

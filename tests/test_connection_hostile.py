@@ -11,8 +11,8 @@ import pytest
 
 from tests.datapath_pair import Cdc, Pair, arrive
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath import cdc
 from trio_smc.datapath.connection import Connection
+from trio_smc.wire import cdc
 
 RING = 16384
 TOKEN = 0xA1  # of B, which is attacked

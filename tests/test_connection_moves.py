@@ -10,8 +10,9 @@ import pytest
 from tests.campaigns import datapath as campaign
 from tests.datapath_pair import Cdc, FakeChannel, Pair, Write
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath import cdc
-from trio_smc.datapath.cdc import (
+from trio_smc.datapath.delivery import Delivery
+from trio_smc.wire import cdc
+from trio_smc.wire.cdc import (
     ABNORMAL_CLOSE,
     CONNECTION_CLOSED,
     FAILOVER_VALIDATION,
@@ -20,7 +21,6 @@ from trio_smc.datapath.cdc import (
     URGENT_PRESENT,
     WRITER_BLOCKED,
 )
-from trio_smc.datapath.delivery import Delivery
 
 F, P, U, B = FAILOVER_VALIDATION, URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
 D, C, A = SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, Pair, Write
-from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 from trio_smc.datapath.connection import Connection
+from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 
 D, C, A = SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
 RING = 16384

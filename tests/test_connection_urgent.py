@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.datapath_pair import Cdc, FakeChannel, Pair, Write
-from trio_smc.datapath.cdc import (
+from trio_smc.datapath.connection import Connection
+from trio_smc.wire.cdc import (
     FAILOVER_VALIDATION,
     SENDING_DONE,
     URGENT_PENDING,
     URGENT_PRESENT,
     WRITER_BLOCKED,
 )
-from trio_smc.datapath.connection import Connection
 
 RING = 64
 P, U, B = URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED

@@ -21,7 +21,7 @@ from trio.testing import check_half_closeable_stream
 
 import trio_smc
 from tests.stream_pairs import cancelled_when_it_waits
-from trio_smc._face import SocketFace
+from trio_smc.sockets.drop_in import SocketFace
 
 LOOPBACK = "127.0.0.1"
 TCP_ULP = 31  # Python has no name for it

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from trio_smc.datapath import cdc
-from trio_smc.datapath.cdc import MessageMissing
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.links.link import Link
 from trio_smc.rnic.verbs import Completion, WcOpcode
+from trio_smc.wire import cdc
+from trio_smc.wire.cdc import MessageMissing
 
 
 def message(token: int, sequence: int) -> bytes:

@@ -11,7 +11,7 @@ from tests.llc_wire import Stage
 from tests.memory_rnic import Fate, PlainQueuePair
 from tests.rendezvous_pair import World, exchange
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.links.link import Link
 
 BOTH_ENDS = pytest.mark.parametrize("place", [0, 1])
 SURVIVABLE = pytest.mark.parametrize("fate", [Fate.LOST, Fate.UNACKNOWLEDGED])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous.group_connections import GroupConnections
-from trio_smc.rendezvous.links import GONE_LINKS, Links
-from trio_smc.rendezvous.rtokens import PeerRmbs, RToken
+from trio_smc.rendezvous.links.group import GroupConnections
+from trio_smc.rendezvous.links.link_set import GONE_LINKS, Links
+from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs, RToken
 
 A, B = RToken(0x11, 0x1000), RToken(0x22, 0x2000)
 

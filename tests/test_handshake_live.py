@@ -25,14 +25,14 @@ import trio.testing
 from tests.api_peers import ASSUME, GID, HOST, MAC, PATIENCE, PEER_ID, address_of, check_talk
 from trio_smc import Mode, SmcListener, SmcStream, Stack, open_stack
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc._handshake import run_negotiation
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.outcomes import Failed, FellBack
-from trio_smc.rendezvous.prefixes import interface_prefixes
-from trio_smc.rendezvous.spinning import Spinner
-from trio_smc.rendezvous.timers import Timers
+from trio_smc._base.timers import Timers
+from trio_smc.host.addresses import interface_prefixes
+from trio_smc.rendezvous.handshake import run_negotiation
+from trio_smc.rendezvous.negotiation import Failed, FellBack
+from trio_smc.rnic.spinner import Spinner
 from trio_smc.states.clc_client import CLC_CLIENT
 from trio_smc.states.engine import Machine
+from trio_smc.wire import clc
 
 # Short, but long enough for a machine that is busy with other things.
 QUICK = replace(

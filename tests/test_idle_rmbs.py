@@ -13,15 +13,16 @@ from tests.rendezvous_pair import SIZE, Call, Side, World, exchange
 from tests.rkey_links import known_alike
 from tests.test_rkeys import BIG, SMALL, all_messages, elements, with_links
 from tests.transcripts import messages, transcript
-from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
+from trio_smc.config.config import Config
 from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS
-from trio_smc.rendezvous import llc, own_rmbs
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.outcomes import Established
-from trio_smc.rendezvous.own_rmbs import RMB_IDLE
+from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.links.own_rmbs import RMB_IDLE
+from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rnic.verbs import RnicError
+from trio_smc.wire import llc
 
 LOOK = 15.0
 """Seconds that an RMB may stay longer."""

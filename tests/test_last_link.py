@@ -10,9 +10,9 @@ import pytest
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import World
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.outcomes import Established
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.wire import clc
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Side, World, exchange
 from tests.transcripts import messages, transcript
-from trio_smc._base.config import Config
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.outcomes import Established, Failed
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.negotiation import Established, Failed
 from trio_smc.rnic.verbs import RnicError
+from trio_smc.wire import llc
 
 ADD_LINK = llc.MessageType.ADD_LINK
 CONTINUATION = llc.MessageType.ADD_LINK_CONTINUATION

@@ -11,10 +11,10 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Side, World, exchange
 from tests.transcripts import line
-from trio_smc._base.config import Config
+from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.wire import llc
 
 TEST_LINK = llc.MessageType.TEST_LINK
 BIG = 4 * SIZE

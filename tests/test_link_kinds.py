@@ -8,9 +8,9 @@ import pytest
 from tests.rendezvous_pair import SIZE, Side, World, exchange
 from tests.test_link_adding import ADDED, REJECTED, paths
 from tests.transcripts import messages, transcript
-from trio_smc._base.config import Config
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.links import Links
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links.link_set import Links
+from trio_smc.wire import llc
 
 NOTICE = "out ADD_LINK"
 DELETED = ["in DELETE_LINK", "out DELETE_LINK reply"]

@@ -10,7 +10,8 @@ import pytest
 from tests.link_group_rules import known, registered
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, World, exchange
-from trio_smc.rendezvous import llc, own_rmbs
+from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.wire import llc
 
 BIG = 4 * SIZE
 

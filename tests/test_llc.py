@@ -14,7 +14,7 @@ from tests import wire_strategies as wire
 from tests import wire_vectors as vectors
 from tests.tshark_reader import expected
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous import llc
+from trio_smc.wire import llc
 
 # One of each type that fills all its slots.
 FULL = {

@@ -10,7 +10,7 @@ import pytest
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, Side, World, exchange
 from tests.transcripts import messages, transcript
-from trio_smc.rendezvous import llc
+from trio_smc.wire import llc
 
 BIG = 4 * SIZE
 ADDING = ["ADD_LINK", "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, World
-from trio_smc.rendezvous import llc
+from trio_smc.wire import llc
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 
 from tests.llc_wire import Stage
 from tests.rendezvous_pair import SIZE, World
-from trio_smc._base.config import Config
-from trio_smc.rendezvous import llc
+from trio_smc.config.config import Config
+from trio_smc.wire import llc
 
 BIG = 4 * SIZE
 WAYS = pytest.mark.parametrize("way", ["lose", "fail"])

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 import trio_smc
-import trio_smc._rdma_stream
+import trio_smc.streams.rdma_stream
 from tests.api_peers import HOST, PATIENCE, close_all, connect
 from trio_smc import Config, SmcStream
 
@@ -77,13 +77,13 @@ async def one_waits() -> AsyncIterator[tuple[SmcStream, SmcStream]]:
 
 
 class Counted:
-    """One of Trio's calls in `trio_smc._rdma_stream`, and how often a task made it."""
+    """One of Trio's calls in `trio_smc.streams.rdma_stream`, and how often a task made it."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.task: trio.lowlevel.Task | None = None
         self.calls = 0
-        self._call: Callable[..., Awaitable[object]] = getattr(trio_smc._rdma_stream, name)
-        monkeypatch.setattr(trio_smc._rdma_stream, name, self)
+        self._call: Callable[..., Awaitable[object]] = getattr(trio_smc.streams.rdma_stream, name)
+        monkeypatch.setattr(trio_smc.streams.rdma_stream, name, self)
 
     async def __call__(self, *arguments: object) -> object:
         self.calls += trio.lowlevel.current_task() is self.task
@@ -115,15 +115,15 @@ async def test_a_reader_for_whom_that_brings_nothing_sleeps(
 
         async def read() -> None:
             sleeps.task = yields.task = trio.lowlevel.current_task()
-            for _ in range(2 * trio_smc._rdma_stream._SELDOM):
+            for _ in range(2 * trio_smc.streams.rdma_stream._SELDOM):
                 await there.receive_some()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
-            for _ in range(2 * trio_smc._rdma_stream._SELDOM):
+            for _ in range(2 * trio_smc.streams.rdma_stream._SELDOM):
                 await trio.testing.wait_all_tasks_blocked()
                 await here.send_all(b"x")
-        assert sleeps.calls == 2 * trio_smc._rdma_stream._SELDOM
+        assert sleeps.calls == 2 * trio_smc.streams.rdma_stream._SELDOM
         assert yields.calls == 2, "it tries again now and then"
 
 

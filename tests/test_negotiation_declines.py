@@ -11,8 +11,8 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import Call, Side, World, exchange
 from trio_smc._base.reasons import Diagnosis, FallbackReason, Origin
-from trio_smc.rendezvous import clc, llc
-from trio_smc.rendezvous.outcomes import Failed
+from trio_smc.rendezvous.negotiation import Failed
+from trio_smc.wire import clc, llc
 
 CONFIRM_LINK = llc.MessageType.CONFIRM_LINK
 ADD_LINK = llc.MessageType.ADD_LINK

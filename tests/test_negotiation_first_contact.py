@@ -11,9 +11,9 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import Recorder, Side, World, exchange
 from tests.transcripts import line
-from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason, Origin
-from trio_smc.rendezvous import clc, llc
+from trio_smc.config.config import Config
+from trio_smc.wire import clc, llc
 
 
 class QpRecorder(Recorder):

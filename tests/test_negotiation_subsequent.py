@@ -12,11 +12,12 @@ import pytest
 from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, World, exchange
 from tests.transcripts import line
-from trio_smc._base.config import Config
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import clc, llc, own_rmbs
-from trio_smc.rendezvous.outcomes import Established
-from trio_smc.rendezvous.rkeys import PeerRequest
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.rendezvous.links.rkeys import PeerRequest
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.wire import clc, llc
 
 CONFIRM_RKEY = llc.MessageType.CONFIRM_RKEY
 BIG = 4 * SIZE

@@ -9,9 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from trio_smc._base import netlink
-from trio_smc._base.netlink import Remembering, ask
-from trio_smc.rendezvous import pnet
+from trio_smc.host import netlink, pnet
+from trio_smc.host.netlink import Remembering, ask
 
 
 class Kernel:

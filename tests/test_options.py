@@ -16,12 +16,13 @@ import trio_smc
 from scripts import socket_options
 from tests.datapath_pair import Pair
 from tests.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
-from trio_smc import SmcStream, _option_actions
+from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
-from trio_smc._options import OPTIONS, Owner, StreamOptions
-from trio_smc._rdma_stream import RdmaStream
-from trio_smc.rendezvous import llc
-from trio_smc.rendezvous.timers import Timers
+from trio_smc._base.timers import Timers
+from trio_smc.streams import socket_options as _option_actions
+from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.socket_options import OPTIONS, Owner, StreamOptions
+from trio_smc.wire import llc
 
 SOL, TCP = socket.SOL_SOCKET, socket.IPPROTO_TCP
 NEVER = 1e6

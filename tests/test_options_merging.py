@@ -10,8 +10,8 @@ import pytest
 
 from tests.campaigns import datapath as campaign
 from tests.datapath_pair import Cdc, Pair, Write
-from trio_smc._option_actions import LEAST_SEND_BUFFER
 from trio_smc.datapath.connection import Connection
+from trio_smc.streams.socket_options import LEAST_SEND_BUFFER
 
 RING = 16384
 CHUNK = RING // 4

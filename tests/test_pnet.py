@@ -13,14 +13,15 @@ import trio_smc
 from tests.memory_rnic import Fabric, MemoryRnic
 from tests.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
 from trio_smc import Config, FallbackReason
-from trio_smc._accept import _admit
-from trio_smc._base import netlink
-from trio_smc._rnics import StackRnics
-from trio_smc.rendezvous import clc, pnet, prefixes
-from trio_smc.rendezvous.pnet import Interface, PortGid, choose_gids, parse_table, same_network
-from trio_smc.rnic._rocedevices import active_ports
+from trio_smc.connecting.accept import _admit
+from trio_smc.host import addresses as prefixes
+from trio_smc.host import netlink, pnet
+from trio_smc.host.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.roce.hotplug import active_ports
 from trio_smc.rnic.verbs import Rnic
+from trio_smc.stack.rnics import StackRnics
+from trio_smc.wire import clc
 
 
 def chosen(

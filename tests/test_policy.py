@@ -11,7 +11,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream
-from trio_smc._policy import REST, SHORT, SHORT_AFTER, ShortConnections
+from trio_smc.stack.policy import REST, SHORT, SHORT_AFTER, ShortConnections
 
 HOST = "127.0.0.1"
 PEER = ("192.0.2.1", 80)

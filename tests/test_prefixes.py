@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rendezvous import prefixes
-from trio_smc.rendezvous.clc import Ipv6Prefix
-from trio_smc.rendezvous.prefixes import Prefix
+from trio_smc.host import addresses as prefixes
+from trio_smc.host.addresses import Prefix
+from trio_smc.wire.clc import Ipv6Prefix
 
 LOOPBACK = Prefix(network=bytes((127, 0, 0, 0)), length=8)
 LOOPBACK6 = Prefix(network=bytes(15) + b"\x01", length=128)

@@ -30,7 +30,7 @@ from tests.rendezvous_pair import SIZE, World, exchange
 from tests.transcripts import line
 from trio_smc import Stack
 from trio_smc._base.reasons import Diagnosis, FallbackReason
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import clc, llc
 
 BIG = 4 * SIZE
 

@@ -16,10 +16,11 @@ from tests.transcripts import messages, transcript
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath import rmb as rmb_module
 from trio_smc.datapath.rmb import MAX_RMBS, Rmbe
-from trio_smc.rendezvous import llc, own_rmbs
-from trio_smc.rendezvous.link import Link
-from trio_smc.rendezvous.rkeys import confirm_rkey_messages
-from trio_smc.rendezvous.rtokens import PeerRmbs, RToken
+from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs, RToken
+from trio_smc.rendezvous.links.rkeys import confirm_rkey_messages
+from trio_smc.wire import llc
 
 BIG = 4 * SIZE
 """Bytes of an element that fills an RMB."""

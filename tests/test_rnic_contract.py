@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rnic_contract import RnicContract
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
 

@@ -13,9 +13,9 @@ import trio
 
 import trio_smc
 from tests.rnic_contract import End, connect, got, make_end, nothing_comes, state_of, until
-from trio_smc.rnic import _ring
-from trio_smc.rnic.faults import Fault, FaultPlan, FaultyQueuePair
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft import ring as _ring
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.faults import Fault, FaultPlan, FaultyQueuePair
 from trio_smc.rnic.verbs import DeliveryUnknown, QpState, RnicEvent, WcStatus
 
 FLUSHED = WcStatus.WR_FLUSH_ERR

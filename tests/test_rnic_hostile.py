@@ -19,11 +19,18 @@ from hypothesis import strategies as st
 
 from tests.rnic_contract import RECEIVES, End, connect, got, make_end, until
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rnic._fabric import Directory, Hello, Register, Revoke, decode_untrusted, receive
-from trio_smc.rnic._ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
-from trio_smc.rnic._softmr import KEY_PAGE_SIZE
 from trio_smc.rnic.memory import Memory, PeerMemory
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.messages import (
+    Directory,
+    Hello,
+    Register,
+    Revoke,
+    decode_untrusted,
+    receive,
+)
+from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE
+from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
 # Where the words of a ring are, written down once more on purpose.

@@ -15,13 +15,12 @@ import trio.testing
 import trio_smc
 from tests.port_world import HOST, FakePort, World
 from trio_smc import Config, FallbackReason
-from trio_smc._rnic_life import RnicChange
-from trio_smc._rnics import StackRnics
-from trio_smc.rendezvous import pnet
-from trio_smc.rnic._portwatch import PortWatch
+from trio_smc.host import pnet
 from trio_smc.rnic.pump import Pump
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.roce.hotplug import PortWatch
+from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic, RnicError, RnicEvent
+from trio_smc.stack.rnics import RnicChange, StackRnics
 
 ADDRESSES = ("192.0.2.1", "192.0.2.9")  # on rxe0's network
 AVAILABLE, LOST = RnicChange.AVAILABLE, RnicChange.LOST

@@ -17,7 +17,7 @@ from tests.rnic_contract import PATIENCE, End, connect, make_end
 from tests.rnic_peer import Peer
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import _SLEEPLESS, _SOON, Pump
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
 
 NAP = 0.05

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic._ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Sent
 from trio_smc.rnic.memory import PeerMemory
+from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Sent
 from trio_smc.rnic.verbs import Completion
 
 SCHEDULES = 1000

@@ -15,8 +15,8 @@ import pytest
 
 from tests.rnic_contract import MEMORY, PATIENCE, End, connect, got, make_end, nothing_comes, until
 from tests.rnic_peer import BURST, Peer, pause
-from trio_smc.rnic import _fabric
-from trio_smc.rnic.software import SoftRnic
+from trio_smc.rnic.soft import messages as _fabric
+from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
 
 

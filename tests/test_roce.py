@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic import _neighbours, _pyverbs, _rocegids
-from trio_smc.rnic._portwatch import is_news
-from trio_smc.rnic._pyverbs import ROCE_V1, ROCE_V2, Gid
-from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.roce import neighbours as _neighbours
+from trio_smc.rnic.roce import port as _rocegids
+from trio_smc.rnic.roce import pyverbs as _pyverbs
+from trio_smc.rnic.roce.device import VerbsRnic
+from trio_smc.rnic.roce.hotplug import is_news
+from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
 from trio_smc.rnic.verbs import RnicError, RnicEvent
 
 # --- which entry of the GID table -----------------------------------------------------------------

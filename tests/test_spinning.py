@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from trio_smc.rendezvous.spinning import Spinner
+from trio_smc.rnic.spinner import Spinner
 
 QUICK = 1e-3
 PATIENT = 10.0

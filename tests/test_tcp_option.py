@@ -35,10 +35,11 @@ from tests.api_peers import (
 from tests.option_wire import SYN, SYN_ACK, Wire, cgroup, cgroup2, requires_bpf
 from tests.ports import reserved_port
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SmcListener, SoftRnic, Stack
-from trio_smc.rendezvous import _bpf, tcp_option
-from trio_smc.rendezvous._bpf_assembler import Assembler
-from trio_smc.rendezvous._option_program import OPTION
-from trio_smc.rendezvous.tcp_option import MAP_NAME, TcpOption, load_option, own_cgroup
+from trio_smc.rendezvous.discovery import bpf as _bpf
+from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.rendezvous.discovery.bpf_assembler import Assembler
+from trio_smc.rendezvous.discovery.option_program import OPTION
+from trio_smc.rendezvous.discovery.tcp_option import MAP_NAME, TcpOption, load_option, own_cgroup
 
 pytestmark = requires_bpf
 

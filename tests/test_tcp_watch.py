@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import trio
 import trio.testing
 
-from trio_smc._tcp_watch import TcpWatch
+from trio_smc.stack.tcp_watch import TcpWatch
 
 
 class Watcher:

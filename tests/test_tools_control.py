@@ -20,7 +20,7 @@ import trio_smc
 from tests.api_peers import QUICK
 from tests.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
-from trio_smc._base import control
+from trio_smc.control import protocol as control
 from trio_smc.tools.client import Snapshot, take_snapshots
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.shape import SHAPES, check_untrusted
@@ -128,7 +128,7 @@ async def test_random_requests(rng: random.Random) -> None:
 async def test_silent_clients_hold_up_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_smc._control._PATIENCE", 0.5)
+    monkeypatch.setattr("trio_smc.control.server._PATIENCE", 0.5)
     async with a_stack() as (_, path), contextlib.AsyncExitStack() as clients:
         for _ in range(12):
             await clients.enter_async_context(await trio.open_unix_socket(str(path)))
@@ -175,7 +175,7 @@ async def test_a_directory_may_be_deeper_than_a_socket_name_is_long(tmp_path: Pa
 
 
 async def test_a_long_list_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_smc._snapshot.PIECE", 2)
+    monkeypatch.setattr("trio_smc.control.snapshot.PIECE", 2)
     request = control.encode({"want": ["listeners"]})
     async with a_stack() as (stack, path):
         for _ in range(5):

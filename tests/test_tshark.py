@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests import tshark_reader as tshark
 from tests import wire_strategies as wire
 from tests import wire_vectors as vectors
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import cdc, clc, llc
 
 # What tshark reads beyond our codec: version 2's extension, SMC-D's part of a Proposal that
 # offers it; and the optional message, of which it says nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from tests.rendezvous_pair import Side
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import clc, llc
 
 __all__ = ["line", "messages", "transcript"]
 

@@ -28,8 +28,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import cdc, clc, llc
 
 Reading = tuple[str, int | bytes | str]
 MALFORMED: Reading = ("malformed", 1)

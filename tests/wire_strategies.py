@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import cdc, clc, llc
 
 U8, U16, U24, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 24, 32, 64))
 NIBBLE = st.integers(0, 15)

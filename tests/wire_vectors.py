@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tshark_reader import Reading
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import cdc, clc, llc
 
 _GOLDEN = Path(__file__).parent / "golden" / "kernel_messages.json"
 

@@ -6,30 +6,44 @@ Theory of operation
 mode and of each new state of a connection, a link or a link group.  It gives them to a function:
 `open_events` puts them into a memory channel, `_event_log` into the log.  Observers must not
 block, so what does not fit into the channel is dropped and counted.
+
+Events as log records, with fields that a log collector can read without parsing a sentence.
+
+`Config(log_events=True)` turns it on.  Logger "trio_smc.events"; INFO for decisions about a mode
+and for links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md
+describes the fields; all begin with "smc_".
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import trio
 
 from trio_smc._base.reasons import Fallback
-from trio_smc._connections import socket_name
-from trio_smc._rdma_stream import RdmaStream
-from trio_smc._stream import SmcStream
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous.link import Link, LinkOwner
-from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.links.link import Link, LinkOwner
+from trio_smc.streams.connection_views import socket_name
+from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.stream import SmcStream
 
 if TYPE_CHECKING:
     from trio_smc._stack import Stack
-    from trio_smc._tcp_names import SmcSocket
+    from trio_smc.streams.smc_socket import SmcSocket
 
-__all__ = ["EventObserver", "EventStream", "StackEvent", "open_events"]
+__all__ = [
+    "EventObserver",
+    "EventStream",
+    "StackEvent",
+    "log_event",
+    "open_events",
+]
+
 
 _ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
 _ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
@@ -223,3 +237,65 @@ def _ends_of(sock: trio.socket.SocketType | SmcSocket) -> _Ends:
 
 def _role(group: LinkGroup | LinkOwner) -> Literal["client", "server"]:
     return "client" if group.client else "server"
+
+
+LOGGER: Final = logging.getLogger("trio_smc.events")
+
+
+def log_event(event: StackEvent) -> None:
+    """Write one event to the log; states of connections only when they were aborted."""
+    if event.subject == "connection" and not event.aborted:
+        return
+    bad = event.subject == "connection" or event.new == "refused"
+    level = logging.WARNING if bad else logging.INFO
+    if LOGGER.isEnabledFor(level):
+        LOGGER.log(level, "%s", _sentence(event), extra=_fields(event))
+
+
+def _sentence(event: StackEvent) -> str:
+    match event.subject:
+        case "mode":
+            text = f"connection {_ends(event)} is {event.new}"
+            if event.fallback is not None:
+                text += f": {event.fallback.message}"
+        case "connection":
+            text = f"connection {_ends(event)} was aborted ({event.cause})"
+        case "link":
+            text = f"link {event.link} on {event.rnic} {_group(event)}: {event.old} to {event.new}"
+        case _:
+            text = f"link group {_group(event)}: {event.old} to {event.new}"
+    return text
+
+
+def _ends(event: StackEvent) -> str:
+    return f"{_address(event.local_address)} to {_address(event.peer_address)}"
+
+
+def _group(event: StackEvent) -> str:
+    peer = event.peer_id.hex() if event.peer_id is not None else "?"
+    return f"as {event.role} of {peer}"
+
+
+def _address(name: tuple[str, int] | None) -> str:
+    return "?" if name is None else f"{name[0]} port {name[1]}"
+
+
+def _fields(event: StackEvent) -> dict[str, Any]:
+    fallback = event.fallback
+    values = {
+        "event": "abort" if event.subject == "connection" else event.subject,
+        "new": event.new,
+        "old": event.old,
+        "cause": event.cause,
+        "local": event.local_address,
+        "peer": event.peer_address,
+        "reason": fallback and fallback.reason.value,
+        "origin": fallback and fallback.origin.value,
+        "code": fallback and fallback.code,
+        "peer_code": fallback and fallback.peer_code,
+        "role": event.role,
+        "peer_id": event.peer_id.hex() if event.peer_id is not None else None,
+        "link": event.link,
+        "rnic": event.rnic,
+    }
+    return {f"smc_{name}": value for name, value in values.items()}

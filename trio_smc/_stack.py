@@ -16,21 +16,20 @@ import trio
 
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
-from trio_smc._connect import connect_stream
-from trio_smc._connections import ConnectionView, RdmaConnection, TcpConnection
-from trio_smc._listen import open_listening_sockets
-from trio_smc._listener import SmcListener
-from trio_smc._stack_core import StackCore
-from trio_smc._stack_life import running_stacks
-from trio_smc._tcp_stream import TcpStream
+from trio_smc.connecting.connect import connect_stream
+from trio_smc.connecting.listener import SmcListener, open_listening_sockets
+from trio_smc.stack.groups import StackCore
+from trio_smc.stack.runtime import running_stacks
+from trio_smc.streams.connection_views import ConnectionView, RdmaConnection, TcpConnection
+from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
-    from trio_smc._base.config import Config
     from trio_smc._base.observer import Observer
-    from trio_smc._stream import SmcStream
-    from trio_smc._views import LinkGroup
-    from trio_smc.rendezvous.link_group import LinkGroup as LinkGroupCore
+    from trio_smc.config.config import Config
+    from trio_smc.rendezvous.links.group import LinkGroup as LinkGroupCore
     from trio_smc.rnic.verbs import Rnic
+    from trio_smc.streams.group_views import LinkGroup
+    from trio_smc.streams.stream import SmcStream
 
 __all__ = ["Stack", "stacks"]
 

@@ -9,7 +9,7 @@ from tests.link_group_rules import is_sound
 from tests.link_group_world import GroupWorld, Stream
 from tests.memory_rnic import Fate, MemoryRnic, PlainQueuePair
 from tests.rendezvous_pair import Side
-from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.rendezvous.links.group import LinkGroup
 
 __all__ = ["FAULTS", "GENTLE", "Faults"]
 

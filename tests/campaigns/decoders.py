@@ -22,10 +22,9 @@ from tests import wire_vectors as vectors
 from tests.campaigns._options import parse
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import _local_protocol as local
-from trio_smc.rendezvous import clc, llc
-from trio_smc.rnic import _fabric as fabric
+from trio_smc.rendezvous.discovery import messages as local
+from trio_smc.rnic.soft import messages as fabric
+from trio_smc.wire import cdc, clc, llc
 
 __all__ = ["Result", "piece", "run"]
 

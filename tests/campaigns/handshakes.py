@@ -44,10 +44,10 @@ from tests.memory_rnic import PlainQueuePair
 from tests.rendezvous_pair import SIZE, Call, End, Side, World
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Origin
-from trio_smc.datapath.cdc import CDC_TYPE
 from trio_smc.datapath.connection import Connection
-from trio_smc.rendezvous import clc, llc
-from trio_smc.rendezvous.outcomes import Established, Failed, FellBack
+from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
+from trio_smc.wire import clc, llc
+from trio_smc.wire.cdc import CDC_TYPE
 
 __all__ = ["Result", "run"]
 

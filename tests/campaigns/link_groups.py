@@ -52,8 +52,8 @@ from tests.campaigns._options import parse
 from tests.link_group_rules import agreement, kind_of
 from tests.link_group_world import SIZES, GroupWorld, Stream
 from tests.memory_rnic import Fate
-from trio_smc._base.config import Config
-from trio_smc.rendezvous.link_group import LinkGroup
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links.group import LinkGroup
 
 __all__ = ["FAULTS", "Result", "run"]
 

@@ -29,8 +29,8 @@ from tests.campaigns._cases import Outcome, run_cases, tell
 from tests.campaigns._options import parse
 from tests.link_group_world import SIZES, GroupWorld, Stream
 from tests.memory_rnic import Fate, PlainQueuePair
-from trio_smc.datapath.cdc import CDC_TYPE, FAILOVER_VALIDATION, decode_untrusted
 from trio_smc.rnic.verbs import QpState
+from trio_smc.wire.cdc import CDC_TYPE, FAILOVER_VALIDATION, decode_untrusted
 
 __all__ = ["KINDS", "Case", "Result", "run"]
 

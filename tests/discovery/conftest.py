@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 @pytest.fixture

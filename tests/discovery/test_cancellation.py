@@ -20,7 +20,7 @@ from tests.discovery.world import (
     serving,
     soon,
 )
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 class After:

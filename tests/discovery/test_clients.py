@@ -26,10 +26,11 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_protocol, _publication
-from trio_smc.rendezvous import _publication as _claims
-from trio_smc.rendezvous._local_protocol import Kind
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import publication as _claims
+from trio_smc.rendezvous.discovery import publication as _publication
+from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 def dial(private: Path) -> socket.socket:

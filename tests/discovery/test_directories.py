@@ -17,9 +17,17 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _channels as _places
-from trio_smc.rendezvous import _local_directory, _local_protocol, _publication
-from trio_smc.rendezvous.discovery import Announcement, Discovery
+from trio_smc.rendezvous.discovery import announcing as _places
+from trio_smc.rendezvous.discovery import (
+    directory as _local_directory,
+)
+from trio_smc.rendezvous.discovery import (
+    messages as _local_protocol,
+)
+from trio_smc.rendezvous.discovery import (
+    publication as _publication,
+)
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
 async def test_a_client_of_another_user_is_refused(

@@ -21,9 +21,9 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_protocol
-from trio_smc.rendezvous import _publication as _claims
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import publication as _claims
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 async def test_a_client_that_withdraws(private: Path) -> None:

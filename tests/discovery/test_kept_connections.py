@@ -21,8 +21,8 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _channels
-from trio_smc.rendezvous.discovery import Announcement, Claim, Discovery
+from trio_smc.rendezvous.discovery import announcing as _channels
+from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery
 
 
 async def test_many_at_once(private: Path) -> None:

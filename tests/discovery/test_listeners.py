@@ -16,9 +16,10 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import _local_directory, _local_protocol
-from trio_smc.rendezvous._local_protocol import Kind
-from trio_smc.rendezvous.discovery import Announcement, Discovery
+from trio_smc.rendezvous.discovery import directory as _local_directory
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
 class FakeListener:

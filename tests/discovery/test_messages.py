@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous import _local_protocol
-from trio_smc.rendezvous._local_protocol import Kind
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery.messages import Kind
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"TSMC\x02\x02" + tail))

@@ -23,7 +23,7 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 WORKER = Path(__file__).with_name("worker.py")
 

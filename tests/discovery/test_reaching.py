@@ -21,7 +21,7 @@ from tests.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import Discovery
+from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ async def test_another_network_namespace_does_not_see_our_loopback(private: Path
     code = (
         "import sys, trio\n"
         "from pathlib import Path\n"
-        "from trio_smc.rendezvous.discovery import Discovery\n"
+        "from trio_smc.rendezvous.discovery.same_host import Discovery\n"
         "async def main():\n"
         "    there = ('127.0.0.1', int(sys.argv[2]))\n"
         "    d = Discovery(Path(sys.argv[1]))\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from trio_smc.rendezvous.discovery import Discovery, Publication
+from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
 
 WAIT = 10.0
 

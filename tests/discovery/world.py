@@ -11,7 +11,7 @@ from typing import NamedTuple
 import trio
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import Announcement, Claim, Discovery, Publication
+from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery, Publication
 
 LONG = 10.0  # a deadline that is not meant to pass, seconds
 SHORT = 0.05  # one that is

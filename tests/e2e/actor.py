@@ -22,8 +22,9 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
-from trio_smc import Config, Stack, _option_actions
-from trio_smc._rdma_stream import RdmaStream
+from trio_smc import Config, Stack
+from trio_smc.streams import socket_options as _option_actions
+from trio_smc.streams.rdma_stream import RdmaStream
 
 __all__ = ["Actor", "End", "join", "open_ends"]
 

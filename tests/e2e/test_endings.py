@@ -17,7 +17,7 @@ from tests.e2e.processes import Peer, open_peer
 from tests.ports import reserved_port
 from tests.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
-from trio_smc._rdma_stream import RdmaStream
+from trio_smc.streams.rdma_stream import RdmaStream
 
 PROMPT = 15.0
 """Seconds after which an error is no longer prompt; it takes milliseconds on an idle machine."""

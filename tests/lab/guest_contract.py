@@ -27,8 +27,8 @@ from tests.rnic_contract import (
     nothing_comes,
     until,
 )
-from trio_smc.rnic._rocepair import RoceQueuePair
-from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.roce.device import VerbsRnic
+from trio_smc.rnic.roce.queue_pair import RoceQueuePair
 from trio_smc.rnic.verbs import Rnic, RnicError
 
 IMPOSSIBLE: Final[dict[str, str]] = {}

@@ -20,7 +20,7 @@ from tests.lab.interop_links import here, two
 from tests.lab.interop_world import CONFIG, PIECE, Seen, until
 from tests.lab.verbs_side import Control
 from trio_smc import LinkGroupKind, Mode, SmcStream
-from trio_smc.rendezvous.link import Link
+from trio_smc.rendezvous.links.link import Link
 
 PORT = 7800
 SIZE = 32 << 20

@@ -12,10 +12,10 @@ import trio
 
 import trio_smc
 from trio_smc import Config, FallbackReason, VerbsRnic
-from trio_smc._base.netlink import Remembering
 from trio_smc._stack import Stack
-from trio_smc.rendezvous import pnet
-from trio_smc.rendezvous.prefixes import local_prefix
+from trio_smc.host import pnet
+from trio_smc.host.addresses import local_prefix
+from trio_smc.host.netlink import Remembering
 
 PATIENCE = 100
 """Seconds: guests without KVM may share their host with others."""

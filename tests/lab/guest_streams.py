@@ -23,7 +23,7 @@ import trio_smc
 from tests.lab.verbs_side import Control
 from tests.option_wire import SYN, SYN_ACK, Wire
 from trio_smc import Config, FallbackReason, Mode, SmcStream, VerbsRnic
-from trio_smc.rendezvous._option_program import OPTION
+from trio_smc.rendezvous.discovery.option_program import OPTION
 
 PORT = 7700
 TEXT = bytes(range(256)) * 400  # more than the default MTU, less than an RMB element

@@ -10,10 +10,11 @@ from typing import Any
 import trio
 
 from tests.lab.interop_world import PATIENCE, World
-from trio_smc import Fallback, FallbackReason, Origin, _connect
-from trio_smc._stack_core import StackCore
-from trio_smc.rendezvous import clc
+from trio_smc import Fallback, FallbackReason, Origin
+from trio_smc.connecting import connect as _connect
 from trio_smc.rnic.verbs import Rnic
+from trio_smc.stack.groups import StackCore
+from trio_smc.wire import clc
 
 __all__ = ["kernel_declines", "plain_peer", "we_decline"]
 

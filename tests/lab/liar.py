@@ -15,8 +15,8 @@ from typing import Any
 import trio
 
 from tests.lab.verbs_side import Device, Pair, find
-from trio_smc.rendezvous import clc, llc
 from trio_smc.rnic.verbs import RnicError, WcOpcode
+from trio_smc.wire import clc, llc
 
 __all__ = ["LIES", "Liar"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.api_peers import accept
 from tests.lab import captures
 from tests.tshark_reader import capture, require_tshark
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import clc, llc
 
 DECLINE = clc.Decline(peer_id=bytes(8), diagnosis=0x03030000)
 PROPOSAL = clc.Proposal(peer_id=bytes(8), gid=bytes(16), mac=bytes(6), ipv4_mask_length=24)

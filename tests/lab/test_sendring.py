@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_smc.rnic import _pyverbs
-from trio_smc.rnic._sendring import PostedSends
-from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.roce import pyverbs as _pyverbs
+from trio_smc.rnic.roce.device import VerbsRnic
+from trio_smc.rnic.roce.queue_pair import PostedSends
 from trio_smc.rnic.verbs import QueueFull, RnicError, WcOpcode
 
 DEPTH, SIZE = 16, 1024

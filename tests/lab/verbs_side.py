@@ -15,7 +15,7 @@ import trio.testing
 
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.pump import Pump
-from trio_smc.rnic.roce import VerbsRnic
+from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.verbs import Completion, MemoryRegion, ProtectionDomain, QueuePair, Rnic
 
 PORT = 7654

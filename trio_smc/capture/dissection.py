@@ -22,8 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 from trio_smc._base.errors import ProtocolError
 from trio_smc.capture import frames
 from trio_smc.capture.pcapng import Packet
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import cdc, clc, llc
 
 __all__ = ["End", "Event", "Seen", "Unreadable", "Write", "dissect"]
 

@@ -15,6 +15,7 @@ import zlib
 from typing import Final
 
 __all__ = [
+    "MAX_PAYLOAD",
     "RDMA_WRITE_FIRST",
     "RDMA_WRITE_ONLY",
     "ROCE_PORT",
@@ -29,6 +30,9 @@ __all__ = [
 
 ROCE_PORT: Final = 4791
 """UDP port of RoCEv2."""
+
+MAX_PAYLOAD: Final = 4096
+"""Bytes of an RDMA write that a capture keeps at most: the largest path MTU."""
 
 # Opcodes of reliable connections, the only transport SMC-R uses.
 SEND_ONLY: Final = 0x04

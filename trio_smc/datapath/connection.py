@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
-from trio_smc.datapath.cdc import (
+from trio_smc.datapath.endings import Endings
+from trio_smc.datapath.rmb import EYE_CATCHER
+from trio_smc.wire.cdc import (
     ABNORMAL_CLOSE,
     CONNECTION_CLOSED,
     FAILOVER_VALIDATION,
@@ -32,8 +34,6 @@ from trio_smc.datapath.cdc import (
     MessageMissing,
     unpack_untrusted,
 )
-from trio_smc.datapath.endings import Endings
-from trio_smc.datapath.rmb import EYE_CATCHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

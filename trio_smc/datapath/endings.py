@@ -18,10 +18,10 @@ import errno
 import logging
 from typing import TYPE_CHECKING
 
-from trio_smc.datapath.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
-from trio_smc.datapath.moving import Moving
+from trio_smc.failover.replay import Moving
 from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
+from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trio_smc.datapath import cdc
 from trio_smc.datapath.urgent_receiver import UrgentReceiver
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.wire import cdc
 
 if TYPE_CHECKING:
     from collections.abc import Callable

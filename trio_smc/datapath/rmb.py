@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
-from trio_smc._base.config import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
 
 if TYPE_CHECKING:
     from trio_smc.rnic.memory import Memory

@@ -26,9 +26,9 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from trio_smc.datapath.cdc import WRITER_BLOCKED
 from trio_smc.datapath.delivery import Delivery
 from trio_smc.rnic.verbs import DeliveryUnknown
+from trio_smc.wire.cdc import WRITER_BLOCKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

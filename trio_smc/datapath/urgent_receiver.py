@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cdc import URGENT_PENDING, URGENT_PRESENT
 from trio_smc.datapath.receiver import Receiver
+from trio_smc.wire.cdc import URGENT_PENDING, URGENT_PRESENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

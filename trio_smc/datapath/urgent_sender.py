@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trio_smc.datapath.cdc import URGENT_PENDING, URGENT_PRESENT
 from trio_smc.datapath.sender import Sender
+from trio_smc.wire.cdc import URGENT_PENDING, URGENT_PRESENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,8 +32,8 @@ from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.rendezvous.link import Link
-    from trio_smc.rendezvous.link_group import LinkGroup
+    from trio_smc.rendezvous.links.group import LinkGroup
+    from trio_smc.rendezvous.links.link import Link
 
 __all__ = ["GroupMover"]
 

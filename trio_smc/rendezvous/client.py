@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.negotiation import LOGGER, Negotiation
-from trio_smc.rendezvous.outcomes import NegotiationHost
+from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.clc_client import CLC_CLIENT
+from trio_smc.wire import clc
 
 __all__ = ["ClientNegotiation"]
 

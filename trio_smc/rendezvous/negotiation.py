@@ -1,4 +1,4 @@
-"""What the client's and the server's side of a rendezvous have in common.
+"""CLC negotiation (RFC 7609, 3.5): what the client's and the server's side have in common.
 
 A negotiation is a core without sockets, tasks or clocks.  Whole CLC messages and the news of
 the link group come in; `outgoing` holds the messages to send, in order; `outcome` is set once.
@@ -7,10 +7,12 @@ Which message or event does what in which state is declared in `states.clc_clien
 
 Theory of operation: how two sides that share one byte stream agree where CLC messages end
 ------------------------------------------------------------------------------------------
-After a Decline the application's bytes follow at once, in both directions, and nobody parses them
+After a Decline the application's bytes follow at once, in both directions, and nobody parses
+them
 (RFC 7609, C.6).  So each side must know of every CLC message that may still come:
 
-- CLC messages alternate, and a Decline only takes the place of one that the peer waits for (C.1).
+- CLC messages alternate, and a Decline only takes the place of one that the peer waits for
+(C.1).
   So whatever came before our answer was sent is a protocol error: a runner looks whether
   anything did, and only then sends.  Before our last message it also stops reading
   (`has_last_word`), for what comes after a Decline is the application's.
@@ -29,30 +31,102 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from trio_smc._base.config import rmbe_size_code
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.address_wait import AddressWait
-from trio_smc.rendezvous.link import Link, PeerQueuePair
-from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.link_setup import GroupFailure
-from trio_smc.rendezvous.outcomes import (
-    Established,
-    Failed,
-    FellBack,
-    NegotiationHost,
-    RdmaConnection,
-)
-from trio_smc.rendezvous.rtokens import RToken
+from trio_smc.rendezvous.links.add_link import AddressWait
+from trio_smc.rendezvous.links.first_contact import GroupFailure
+from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
+from trio_smc.rendezvous.links.link import Link, PeerQueuePair
+from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.engine import Machine
 from trio_smc.states.table import Table
+from trio_smc.wire import clc
+from trio_smc.wire.sizes import rmbe_size_code
 
-__all__ = ["Negotiation"]
+__all__ = [
+    "Established",
+    "Failed",
+    "FellBack",
+    "Negotiation",
+    "NegotiationHost",
+    "RdmaConnection",
+]
+
+
+class RdmaConnection(GroupConnection, Protocol):
+    """A connection as its negotiation sees it."""
+
+    @property
+    def alert_token(self) -> int:
+        """What the peer's CDC messages carry."""
+
+    @property
+    def state(self) -> str:
+        """Its state (`trio_smc.states.connection`)."""
+
+    def peer_known(
+        self, *, alert_token: int, element_size: int, eye_catcher: bool, channel: Link,
+        address: int, rkey: int,
+    ) -> None:  # fmt: skip
+        """Where the peer's RMB element is."""
+
+    def established(self) -> None:
+        """The rendezvous is complete."""
+
+    def abort(self) -> None:
+        """Reset it: its rendezvous is complete, but nobody wants it any more."""
+
+    def withdraw(self) -> None:
+        """The rendezvous failed after the element was given out; TCP is not touched."""
+
+
+class NegotiationHost(Protocol):
+    """What a negotiation wants of the stack it belongs to."""
+
+    peer_id: bytes
+    observer: Observer | None
+
+    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
+        """The client-role group that an SMC Accept names (RFC 7609, 3.5.2.2)."""
+
+    def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
+        """A server-role group with this peer that has room for an element of ``size`` bytes,
+        or else one that is just forming."""
+
+    def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
+        """A link group that is about to be formed."""
+
+    def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> RdmaConnection:
+        """A connection that owns ``rmbe``, registered with the group by its alert token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Established:
+    """The connection speaks SMC-R."""
+
+    connection: RdmaConnection
+    group: LinkGroup
+
+
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """The connection stays on TCP."""
+
+    fallback: Fallback
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The TCP connection must end; ``error`` is for the user."""
+
+    error: OSError
+
 
 LOGGER = logging.getLogger("trio_smc.clc")
 

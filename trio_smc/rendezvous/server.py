@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous import clc
-from trio_smc.rendezvous.link_group import LinkGroup
-from trio_smc.rendezvous.negotiation import Negotiation
-from trio_smc.rendezvous.outcomes import NegotiationHost
-from trio_smc.rendezvous.timers import Timer
+from trio_smc._base.timers import Timer
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.clc_server import CLC_SERVER
+from trio_smc.wire import clc
 
 __all__ = ["ServerNegotiation"]
 

@@ -1,6 +1,6 @@
 """One SMC-R link: from its queue pair's birth to its loss (RFC 7609, 3.5.1.5, 4.5.3).
 
-The model is `trio_smc.rendezvous.link.Link`.
+The model is `trio_smc.rendezvous.links.link.Link`.
 """
 
 from __future__ import annotations

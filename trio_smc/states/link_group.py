@@ -1,7 +1,7 @@
 """A link group: formed by a first contact, ended in order or by the loss of its last link.
 
 RFC 7609, 2.2.2, 3.5.1, 3.5.4, 3.5.5, 4.8.3.  The model is
-`trio_smc.rendezvous.link_group.LinkGroup`.
+`trio_smc.rendezvous.links.group.LinkGroup`.
 """
 
 from __future__ import annotations

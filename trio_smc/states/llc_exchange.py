@@ -3,7 +3,7 @@
 Exchanges that change the configuration of a link group run one at a time; RKey exchanges of
 the two sides may overlap.  Both roles share this chart.  The carrier is the link that an
 exchange travels on; an exchange whose carrier fails is not repeated by itself (2.3).  The model
-is `trio_smc.rendezvous.exchanges.Exchanges`.
+is `trio_smc.rendezvous.links.exchanges.Exchanges`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trio_smc import ProtocolError
-from trio_smc._base import control
 from trio_smc.capture.pcapng import whole_blocks_untrusted
+from trio_smc.control import protocol as control
 from trio_smc.tools.client import (
     PATIENCE,
     connect,

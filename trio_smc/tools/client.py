@@ -1,7 +1,7 @@
 """The asking side of the control protocol: snapshots of this user's running stacks.
 
 Plain blocking sockets with one deadline for each stack; the protocol is told in
-`trio_smc._base.control`.  What an answer holds was written by another process: its parts are
+`trio_smc.control.protocol`.  What an answer holds was written by another process: its parts are
 checked for their shape here (`tools.shape`).
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trio_smc import ProtocolError
-from trio_smc._base import control
+from trio_smc.control import protocol as control
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.shape import SHAPES, check_untrusted
 
@@ -50,7 +50,7 @@ class Snapshot:
       stack: its peer ID, hexadecimal.
       uptime: seconds since it was opened.
       program: the command line of the process, shortened.
-      statistics, connections, link_groups, rnics, listeners: as `trio_smc._snapshot` makes them;
+      statistics, connections, link_groups, rnics, listeners: as `control.snapshot` makes them;
         empty when they were not asked for.
     """
 
@@ -75,7 +75,7 @@ def take_snapshots(
 
     Args:
       directory: the private directory.
-      want: parts (`trio_smc._base.control.PARTS`).
+      want: parts (`trio_smc.control.protocol.PARTS`).
       pid: only this process.
       some: whether finding no stack at all is an error.
 

@@ -23,9 +23,8 @@ from collections.abc import Iterable
 
 from trio_smc.capture.dissection import End, Event, Seen, Write
 from trio_smc.capture.frames import gid_address
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
 from trio_smc.tools.ladder_model import Connection, Group, Ladder, Link, Peer, Rmb, Row
+from trio_smc.wire import cdc, clc, llc
 
 __all__ = ["read_ladders"]
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from trio_smc.capture.dissection import Event, Unreadable, Write
 from trio_smc.capture.frames import gid_address
-from trio_smc.datapath import cdc
-from trio_smc.rendezvous import clc, llc
 from trio_smc.tools.ladder_model import Peer, Row, address_text
+from trio_smc.wire import cdc, clc, llc
 
 __all__ = ["KINDS", "details", "kind", "peer_name", "title"]
 

@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from trio_smc.capture.dissection import End, Event
-from trio_smc.rendezvous import clc, llc
+from trio_smc.wire import clc, llc
 
 __all__ = ["Connection", "Group", "Ladder", "Link", "Peer", "Rmb", "Row", "address_text"]
 

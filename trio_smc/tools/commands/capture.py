@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trio_smc._base.config import MAX_CAPTURE_PAYLOAD
+from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.tools.capture_client import stream_capture
 from trio_smc.tools.errors import ToolError
 from trio_smc.tools.options import (
@@ -64,10 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _payload(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= MAX_CAPTURE_PAYLOAD):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes up to {MAX_CAPTURE_PAYLOAD}"
-        )
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_PAYLOAD):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes up to {MAX_PAYLOAD}")
     return int(text)
 
 

@@ -1,0 +1,263 @@
+"""The functions users call, and which stack they use."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+
+import trio
+
+from trio_smc._events import EventObserver, log_event
+from trio_smc._stack import Stack
+from trio_smc.config.config import Config
+from trio_smc.connecting.listener import SmcListener
+from trio_smc.control.server import ControlSocket
+from trio_smc.streams.stream import SmcStream
+
+__all__ = [
+    "open_listeners",
+    "open_stack",
+    "open_stream",
+    "serve",
+]
+
+
+LOGGER = logging.getLogger("trio_smc")
+
+_current: ContextVar[Stack | None] = ContextVar("trio_smc.stack", default=None)
+_default: trio.lowlevel.RunVar[_DefaultStack | None] = trio.lowlevel.RunVar(
+    "trio_smc.default_stack"
+)
+
+
+_default_config: Config | None = None
+
+
+def set_default_config(config: Config | None) -> None:
+    """Settings of default stacks that are opened from now on."""
+    global _default_config
+    _default_config = config
+
+
+class _DefaultStack:
+    """The stack that calls outside of any `open_stack` share, one for each Trio run."""
+
+    def __init__(self) -> None:
+        self.ready = trio.Event()
+        self.stack: Stack | None = None
+        self.error: Exception | None = None
+
+    async def run(self) -> None:
+        """A system task: nothing may escape, it would be a crash of the whole run."""
+        try:
+            async with open_stack(_default_config) as stack:
+                self.stack = stack
+                self.ready.set()
+                await trio.sleep_forever()
+        except Exception as error:
+            LOGGER.error("the default stack ended", exc_info=error)
+            self.error = error
+        finally:
+            self.ready.set()
+
+
+async def find_stack() -> Stack:
+    """The stack of this context: the innermost `open_stack`, else the run's default one."""
+    stack = _current.get()
+    if stack is not None:
+        return stack
+    default = _default.get(None)
+    if default is None:
+        default = _DefaultStack()
+        _default.set(default)
+        trio.lowlevel.spawn_system_task(default.run)
+    await default.ready.wait()
+    if default.stack is None:
+        # Descriptors may have run out; the next call tries again.
+        if _default.get(None) is default:
+            _default.set(None)
+        number = default.error.errno if isinstance(default.error, OSError) else None
+        raise OSError(number, "trio_smc has no default stack") from default.error
+    return default.stack
+
+
+@asynccontextmanager
+async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
+    """Open RNICs and link groups for the block; calls inside it use this stack.
+
+    Leaving it, by whatever way, closes its listeners, finishes what closed streams still owe
+    within ``shutdown_timeout`` seconds, aborts streams that are still open (their peers get
+    BrokenResourceError; here there is a ResourceWarning for each), terminates the link groups
+    and joins all threads.  Calls that use the stack and are under way then, or come later, raise
+    `trio.ClosedResourceError`.  An exception of the block comes out as it is.
+
+    Args:
+      config: the stack's settings, and the default for the calls inside.
+
+    Raises:
+      OSError: an RNIC that ``config.rnics`` names cannot be opened, or ``config.capture`` cannot
+        be written.
+    """
+    await trio.lowlevel.checkpoint_if_cancelled()
+    stack = Stack(config or Config())
+    failure: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            with trio.CancelScope(shield=True):
+                await nursery.start(stack.run)
+                _attach(stack)
+            async with _captured(stack):
+                token = _current.set(stack)
+                try:
+                    yield stack
+                finally:
+                    # A fixture may be finished in another context than it was started in.
+                    with suppress(ValueError):
+                        _current.reset(token)
+        except BaseException as error:
+            # Kept out of the nursery, which would wrap it in an ExceptionGroup.
+            failure = error
+    try:
+        for text in stack.unclosed:
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+    finally:
+        if failure is None:
+            failure = stack.failure
+        if failure is not None:
+            raise failure
+
+
+def _attach(stack: Stack) -> None:
+    """What watches a stack and is no part of it."""
+    config = stack.config
+    if config.log_events:
+        stack.add_observer(EventObserver(stack, log_event))
+    if config.control and sys.platform == "linux":
+        control = ControlSocket.open(stack, config.private_directory())
+        if control is not None:
+            stack.attach(control)
+
+
+@asynccontextmanager
+async def _captured(stack: Stack) -> AsyncIterator[None]:
+    """Shut the stack down behind the block; `Config.capture` has its last message, too."""
+    config = stack.config
+    capture = None
+    try:
+        if config.capture is not None:
+            from trio_smc.capture.file import FileCapture  # only who captures needs it
+
+            capture = FileCapture(stack, config.capture, config.capture_payload)
+        yield
+    finally:
+        try:
+            await stack.shut_down()
+        finally:
+            if capture is not None:
+                capture.end()
+                with trio.CancelScope(shield=True):
+                    # A disk may take its time; Trio does not wait for it, and nobody for ever.
+                    await trio.to_thread.run_sync(capture.join, config.shutdown_timeout)
+
+
+async def open_stream(
+    host: str | bytes,
+    port: int,
+    *,
+    happy_eyeballs_delay: float | None = 0.25,
+    local_address: str | None = None,
+    config: Config | None = None,
+) -> SmcStream:
+    """Connect to ``host`` and ``port``: over SMC-R where both ends can, else over TCP.
+
+    As `trio.open_tcp_stream`.
+
+    Args:
+      host: name or address.
+      port: TCP port.
+      happy_eyeballs_delay: seconds before the next address is tried as well (RFC 8305); None
+        for the default.
+      local_address: local IP address to connect from.
+      config: settings for this call only.
+
+    Raises:
+      OSError: the name is unknown, or nothing could be connected; or the handshake broke
+        (ECONNRESET) or timed out (ETIMEDOUT), after which there is no fallback (RFC 7609, C.5,
+        C.6).
+      SmcUnavailable: ``config.require_smc`` is set and SMC-R cannot be used; an OSError, too.
+      trio.ClosedResourceError: the stack was left.
+      ValueError: ``config`` changes what belongs to the stack.
+      RuntimeError: called in a forked child.
+    """
+    stack = await find_stack()
+    return await stack.open_stream(
+        host,
+        port,
+        happy_eyeballs_delay=happy_eyeballs_delay,
+        local_address=local_address,
+        config=config,
+    )
+
+
+async def open_listeners(
+    port: int,
+    *,
+    host: str | bytes | None = None,
+    backlog: int | None = None,
+    config: Config | None = None,
+) -> list[SmcListener]:
+    """Listen on ``port``, as `trio.open_tcp_listeners` does, for SMC-R and TCP clients alike.
+
+    Args:
+      port: TCP port; 0 for any, another one for each listener.
+      host: address or name to listen on; None for all, IPv4 and IPv6.
+      backlog: of the TCP sockets; None for as many as the system allows.
+      config: settings for connections of these listeners only.
+
+    Raises:
+      OSError: the address cannot be listened on.
+      trio.ClosedResourceError: the stack was left.
+      ValueError: ``config`` changes what belongs to the stack.
+      RuntimeError: called in a forked child.
+    """
+    stack = await find_stack()
+    return await stack.open_listeners(port, host=host, backlog=backlog, config=config)
+
+
+async def serve(
+    handler: Callable[[SmcStream], Awaitable[object]],
+    port: int,
+    *,
+    host: str | bytes | None = None,
+    backlog: int | None = None,
+    config: Config | None = None,
+    handler_nursery: trio.Nursery | None = None,
+    task_status: trio.TaskStatus[list[SmcListener]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Listen on ``port`` and run ``handler(stream)`` for each connection, for ever.
+
+    As `trio.serve_tcp`: a handler's exception ends the server; listeners are closed at the end.
+
+    Args:
+      handler: gets an `SmcStream`, which is closed when it returns.
+      port, host, backlog, config: as of `open_listeners`.
+      handler_nursery: where handlers run; None for one within this call.
+      task_status: ``nursery.start(serve, ...)`` returns the list of `SmcListener`.
+
+    Raises:
+      OSError, trio.ClosedResourceError, ValueError, RuntimeError: as `open_listeners`.
+    """
+    stack = await find_stack()
+    await stack.serve(
+        handler,
+        port,
+        host=host,
+        backlog=backlog,
+        config=config,
+        handler_nursery=handler_nursery,
+        task_status=task_status,
+    )

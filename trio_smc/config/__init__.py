@@ -1,0 +1,1 @@
+"""`Config`, allow and deny lists, and the TOML file."""

@@ -1,0 +1,254 @@
+"""`Config`: what a user may set, with the defaults that were decided once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from trio_smc.capture.frames import MAX_PAYLOAD
+from trio_smc.config.lists import Listed, check_list, is_listed
+from trio_smc.wire.sizes import RMBE_SIZE_UNIT, rmbe_size_code, rmbe_size_of
+
+if TYPE_CHECKING:
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = [
+    "DEFAULT_PINS",
+    "Config",
+]
+
+
+DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
+"""Where ``trio-smc setup`` pins what the TCP option needs, unless it is told otherwise."""
+
+_MAX_SIZE_CODE = 15
+_RFC_MAX_SIZE_CODE = 5
+# Larger than what two processors keep for themselves: docs/decisions.md, "Data path".
+_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
+_ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
+
+# What belongs to the stack: a call's own config may not change these.
+_STACK_FIELDS = frozenset(
+    {
+        "rnics", "pnet", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
+        "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
+        "capture", "capture_payload", "control", "log_events",
+        # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
+        "rmbe_eye_catcher",
+    }
+)  # fmt: skip
+
+
+def _default_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "trio-smc"
+    # Not every system has user numbers; those that have none have no use for the directory.
+    return Path(f"/tmp/trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
+
+    Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
+    ``rmbe_eye_catcher``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
+    ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
+    them otherwise than its stack's; left at their defaults they are the stack's.
+
+    Attributes:
+      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, also those
+        that come later.
+      pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
+        an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
+      directory: the user's private directory (mode 0700, owner checked): software RNICs,
+        same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
+        ``/tmp/trio-smc-UID``.
+      discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
+        TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
+        "assume": every peer does; a listener looks at the first 4 bytes.  "tcp-option": only the
+        TCP option tells.
+      tcp_option: the directory where ``trio-smc setup`` has pinned what the TCP option needs.
+      assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
+        A client compares the host as it was named and as it was resolved; a listener compares
+        its own address, as bound and as accepted, and the client's.
+      require_smc: fail instead of falling back to TCP.
+      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
+        on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
+        memory is taken as it is first written, so only connections that have carried as much
+        take all of it; with rings of 1 MiB two processors work in each other's caches.
+      rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
+      spin: how long to poll before the scheduler sleeps; 0 = off.
+      checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
+        always checked, rescheduling only now and then.
+      handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
+      first_contact_timeout: for each LLC message of a first contact (C.7).
+      llc_timeout: for each later LLC reply (C.7).
+      test_link_interval: idle time after which a link is tested (4.5.3).
+      test_link_timeout: how long a TEST LINK reply may take.
+      close_timeout: how long the peer may take to close its side (4.8.1).
+      link_group_idle: how long a link group without connections is kept (3.5.4).
+      shutdown_timeout: how long a closing stack finishes what closed streams still owe; at most
+        as long again for calls under way to end, and for link groups.
+      max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
+        further ones wait in the TCP backlog.
+      handshake_limit: while more handshakes of one listener are under way, it takes further
+        connections as TCP at once; None: they wait their turn.
+      allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
+        ports of the service.  A client compares what it connects to; a listener compares its own
+        address, and the client's with its own port.
+      deny: who may not, as those whose connections IPsec protects, which RDMA writes would pass
+        by (RFC 7609, 5); stronger than `allow`.
+      learn_short: use TCP for peers whose connections were always short.
+      urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
+      control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
+      log_events: write decisions about modes, changes of links and aborts to the log
+        ("trio_smc.events"), with fields for log collectors:
+        docs/monitoring.md.
+      capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
+        pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
+      capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
+        0: lengths only.
+    """
+
+    rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
+    directory: Path | str | None = None
+    pnet: tuple[tuple[str, str], ...] | Path | str = ()
+    discovery: Literal["auto", "tcp-option", "assume"] = "auto"
+    tcp_option: Path | str = DEFAULT_PINS
+    assume: tuple[str | tuple[str, int], ...] = ()
+    require_smc: bool = False
+    receive_buffer: int | None = None
+    rmbe_eye_catcher: bool = False
+    spin: float = 50e-6
+    checkpoints: Literal["strict", "amortised"] = "strict"
+    handshake_timeout: float = 6
+    first_contact_timeout: float = 5
+    llc_timeout: float = 2
+    test_link_interval: float = 30
+    test_link_timeout: float = 2
+    close_timeout: float = 60
+    link_group_idle: float = 600
+    shutdown_timeout: float = 5
+    max_handshakes: int = 128
+    handshake_limit: int | None = None
+    allow: tuple[Listed, ...] = ()
+    deny: tuple[Listed, ...] = ()
+    learn_short: bool = False
+    urgent_inline: bool = False
+    control: bool = True
+    log_events: bool = False
+    capture: Path | str | None = None
+    capture_payload: int = 0
+
+    def __post_init__(self) -> None:
+        if self.discovery not in ("auto", "tcp-option", "assume"):
+            raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
+        if self.checkpoints not in ("strict", "amortised"):
+            raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
+        self._check_kinds()
+        _check_number("max_handshakes", self.max_handshakes, 1)
+        if self.handshake_limit is not None:
+            _check_number("handshake_limit", self.handshake_limit, 0)
+        if self.receive_buffer is not None and not (
+            _is_integer(self.receive_buffer)
+            and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
+        ):
+            raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
+        if not (_is_integer(self.capture_payload) and 0 <= self.capture_payload <= MAX_PAYLOAD):
+            raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
+        if self.rnics != "auto" and not isinstance(self.rnics, tuple):
+            raise ValueError("rnics: a tuple of RNICs or 'auto'")
+        if not isinstance(self.pnet, Path | str) and not _is_table(self.pnet):
+            raise ValueError("pnet: a tuple of (interface, RNIC) pairs, or a file")
+        check_list("assume", self.assume)
+        check_list("allow", self.allow, ports=True)
+        check_list("deny", self.deny, ports=True)
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError when a value is not what settings of its kind are."""
+        for name in _TIMES:
+            if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is neither true nor false")
+        for name in _PATHS:
+            value = getattr(self, name)
+            if not isinstance(value, Path | str) and (value is not None or name == "tcp_option"):
+                raise ValueError(f"{name}: {value!r} is not a path")
+
+    def private_directory(self) -> Path:
+        """The directory that software RNICs and discovery use."""
+        return _default_directory() if self.directory is None else Path(self.directory)
+
+    def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
+        """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
+        if kind == "software":
+            return rmbe_size_of(rmbe_size_code(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER))
+        wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
+        return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
+
+    def assumes(self, *addresses: tuple[str, int]) -> bool:
+        """Whether a connection is known to speak SMC-R without being asked.
+
+        Args:
+          addresses: (host, port) of whatever names it: the peer, or the local end.
+        """
+        if self.discovery != "auto":
+            return self.discovery == "assume"
+        return any(is_listed(entry, addresses) for entry in self.assume)
+
+    def permits(self, *addresses: tuple[str, int]) -> bool:
+        """Whether the lists let a connection use SMC-R.
+
+        Args:
+          addresses: (host, port) of whatever names it, each with the port of the service.
+        """
+        if not (self.deny or self.allow):
+            return True  # as it is by default, asked three times for each connection
+        if any(is_listed(entry, addresses) for entry in self.deny):
+            return False
+        return not self.allow or any(is_listed(entry, addresses) for entry in self.allow)
+
+    def check_call(self, stack: Config) -> None:
+        """Raise ValueError when this config of one call changes what belongs to its stack."""
+        default = Config()
+        for field in fields(self):
+            if field.name not in _STACK_FIELDS:
+                continue
+            value: Any = getattr(self, field.name)
+            if value not in (getattr(default, field.name), getattr(stack, field.name)):
+                raise ValueError(f"{field.name} belongs to the stack, not to one call")
+
+
+_TIMES = (
+    "spin", "handshake_timeout", "first_contact_timeout", "llc_timeout", "test_link_interval",
+    "test_link_timeout", "close_timeout", "link_group_idle", "shutdown_timeout",
+)  # fmt: skip
+_SWITCHES = (
+    "require_smc", "rmbe_eye_catcher", "learn_short", "urgent_inline", "control", "log_events",
+)  # fmt: skip
+_PATHS = ("directory", "tcp_option", "capture")
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if not _is_integer(value) or cast(int, value) < least:
+        raise ValueError(f"{name}: {value!r} is not a number from {least} on")
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, str) and x for x in pair)
+        for pair in value
+    )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)

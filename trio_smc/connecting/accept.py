@@ -1,0 +1,294 @@
+"""From an accepted TCP connection to a stream: who speaks SMC-R, and the server's handshake."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket as stdlib_socket
+from typing import TYPE_CHECKING, Final, Literal
+
+import trio
+
+from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc.host.addresses import (
+    has_prefix,
+    has_subnet,
+    is_on_network,
+    is_same_host,
+    plain_address,
+)
+from trio_smc.host.tcp import close_with_reset
+from trio_smc.rendezvous.handshake import run_negotiation
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.server import ServerNegotiation
+from trio_smc.stack.policy import Peer, permitted_rnic
+from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.socket_options import Inherited, inherited, receive_buffer_for
+from trio_smc.streams.stream import SmcStream
+from trio_smc.streams.tcp_stream import TcpStream
+from trio_smc.wire import clc
+
+if TYPE_CHECKING:
+    from trio_smc.config.config import Config
+    from trio_smc.rendezvous.discovery.same_host import Claim, Publication
+    from trio_smc.rnic.verbs import Rnic
+    from trio_smc.stack.groups import StackCore
+
+__all__ = [
+    "Arrival",
+    "established_stream",
+]
+
+
+LOGGER = logging.getLogger("trio_smc")
+
+_SNIFF: Final = len(clc.EYE_CATCHER)
+_TCP_CLOSE_WAIT: Final = 8
+
+
+class Arrival:
+    """A TCP connection that was accepted, and what could be said of it at once.
+
+    Made where it was accepted, before there is a task for it: a client that waits to hear that it
+    was accepted waits a pass of the scheduler less.
+
+    Args:
+      stack, config, publication: of the listener.
+      sock, remote: the connection and its peer's address, as ``accept`` gave them.
+      busy: as many handshakes are under way as the listener wants to have.
+    """
+
+    __slots__ = ("_claim", "_client", "_config", "_failure", "_local", "_publication", "_remote",
+                 "_rnic", "_stack", "sock")  # fmt: skip
+
+    def __init__(
+        self,
+        stack: StackCore,
+        config: Config,
+        publication: Publication,
+        sock: trio.socket.SocketType,
+        remote: tuple[str, int],
+        *,
+        busy: bool,
+    ) -> None:
+        self.sock = sock
+        self._stack = stack
+        self._config = config
+        self._publication = publication
+        self._claim: Claim | None = None
+        self._failure: Exception | None = None
+        self._rnic: Rnic | FallbackReason = FallbackReason.PEER_NOT_CAPABLE
+        try:
+            self._greet(remote, busy)
+        except Exception as error:
+            self._failure = error  # of this connection, which has no task yet
+
+    def _greet(self, remote: tuple[str, int], busy: bool) -> None:
+        stack, config, publication = self._stack, self._config, self._publication
+        self._local, self._remote = _name(self.sock.getsockname()), _name(remote)
+        self._client = (self._remote[0], self._local[1])
+        self._rnic = permitted_rnic(
+            stack, config, self._local[0], self._client, self._local, publication.address,
+            busy=busy,
+        )  # fmt: skip
+        self._claim = publication.claim(self._local, self._remote)
+        if self._claim is not None:
+            if isinstance(self._rnic, FallbackReason):
+                self._claim.refuse(self._rnic)
+            else:
+                self._claim.accept()
+
+    def cancel(self) -> None:
+        """End the handshake, from outside of its task."""
+        close_with_reset(self.sock)
+
+    async def stream(self) -> SmcStream | None:
+        """Make a stream of it, or None when it had to be closed.
+
+        Never raises for anything the client does; closes ``sock`` unless a stream has it.
+        """
+        stack, sock, config = self._stack, self.sock, self._config
+        try:
+            fallback = await self._negotiate()
+        except _Silent as error:
+            LOGGER.info("connection closed: %s", error)
+            sock.close()
+            return None
+        except OSError as error:
+            LOGGER.info("handshake failed: %s", error)
+            close_with_reset(sock)
+            return None
+        except BaseException as error:
+            cancelled = sock.fileno() < 0
+            close_with_reset(sock)
+            if isinstance(error, trio.ClosedResourceError) and cancelled:
+                return None
+            if isinstance(error, Exception):
+                # A defect of ours costs this connection, not the server.
+                LOGGER.exception("handshake failed")
+                return None
+            raise
+        if isinstance(fallback, RdmaStream):
+            return fallback
+        if config.require_smc:
+            stack.count_mode(None, fallback)
+            stack.handshakes["refused"] += 1
+            LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
+            sock.close()
+            return None
+        stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
+        stack.count_mode(stream, fallback)
+        return stream
+
+    async def _negotiate(self) -> RdmaStream | Fallback:
+        stack, sock, config, rnic = self._stack, self.sock, self._config, self._rnic
+        if sock.fileno() < 0:
+            raise trio.ClosedResourceError("given up before its task began")
+        try:
+            if self._failure is not None:
+                raise self._failure
+            plain = await self._discover()
+        except (OSError, _Silent):
+            with stack.handshake():  # ended before it began
+                raise
+        if plain is not None:
+            return plain
+        address = self._local[0]
+        options = inherited(sock)
+        negotiation = ServerNegotiation(
+            host=stack,
+            rnic=None if isinstance(rnic, FallbackReason) else rnic,
+            admit=lambda proposal: (
+                rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, address)
+            ),
+            receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
+        )
+        negotiation.sock = sock
+        with stack.handshake():
+            outcome = await run_negotiation(
+                negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
+            )
+            if isinstance(outcome, Established):
+                return established_stream(stack, outcome, sock, config, self._client, options)
+        return outcome.fallback
+
+    async def _discover(self) -> Fallback | None:
+        """Why the client is not going to send CLC messages; None: it is."""
+        stack, sock, config, publication = self._stack, self.sock, self._config, self._publication
+        local, remote = self._local, self._remote
+        if self._claim is not None:
+            if isinstance(self._rnic, FallbackReason):
+                return Fallback.local(self._rnic)
+            agreed = await self._claim.confirm(sock, trio.current_time() + config.handshake_timeout)
+        elif config.assumes(local, remote, publication.address):
+            agreed = await _proposal_follows(sock, config.handshake_timeout)
+        else:
+            reason = stack.tcp_option.answer(sock)
+            if reason is not None:
+                if config.discovery == "auto" and is_same_host(local[0], remote[0]):
+                    reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
+                return Fallback.local(reason)
+            # Looked at and not just believed: the client does not know when the option of the
+            # SYN-ACK was lost on the way.
+            agreed = await _proposal_follows(sock, config.handshake_timeout)
+        return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+
+
+def established_stream(
+    stack: StackCore,
+    outcome: Established,
+    sock: trio.socket.SocketType,
+    config: Config,
+    peer: Peer,
+    options: Inherited | None,
+) -> RdmaStream:
+    """The stream of a connection whose rendezvous is complete.
+
+    ``options``: what ``sock`` had before it was ours; None: it was made here.
+
+    Raises OSError when it has ended since, before anybody could use it.
+    """
+    endpoint = stack.endpoint_of(outcome.connection)
+    if endpoint is None:
+        raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
+    if endpoint.reset:
+        # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
+        # abort needs no stream.
+        endpoint.closed_by_user = True
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
+    amortised = config.checkpoints == "amortised"
+    endpoint.connection.set_policy(
+        close_timeout=config.close_timeout,
+        flush_later=stack.pump.flush_later if amortised else None,
+    )
+    endpoint.connection.urgent_inline = config.urgent_inline
+    endpoint.adopt(sock)
+    stream = RdmaStream(stack, endpoint, sock, config)
+    if options is not None:
+        stream.inherit(options)
+    stack.count_mode(stream, None)
+    if config.learn_short:
+        stack.short_connections.opened(endpoint.connection, peer)
+    return stream
+
+
+def _name(sockname: tuple[str, int]) -> tuple[str, int]:
+    return plain_address(sockname[0]), sockname[1]
+
+
+def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
+    return "software" if isinstance(rnic, FallbackReason) else rnic.kind
+
+
+def _admit(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2).
+
+    A RoCE port must itself be on the common network, which is that of our own ``address``: the
+    credentials in SMC Accept are for it.
+    """
+    if not proposal.offers_smc_r:
+        return FallbackReason.MODE_MISMATCH
+    if rnic.kind == "roce":
+        common = is_on_network(address, proposal)
+    elif proposal.ipv6_prefixes:
+        common = has_prefix(proposal.ipv6_prefixes)
+    else:
+        common = has_subnet(proposal.ipv4_subnet, proposal.ipv4_mask_length)
+    return None if common else FallbackReason.PREFIX_MISMATCH
+
+
+class _Silent(Exception):
+    """Nothing, or not enough to tell, came from a client that is known to speak SMC-R."""
+
+
+async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bool:
+    """Whether the first bytes are a CLC eye catcher; they stay unread.
+
+    Raises _Silent when that cannot be told in time: "assume" is a promise, and a late Proposal
+    must never reach an application.
+    """
+    first = b""
+    with trio.move_on_after(patience):
+        try:
+            while len(first) < _SNIFF:
+                # A stream shorter than an eye catcher stays readable without ever growing.
+                sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
+                await trio.lowlevel.wait_readable(sock)
+                longer = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
+                if not longer:
+                    raise _Silent("it ended without a byte")
+                if not clc.EYE_CATCHER.startswith(longer) or _ended(sock, longer):
+                    return False
+                first = longer
+            return True
+        finally:
+            sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
+    raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
+
+
+def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:
+    """Whether nothing will follow the first bytes, too few for an eye catcher."""
+    if len(first) == _SNIFF:
+        return False
+    state = sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]
+    return state == _TCP_CLOSE_WAIT

@@ -1,0 +1,197 @@
+"""`open_stream`: a TCP connection, discovery, the client's handshake."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from trio_smc._base.errors import SmcUnavailable
+from trio_smc._base.reasons import Fallback, FallbackReason, Origin
+from trio_smc.connecting.accept import established_stream
+from trio_smc.connecting.dial import Attempt, connect_attempt, connect_tcp
+from trio_smc.host.addresses import Prefix, interface_prefixes, plain_address
+from trio_smc.host.tcp import close_with_reset
+from trio_smc.rendezvous.client import ClientNegotiation
+from trio_smc.rendezvous.discovery.same_host import Announcement
+from trio_smc.rendezvous.handshake import run_negotiation
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rnic.spinner import NEVER
+from trio_smc.stack.policy import permitted_rnic
+from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.socket_options import inherited
+from trio_smc.streams.stream import SmcStream
+from trio_smc.streams.tcp_stream import TcpStream
+from trio_smc.wire import clc
+
+if TYPE_CHECKING:
+    from trio_smc.config.config import Config
+    from trio_smc.rnic.verbs import Rnic
+    from trio_smc.stack.groups import StackCore
+
+__all__ = [
+    "connect_socket",
+    "connect_stream",
+]
+
+
+LOGGER = logging.getLogger("trio_smc")
+
+_HAPPY_EYEBALLS_DELAY: Final = 0.25
+_REMEMBERED: Final = 64  # Proposals made last
+# Nobody accepted the connection, or said so in words that this side understands or believes.
+_NOBODY: Final = frozenset(
+    {
+        FallbackReason.PEER_NOT_CAPABLE,
+        FallbackReason.LOCAL_VERSION_MISMATCH,
+        FallbackReason.OTHER_USER,
+    }
+)
+
+
+async def connect_stream(
+    stack: StackCore,
+    host: str | bytes,
+    port: int,
+    *,
+    happy_eyeballs_delay: float | None,
+    local_address: str | None,
+    config: Config,
+) -> SmcStream:
+    """Connect; see `trio_smc.open_stream`."""
+    delay = _HAPPY_EYEBALLS_DELAY if happy_eyeballs_delay is None else happy_eyeballs_delay
+    return await _negotiated(
+        stack, await connect_tcp(stack, host, port, delay, local_address, config), config
+    )
+
+
+async def connect_socket(
+    stack: StackCore, sock: trio.socket.SocketType, address: Any, config: Config
+) -> SmcStream:
+    """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
+
+    Args:
+      sock: not connected; bound or not, but not to an address without a port.
+      address: resolved, as `socket.socket.connect` takes it.
+    """
+    peer = (plain_address(address[0]), address[1])
+    attempt = Attempt(sock, peer, peer)
+    source = None if sock.getsockname()[1] == 0 else sock.getsockname()[0]
+    await connect_attempt(stack, attempt, address, source, config)
+    return await _negotiated(stack, attempt, config)
+
+
+async def _negotiated(stack: StackCore, attempt: Attempt, config: Config) -> SmcStream:
+    """The stream of a TCP connection that is open."""
+    try:
+        outcome = await _negotiate(stack, attempt, config)
+    except BaseException as error:
+        close_with_reset(attempt.sock)
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            LOGGER.exception("the SMC-R handshake failed")
+            text = "the SMC-R handshake failed by a defect of this side"
+            raise OSError(errno.ECONNRESET, text) from error
+        raise
+    finally:
+        attempt.withdraw()
+    if isinstance(outcome, RdmaStream):
+        return outcome
+    await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
+    if config.require_smc:
+        attempt.sock.close()
+        stack.count_mode(None, outcome)
+        raise SmcUnavailable(outcome)
+    stream = TcpStream(attempt.sock, outcome, urgent_inline=config.urgent_inline)
+    stack.count_mode(stream, outcome)
+    return stream
+
+
+async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
+    sock, announcement = attempt.sock, attempt.announcement
+    if attempt.offers:
+        reason = stack.tcp_option.answer(sock)
+        if reason is not None:
+            return Fallback.local(reason)
+    elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
+        return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
+    here = attempt.here or plain_address(sock.getsockname()[0])
+    rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named)
+    if isinstance(rnic, FallbackReason):
+        # Before ACCEPTED is taken, after which the server counts on a Proposal.
+        if not attempt.offers:
+            return Fallback.local(rnic)
+        return await _decline(stack, sock, rnic, config)
+    if isinstance(announcement, Announcement):
+        deadline = trio.current_time() + config.handshake_timeout
+        refusal = await announcement.accepted(deadline)
+        if refusal is not None:
+            return _refused(refusal, said=True)
+    negotiation = ClientNegotiation(
+        host=stack,
+        rnic=rnic,
+        proposal=_proposal(stack, rnic, here),
+        receive_buffer=config.receive_buffer_for(rnic.kind),
+    )
+    negotiation.sock = sock
+    with stack.handshake():
+        negotiation.start()
+        outcome = await run_negotiation(
+            negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
+        )
+        if isinstance(outcome, Established):
+            options = None if attempt.plain is not None else inherited(sock)
+            return established_stream(stack, outcome, sock, config, attempt.peer, options)
+    return outcome.fallback
+
+
+async def _decline(
+    stack: StackCore, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
+) -> Fallback:
+    """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
+    negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
+    with stack.handshake():
+        negotiation.decline(reason)
+        outcome = await run_negotiation(
+            negotiation, sock, config.handshake_timeout, stack.timers, NEVER
+        )
+        if isinstance(outcome, Established):
+            raise RuntimeError("a negotiation was declined and succeeded")
+    return outcome.fallback
+
+
+def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
+    """What same-host discovery came to; ``said``: by the process that has the connection."""
+    if reason not in _NOBODY and (said or reason is FallbackReason.HANDSHAKE_LIMIT):
+        return Fallback(reason=reason, origin=Origin.PEER)
+    return Fallback.local(reason)
+
+
+def _proposal(stack: StackCore, rnic: Rnic, address: str) -> clc.Proposal:
+    """RFC 7609, 3.5.1.2, A.2.1."""
+    return _proposal_from(stack.peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
+
+
+@functools.lru_cache(_REMEMBERED)
+def _proposal_from(
+    peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]
+) -> clc.Proposal:
+    """The same for one connection after the other."""
+    subnet, length = bytes(4), 0
+    prefixes: list[clc.Ipv6Prefix] = []
+    for prefix in networks:
+        if prefix.is_ipv4:
+            if not length:
+                subnet, length = prefix.network, prefix.length
+        elif len(prefixes) < clc.MAX_PREFIXES:
+            prefixes.append(clc.Ipv6Prefix(prefix=prefix.network, length=prefix.length))
+    return clc.Proposal(
+        peer_id=peer_id,
+        gid=gid,
+        mac=mac,
+        ipv4_subnet=subnet,
+        ipv4_mask_length=length,
+        ipv6_prefixes=tuple(prefixes),
+    )

@@ -1,0 +1,321 @@
+"""`SmcListener`: accepts TCP connections, runs their handshakes, hands out ready streams.
+
+Handshakes run in tasks of their own, so that a slow or hostile client holds up nobody.  At most
+`Config.max_handshakes` connections are in a handshake or wait for `accept`; further ones wait in
+the TCP backlog.  Nothing that goes wrong with one connection reaches the caller of `accept`.
+
+Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
+which saves a short-lived connection a task and two passes of the scheduler.
+
+Listening TCP sockets that are known before they listen.
+
+`trio.open_tcp_listeners` gives sockets that listen already; the TCP option must be asked for
+before (`rendezvous.tcp_option`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket as stdlib_socket
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import trio
+from trio.socket import from_stdlib_socket
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.connecting.accept import Arrival
+from trio_smc.streams.rdma_stream import RdmaStream
+
+if TYPE_CHECKING:
+    from trio_smc.config.config import Config
+    from trio_smc.rendezvous.discovery.same_host import Publication
+    from trio_smc.stack.groups import StackCore
+    from trio_smc.streams.stream import SmcStream
+
+__all__ = [
+    "SmcListener",
+    "open_listening_sockets",
+]
+
+
+LOGGER = logging.getLogger("trio_smc")
+
+# What `trio.serve_listeners` backs off from.
+_CAPACITY_ERRORS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+# The listening socket is none any more.
+_CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
+_CAPACITY_PAUSE: Final = 0.1
+
+
+class SmcListener(trio.abc.Listener["SmcStream"]):
+    """A listener of `SmcStream`; made by `open_listeners`.
+
+    Attributes:
+      socket: the listening TCP socket, for names and options.
+    """
+
+    def __init__(
+        self,
+        stack: StackCore,
+        sock: trio.socket.SocketType,
+        config: Config,
+        *,
+        to_serve: bool = False,
+    ) -> None:
+        """``to_serve``: nothing is accepted before `serve` is called, and `accept` never is."""
+        self.socket = sock
+        self._stack = stack
+        self._config = config
+        self._ready: deque[SmcStream] = deque()
+        self._error: OSError | None = None
+        self._arrived = trio.Event()
+        self._to_serve = self._accepting = to_serve
+        self._closed = False
+        self._arrivals: set[Arrival] = set()
+        self._scope = trio.CancelScope()
+        # Connections from when they are accepted by TCP until `accept` takes them.
+        self._held = 0
+        self._released = trio.Event()
+        self.publication = self._publish()
+        stack.add_listener(self)
+        if not to_serve:
+            stack.nursery.start_soon(self._run)
+
+    def _publish(self) -> Publication:
+        sock, discovery = self.socket, self._stack.discovery
+        name = sock.getsockname()
+        dual_stack = sock.family == stdlib_socket.AF_INET6 and not sock.getsockopt(
+            stdlib_socket.IPPROTO_IPV6, stdlib_socket.IPV6_V6ONLY
+        )
+        if self._config.discovery == "tcp-option":
+            return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
+        return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
+
+    async def accept(self) -> SmcStream:
+        """The next connection whose handshake is done; its mode says how it came out.
+
+        What goes wrong with one connection closes that one and is never raised here.
+
+        Raises:
+          trio.ClosedResourceError: the listener or its stack was closed.
+          trio.BusyResourceError: another task is accepting.
+          OSError: out of descriptors or memory (EMFILE, ENFILE, ENOMEM, ENOBUFS);
+            `trio.serve_listeners` tries again later.
+          RuntimeError: called in a forked child.
+        """
+        self._stack.check_not_forked()
+        if self._accepting:
+            raise trio.BusyResourceError("another task is accepting")
+        self._accepting = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                if self._ready:
+                    self._release()
+                    return self._ready.popleft()
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                self._arrived = trio.Event()
+                await self._arrived.wait()
+            raise trio.ClosedResourceError("the listener was closed")
+        finally:
+            self._accepting = False
+
+    async def aclose(self) -> None:
+        """Close; connections that are in a handshake or were not accepted yet are reset."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """`aclose` without the checkpoint."""
+        if self._closed:
+            return
+        self._stack.check_not_forked()
+        self._closed = True
+        self._scope.cancel()
+        for arrival in list(self._arrivals):
+            arrival.cancel()
+        self.publication.close()
+        self.socket.close()
+        while self._ready:
+            self._ready.popleft().abort()
+        self._arrived.set()
+        self._stack.remove_listener(self)
+
+    async def serve(
+        self, handler: Callable[[SmcStream], Awaitable[object]], nursery: trio.Nursery
+    ) -> NoReturn:
+        """Run ``handler(stream)`` for each connection, in a task of ``nursery``.
+
+        As `trio.serve_listeners` does it with `accept`.  Closes the listener at the end.
+
+        Raises:
+          trio.ClosedResourceError: the listener or its stack was closed.
+        """
+        try:
+            with self._stack.busy(self._scope), self._scope:
+                await self._accept_all(
+                    lambda arrival: nursery.start_soon(self._serve_one, handler, arrival)
+                )
+        finally:
+            self.close()
+            self._accepting = False
+        raise trio.ClosedResourceError("the listener was closed")
+
+    async def _serve_one(
+        self, handler: Callable[[SmcStream], Awaitable[object]], arrival: Arrival
+    ) -> None:
+        try:
+            stream = await self._shake_hands(arrival)
+        finally:
+            self._release()
+        if stream is not None:
+            try:
+                await handler(stream)
+            finally:
+                if isinstance(stream, RdmaStream):
+                    stream.close_forcefully()
+                else:
+                    await trio.aclose_forcefully(stream)
+
+    async def _run(self) -> None:
+        with self._stack.busy(self._scope), self._scope:
+            async with trio.open_nursery() as nursery:
+                await self._accept_all(lambda arrival: nursery.start_soon(self._keep_one, arrival))
+
+    async def _keep_one(self, arrival: Arrival) -> None:
+        stream = None
+        try:
+            stream = await self._shake_hands(arrival)
+        finally:
+            if stream is None:
+                self._release()
+        if stream is not None:
+            self._ready.append(stream)
+            self._arrived.set()
+            if self._closed:
+                stream.abort()
+
+    async def _shake_hands(self, arrival: Arrival) -> SmcStream | None:
+        try:
+            with self._stack.busy(arrival):
+                return await arrival.stream()
+        finally:
+            self._arrivals.remove(arrival)
+
+    async def _accept_all(self, begin: Callable[[Arrival], None]) -> None:
+        """Accept until the listener is closed; ``begin`` starts a task for each connection."""
+        if self.socket.fileno() < 0:
+            self.close()  # before anything began
+            return
+        # Trio's `accept` takes two more passes of the scheduler for each connection.
+        plain = stdlib_socket.socket(fileno=self.socket.fileno())
+        try:
+            plain.setblocking(False)
+            while not self._closed:
+                await self._accept_some(plain, begin)
+        finally:
+            plain.detach()  # it is that of `socket`
+
+    async def _accept_some(
+        self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
+    ) -> None:
+        """Wait for connections, and begin the handshakes of those that there are."""
+        config = self._config
+        while self._held >= config.max_handshakes:
+            self._released = trio.Event()
+            await self._released.wait()
+        try:
+            await trio.lowlevel.wait_readable(self.socket)
+            while self._held < config.max_handshakes and self.socket.fileno() >= 0:
+                accepted, remote = plain.accept()
+                sock = from_stdlib_socket(accepted)
+                limit = config.handshake_limit
+                busy = limit is not None and len(self._arrivals) >= limit
+                arrival = Arrival(self._stack, config, self.publication, sock, remote, busy=busy)
+                self._held += 1
+                self._arrivals.add(arrival)
+                begin(arrival)
+        except BlockingIOError:
+            return
+        except trio.ClosedResourceError:
+            self.close()  # somebody closed the socket itself
+        except OSError as error:
+            if error.errno in _CAPACITY_ERRORS:
+                if self._to_serve:
+                    name = errno.errorcode[error.errno]
+                    LOGGER.error("accept: %s; again in %s s", name, _CAPACITY_PAUSE)
+                self._error = error
+                self._arrived.set()
+                await trio.sleep(_CAPACITY_PAUSE)
+            elif error.errno in _CLOSED_ERRORS:
+                LOGGER.error("the listening socket %s failed: %s", self.socket, error)
+                self.close()
+            # Else the connection was gone before it could be accepted (accept(2)).
+
+    def _release(self) -> None:
+        """A connection has left the listener."""
+        self._held -= 1
+        self._released.set()
+
+
+# As for streams: a program that asks for a SocketListener wants its `socket`.
+trio.SocketListener.register(SmcListener)
+
+
+# The kernel keeps it in 16 bits and may take more for less.
+_MAX_BACKLOG: Final = 0xFFFF
+
+
+async def open_listening_sockets(
+    port: int,
+    *,
+    host: str | bytes | None,
+    backlog: int | None,
+    prepare: Callable[[trio.socket.SocketType], object],
+) -> list[trio.socket.SocketType]:
+    """Sockets as those of `trio.open_tcp_listeners`: same arguments, same errors.
+
+    Args:
+      prepare: called with each socket before it listens.
+    """
+    if not isinstance(port, int):
+        raise TypeError(f"port must be an int, not {port!r}")
+    if backlog is not None and not isinstance(backlog, int):
+        raise TypeError(f"backlog must be an int or None, not {backlog!r}")
+    waiting = _MAX_BACKLOG if backlog is None else min(backlog, _MAX_BACKLOG)
+    found = await trio.socket.getaddrinfo(
+        host, port, type=stdlib_socket.SOCK_STREAM, flags=stdlib_socket.AI_PASSIVE
+    )
+    unsupported: OSError | None = None
+    with contextlib.ExitStack() as undo:
+        listening = []
+        for family, kind, protocol, _, address in found:
+            try:
+                # The program may have a socket factory, and `enable` is one of ours.
+                made = trio.socket.socket(family, kind, protocol)
+                sock = getattr(made, "plain", made)  # a socket that may become SMC-R wraps one
+            except OSError as error:
+                if error.errno != errno.EAFNOSUPPORT:
+                    raise
+                unsupported = error  # the other family may do
+                continue
+            undo.callback(sock.close)
+            if sys.platform != "win32":
+                sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1)
+            if family == stdlib_socket.AF_INET6:
+                sock.setsockopt(stdlib_socket.IPPROTO_IPV6, stdlib_socket.IPV6_V6ONLY, 1)
+            prepare(sock)
+            await sock.bind(address)
+            sock.listen(waiting)
+            listening.append(sock)
+        if unsupported is not None and not listening:
+            raise unsupported
+        undo.pop_all()
+        return listening

@@ -1,0 +1,117 @@
+"""The control protocol: what a stack and the command `trio-smc` say to each other.
+
+Theory of operation
+-------------------
+Each running stack listens on a Unix stream socket ``control/<pid>-<random>`` in the user's
+private directory.  A message is four bytes of length, most significant first, and a JSON object
+in UTF-8 of that length.  Every object has "version".
+
+The client sends one request, ``{"version": 1, "want": [parts]}``, and the stack answers with
+messages ``{"version": 1, "part": name, "data": ...}``: first "process", then the wanted parts,
+those that are lists in pieces of at most `PIECE` items, and then "end" (or "error", whose data is
+a sentence).  Then it closes.  Both sides check by SO_PEERCRED that the other is the same user's.
+
+``{"version": 1, "want": ["capture"], "payload": 16}`` is answered by one message of the part
+"capture", whose data is the stack's peer ID, and then, until either side closes, by the bytes of
+a pcapng file of what happens from then on, with so many bytes of each RDMA write.
+
+A new part or a new field needs no new version: a stack leaves out parts it does not know, and
+clients ignore fields that they do not know.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trio_smc._base.errors import ProtocolError
+
+__all__ = [
+    "CAPTURE",
+    "DIRECTORY",
+    "HEADER_SIZE",
+    "PARTS",
+    "PIECE",
+    "REPLY_LIMIT",
+    "REQUEST_LIMIT",
+    "VERSION",
+    "decode_untrusted",
+    "encode",
+    "length_untrusted",
+    "peer_credentials",
+    "pid_of_name",
+]
+
+
+VERSION: Final = 1
+DIRECTORY: Final = "control"
+"""Below the private directory."""
+PARTS: Final = ("statistics", "connections", "link_groups", "rnics", "listeners")
+"""What a client may want."""
+CAPTURE: Final = "capture"
+"""What it may want alone, and gets until it leaves."""
+PIECE: Final = 25
+"""Items of a list that go into one message; between two the stack does its own work."""
+REQUEST_LIMIT: Final = 4096
+"""Bytes of a request, without the length."""
+REPLY_LIMIT: Final = 1 << 20
+"""Bytes of each message of a reply, without the length."""
+
+_HEADER: Final = struct.Struct("!I")
+HEADER_SIZE: Final = _HEADER.size
+_CREDENTIALS: Final = struct.Struct("iII")
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes, "version" added."""
+    body = json.dumps({"version": VERSION, **message}, separators=(",", ":")).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def length_untrusted(header: bytes, limit: int) -> int:
+    """How many bytes follow the ``HEADER_SIZE`` bytes of a header.
+
+    Raises:
+      ProtocolError: more than ``limit``, or none.
+    """
+    (length,) = _HEADER.unpack(header)
+    if not 0 < length <= limit:
+        raise ProtocolError(f"a control message of {length} bytes where 1 to {limit} are allowed")
+    return int(length)
+
+
+def decode_untrusted(body: bytes) -> dict[str, Any]:
+    """The object in a message.
+
+    Raises:
+      ProtocolError: it is no JSON object, or of another version.
+    """
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ProtocolError("a control message that is not JSON") from None
+    if not isinstance(message, dict):
+        raise ProtocolError("a control message that is not a JSON object")
+    version = message.get("version")
+    if version != VERSION or isinstance(version, bool):
+        text = f"a control message of version {str(version)[:20]} where {VERSION} is spoken"
+        raise ProtocolError(text)
+    return message
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user number of who is at the other end of a Unix socket (unix(7))."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
+
+
+def pid_of_name(name: str) -> int | None:
+    """The process that made the control socket of this name; None: it is none."""
+    pid, dash, random = name.partition("-")
+    if dash and random and pid.isascii() and pid.isdigit() and len(pid) < len("4294967296"):
+        return int(pid)
+    return None

@@ -1,0 +1,222 @@
+"""The control socket of a stack: answers the command `trio-smc`, and nobody but the same user.
+
+Theory of operation
+-------------------
+The protocol is told in `_base.control`.  One task of the stack waits in accept and costs nothing
+until somebody asks; each client gets a task, a deadline, and what it asked for, piece by piece,
+so that a stack with many connections goes on with its own work in between.  Whatever a client
+does wrong costs that client only, and a stack that cannot have a socket goes without.
+
+The socket gets its name only when it listens, so that a name that refuses connections is a dead
+process's and may be removed by anybody (as `rendezvous._private_directory` says).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import secrets
+import socket
+import stat
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.capture.stream import send_capture
+from trio_smc.config.config import Config
+from trio_smc.control import protocol as control
+from trio_smc.control.snapshot import Snapshots
+from trio_smc.host.private_directory import HIDDEN, DirectoryUnusable, listen_as, open_private
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trio_smc._stack import Stack
+
+__all__ = [
+    "ControlSocket",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.control")
+
+_CLIENTS: Final = 8
+"""Clients answered at a time; further ones wait in the backlog."""
+_PATIENCE: Final = 5.0
+"""Seconds a client may take for its request and for taking the answer."""
+_CAPACITY_PAUSE: Final = 0.5
+
+
+class ControlSocket:
+    """One stack's control socket, from `open` to the end of `run`."""
+
+    def __init__(self, stack: Stack, directory: Path) -> None:
+        self._stack = stack
+        self._snapshots = Snapshots(stack)
+        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._slots = trio.CapacityLimiter(_CLIENTS)
+        self._closed = False
+        root = open_private(directory, create=True)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(control.DIRECTORY, mode=0o700, dir_fd=root)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            self._directory = os.open(control.DIRECTORY, flags, dir_fd=root)
+        finally:
+            os.close(root)
+        try:
+            self._socket = trio.socket.from_stdlib_socket(self._listen())
+        except BaseException:
+            os.close(self._directory)
+            raise
+        self._remove_stale()
+
+    @classmethod
+    def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
+        """Make one; None, and a line in the log, where that cannot be."""
+        try:
+            return cls(stack, directory)
+        except (OSError, DirectoryUnusable) as error:
+            LOGGER.info("no control socket: %s", error)
+            return None
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
+            listen_as(listener, self._directory, self._name, _CLIENTS)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _remove_stale(self) -> None:
+        """Remove the names of processes that are gone."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                pid = control.pid_of_name(name.removeprefix(HIDDEN))
+                # Only then is it worth a connection, which wakes a process that is there.
+                if pid is not None and not os.path.exists(f"/proc/{pid}"):
+                    with contextlib.suppress(OSError):
+                        self._remove_if_dead(name)
+
+    def _remove_if_dead(self, name: str) -> None:
+        if not stat.S_ISSOCK(os.lstat(name, dir_fd=self._directory).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(f"/proc/self/fd/{self._directory}/{name}")
+            except ConnectionRefusedError:
+                os.unlink(name, dir_fd=self._directory)
+
+    def abandon(self) -> None:
+        """This process is a forked child: the name and its socket are the parent's."""
+        if self._closed:
+            return
+        self._closed = True
+        # Not closed by Trio, whose epoll instance is shared with the parent.
+        os.close(self._socket.detach())
+        os.close(self._directory)
+
+    async def run(self) -> None:
+        """Answer until cancelled; then the name is gone."""
+        try:
+            async with trio.open_nursery() as nursery:
+                while True:
+                    await self._slots.acquire_on_behalf_of(token := object())
+                    client = await self._accept()
+                    if client is None:
+                        self._slots.release_on_behalf_of(token)
+                    else:
+                        nursery.start_soon(self._serve, client, token)
+        finally:
+            if not self._closed:
+                self._closed = True
+                self._socket.close()
+                with contextlib.suppress(OSError):
+                    os.unlink(self._name, dir_fd=self._directory)
+                self._remove_stale()
+                os.close(self._directory)
+
+    async def _accept(self) -> trio.socket.SocketType | None:
+        try:
+            client, _ = await self._socket.accept()
+        except OSError as error:
+            if error.errno != errno.ECONNABORTED:
+                LOGGER.warning("the control socket cannot accept: %s", error)
+                await trio.sleep(_CAPACITY_PAUSE)
+            return None
+        return client
+
+    async def _serve(self, client: trio.socket.SocketType, token: object) -> None:
+        stream = trio.SocketStream(client)
+        try:
+            with trio.move_on_after(_PATIENCE) as patience:
+                _, uid = control.peer_credentials(client)  # type: ignore[arg-type]
+                if uid != os.geteuid():
+                    raise ProtocolError(f"user {uid} is not the one who runs this process")
+                await self._answer(stream, patience)
+        except (OSError, ProtocolError, trio.BrokenResourceError) as error:
+            LOGGER.info("a client of the control socket was turned away: %s", error)
+        except Exception:
+            LOGGER.exception("a client of the control socket got no answer")
+        finally:
+            self._slots.release_on_behalf_of(token)
+            client.close()
+
+    async def _answer(self, stream: trio.SocketStream, patience: trio.CancelScope) -> None:
+        try:
+            request = await _request(stream)
+            wanted = request["want"]
+            if wanted == [control.CAPTURE]:
+                await self._send_capture(stream, request.get("payload", 0), patience)
+                return
+            for part, data in self._snapshots.parts(wanted):
+                await stream.send_all(control.encode({"part": part, "data": data}))
+            last: dict[str, Any] = {"part": "end", "data": None}
+        except ProtocolError as error:
+            last = {"part": "error", "data": str(error)}
+        except Exception:
+            defect = {"part": "error", "data": "the process failed to answer; see its log"}
+            await stream.send_all(control.encode(defect))
+            raise
+        await stream.send_all(control.encode(last))
+
+    async def _send_capture(
+        self, stream: trio.SocketStream, payload: object, patience: trio.CancelScope
+    ) -> None:
+        """Until the client leaves, or the stack."""
+        try:
+            kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
+        await stream.send_all(control.encode(begun))
+        patience.deadline = math.inf
+        await send_capture(self._stack, stream, kept)
+
+
+async def _request(stream: trio.SocketStream) -> dict[str, Any]:
+    """What a client wants.  Raises ProtocolError."""
+    header = await _exactly(stream, control.HEADER_SIZE)
+    length = control.length_untrusted(header, control.REQUEST_LIMIT)
+    request = control.decode_untrusted(await _exactly(stream, length))
+    wanted = request.get("want")
+    if not isinstance(wanted, list) or not all(isinstance(part, str) for part in wanted):
+        raise ProtocolError("a request without a list of what is wanted")
+    return request
+
+
+async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = await stream.receive_some(count - len(data))
+        if not piece:
+            raise ProtocolError(f"a request that ends after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,165 @@
+"""What the control socket tells of a stack: plain values for JSON, from the public views.
+
+Names and units are those of the views; bytes are hexadecimal.  The fields that commands and
+scripts read are described in docs/cli.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+
+from trio_smc.control.protocol import PARTS, PIECE
+
+if TYPE_CHECKING:
+    from trio_smc._base.statistics import StackStatistics, StreamStatistics
+    from trio_smc._stack import Stack
+    from trio_smc.rnic.verbs import Rnic
+    from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
+    from trio_smc.streams.group_views import LinkGroup
+
+__all__ = [
+    "Snapshots",
+]
+
+
+_Thing = TypeVar("_Thing")
+
+
+class Snapshots:
+    """Takes snapshots of one stack; numbers its link groups in the order they were first seen."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._since = trio.current_time()
+        self._numbers: dict[LinkGroup, int] = {}
+        self._last_number = 0
+
+    def parts(self, wanted: list[str]) -> Iterator[tuple[str, Any]]:
+        """The name and data of one message after the other; take them one at a time."""
+        self._count_groups()
+        yield "process", self._process()
+        for part in PARTS:
+            if part not in wanted:
+                continue
+            stack = self._stack
+            match part:
+                case "statistics":
+                    yield part, _statistics(stack.statistics())
+                case "connections":
+                    yield from _pieces(part, stack.connections, self._connection)
+                case "link_groups":
+                    yield from _pieces(part, tuple(self._numbers), self._link_group)
+                case "rnics":
+                    yield from _pieces(part, stack.rnics, self._rnic)
+                case "listeners":
+                    yield from _pieces(part, stack.listening_addresses, list)
+
+    def _process(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "stack": self._stack.peer_id.hex(),
+            "uptime": trio.current_time() - self._since,
+        }
+
+    def _count_groups(self) -> None:
+        present = self._stack.link_groups
+        for group in present:
+            if group not in self._numbers:
+                self._last_number += 1
+                self._numbers[group] = self._last_number
+        self._numbers = {group: self._numbers[group] for group in present}
+
+    # --- connections -----------------------------------------------------------------------
+
+    def _connection(self, view: ConnectionView) -> dict[str, Any]:
+        group, link, cursors = view.link_group, view.link, view.cursors
+        return {
+            "mode": view.mode,
+            "state": view.state,
+            "local": view.local_address,
+            "peer": view.peer_address,
+            "send_queue": view.send_queue,
+            "receive_queue": view.receive_queue,
+            "link_group": None if group is None else self._numbers.get(group),
+            "link": None if link is None else link.number,
+            "rnic": None if link is None else link.rnic.name,
+            "fallback": None if view.fallback is None else view.fallback.as_dict(),
+            "cursors": None if cursors is None else _values(cursors),
+            "statistics": _values(view.statistics()),
+        }
+
+    # --- link groups -----------------------------------------------------------------------
+
+    def _link_group(self, view: LinkGroup) -> dict[str, Any]:
+        return {
+            "number": self._numbers[view],
+            "role": view.role,
+            "peer_id": view.peer_id.hex(),
+            "kind": view.kind,
+            "state": view.state,
+            "links": [
+                {
+                    "number": link.number,
+                    "state": link.state,
+                    "rnic": link.rnic.name,
+                    "user_id": link.user_id,
+                    "peer_user_id": link.peer_user_id,
+                    "connections": link.connections,
+                }
+                for link in view.links
+            ],
+            "rmbs": [
+                {"element_size": rmb.element_size, "elements": rmb.elements, "in_use": rmb.in_use}
+                for rmb in view.rmbs
+            ],
+        }
+
+    # --- RNICs -----------------------------------------------------------------------------
+
+    def _rnic(self, rnic: Rnic) -> dict[str, Any]:
+        return {
+            "name": rnic.name,
+            "kind": rnic.kind,
+            "device": getattr(rnic, "device", None),
+            "port": getattr(rnic, "port", None),
+            "port_active": rnic.port_active,
+            "drained": self._stack.rnic_set.is_drained(rnic),
+            "gid": rnic.gid.hex(),
+            "mac": rnic.mac.hex(),
+            "mtu": 128 << rnic.mtu,
+            "pnet": [net for net, name in self._stack.rnic_set.table if name == rnic.name],
+            "links": sum(
+                link.rnic is rnic for group in self._stack.link_groups for link in group.links
+            ),
+        }
+
+
+def _pieces(
+    part: str, things: Sequence[_Thing], describe: Callable[[_Thing], Any]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Each piece is described when it is taken: between two the stack goes on."""
+    for start in range(0, len(things), PIECE):
+        yield part, [describe(thing) for thing in things[start : start + PIECE]]
+
+
+def _statistics(statistics: StackStatistics) -> dict[str, Any]:
+    plain = {
+        field.name: getattr(statistics, field.name)
+        for field in dataclasses.fields(statistics)
+        if field.name != "fallbacks"
+    }
+    counted = sorted(statistics.fallbacks.items())
+    plain["fallbacks"] = [
+        {"origin": origin, "reason": reason, "count": count} for (origin, reason), count in counted
+    ]
+    return plain
+
+
+def _values(frozen: ConnectionCursors | StreamStatistics) -> dict[str, int]:
+    """As `dataclasses.asdict`, which takes ten times as long, and there may be many."""
+    return {name: getattr(frozen, name) for name in type(frozen).__slots__}

@@ -1,0 +1,1 @@
+"""This machine: netlink, addresses, PNET table, private directories, TCP sockets."""

@@ -1,0 +1,188 @@
+"""Questions to the kernel's network configuration, by netlink.
+
+A question is one synchronous exchange, whose answer costs milliseconds to read: interfaces,
+addresses and a route are asked for by every connection over RoCE.  So answers are kept, but never
+beyond a change: whoever asks often holds a socket open (`remembering`) to which the kernel reports
+every change of interfaces, addresses, routes and rules before the change is finished.  As long as
+nothing can be read there, what was answered is still so.
+
+Where there is no netlink there is no answer: the caller has to live with an empty list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Final
+
+__all__ = [
+    "Remembering",
+    "ask",
+    "ask_anew",
+]
+
+
+_log = logging.getLogger("trio_smc.netlink")
+
+# A dump that the kernel flags as interrupted by a change is simply asked for again.
+_ATTEMPTS: Final = 3
+_MOST_KEPT: Final = 1000
+# RTNLGRP_LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP.
+_GROUPS: Final = sum(1 << group - 1 for group in (1, 5, 7, 8, 9, 11, 19, 32))
+
+_complained = False
+
+
+class Remembering:
+    """While one is open, `ask` keeps what the kernel has answered; there may be several."""
+
+    _lock = threading.Lock()
+    _open: Final[set[Remembering]] = set()
+    _changes: socket.socket | None = None
+    _kept: Final[dict[Hashable, list[Any]]] = {}
+    _times = 0
+
+    def open(self) -> None:
+        """Start; where the kernel reports no changes, nothing is kept."""
+        with self._lock:
+            self._open.add(self)
+            if Remembering._changes is None and sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    Remembering._changes = _subscribe()
+
+    def close(self) -> None:
+        """End.  Idempotent."""
+        with self._lock:
+            self._open.discard(self)
+            if not self._open:
+                Remembering._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        cls._kept.clear()
+        if cls._changes is not None:
+            cls._changes.close()
+            cls._changes = None
+
+    @classmethod
+    def recall(cls, key: Hashable) -> tuple[list[Any] | None, int]:
+        """What was answered, if it is still so, and how many times there were changes."""
+        with cls._lock:
+            if cls._changes is not None and _drained(cls._changes):
+                cls._kept.clear()
+                cls._times += 1
+            return cls._kept.get(key), cls._times
+
+    @classmethod
+    def keep(cls, key: Hashable, answer: list[Any], times: int) -> None:
+        """Note an answer that was asked for after so many changes."""
+        with cls._lock:
+            # A later change is to be read yet, or another thread has read it.
+            if cls._changes is not None and cls._times == times:
+                if len(cls._kept) >= _MOST_KEPT:
+                    cls._kept.clear()
+                cls._kept[key] = answer
+
+    @classmethod
+    def forked(cls) -> None:
+        """This process is a forked child: the parent reads the socket."""
+        cls._lock = threading.Lock()
+        cls._open.clear()
+        cls._end()
+
+
+def ask(
+    question: Callable[[Any], Iterable[Any]], read: Callable[[Any], Any], key: Hashable
+) -> list[Any]:
+    """The messages that ``question`` gets from a `pyroute2.IPRoute`, as ``read`` reads each.
+
+    Args:
+      key: names the question; the same one may be answered from memory.
+    """
+    known, times = Remembering.recall(key)
+    if known is not None:
+        return known
+    answer = _ask(question)
+    if answer is None:
+        return []
+    found = [read(message) for message in answer]
+    Remembering.keep(key, found, times)
+    return found
+
+
+def _ask(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    try:
+        return ask_anew(question)
+    except OSError as error:
+        _complain("netlink does not answer: %s", error)
+        return None
+
+
+def ask_anew(question: Callable[[Any], Iterable[Any]]) -> list[Any] | None:
+    """What ``question`` gets from a `pyroute2.IPRoute` now; None where there is no netlink.
+
+    Raises OSError, which is the kernel's answer then.
+    """
+    if sys.platform != "linux":
+        return None
+    # 100 ms to import: only who needs it pays, once.
+    try:
+        from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
+    except (ImportError, OSError) as error:
+        _complain("no netlink: %s", error)
+        return None
+    for _ in range(_ATTEMPTS):
+        try:
+            with IPRoute() as route:
+                return list(question(route))
+        except NetlinkDumpInterrupted:
+            continue
+        except NetlinkError as error:
+            raise OSError(error.code, os.strerror(error.code)) from error
+        # RuntimeError: pyroute2 runs asyncio, which this thread may be running already when it
+        # hosts Trio as a guest.
+        except (OSError, RuntimeError) as error:
+            _complain("netlink does not answer: %s", error)
+            return None
+    return None
+
+
+def _subscribe() -> socket.socket:
+    sock = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, socket.NETLINK_ROUTE)
+    try:
+        sock.bind((0, _GROUPS))
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _drained(changes: socket.socket) -> bool:
+    """Take all that was reported; whether there was anything."""
+    found = False
+    while True:
+        try:
+            changes.recv(1)  # a report that is cut off is a report
+        except BlockingIOError:
+            return found
+        except OSError:  # ENOBUFS: there were too many
+            pass
+        found = True
+
+
+def _complain(text: str, error: Exception) -> None:
+    """A warning the first time only: it is the same for every connection."""
+    global _complained
+    _log.log(logging.DEBUG if _complained else logging.WARNING, text, error)
+    _complained = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Remembering.forked)

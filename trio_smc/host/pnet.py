@@ -1,0 +1,273 @@
+"""Which RNIC port is on the network that a TCP connection goes over (RFC 7609, 2.1, 5.1).
+
+SMC-R must not leave the network, nor the VLAN, that the TCP connection was given: RoCE traffic
+knows no firewall and no router (5.1).  So the RNIC is never guessed:
+
+* A port owns a network interface when its GID table has an entry for it.  The kernel makes such
+  entries for the interface of the adapter, for VLANs on it (frames then carry the VLAN's tag) and
+  for bonds that it is in.
+* A bond without such entries is served by the ports of its members.
+* A PNET table says otherwise: interfaces it names are served by the ports it names and by no
+  others.  The port's GID must then be in the same VLAN as the interface, or both in none.
+
+Of several GIDs, that of the connection's own address comes first, then one of its subnet: a peer
+on that subnet can reach it (3.5.1.2).  Link-local GIDs reach whoever is on the same LAN.
+
+Everything here but `interfaces` and `route_interface` is pure.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trio_smc.host.addresses import Prefix, address_interface, plain_address
+from trio_smc.host.netlink import ask
+
+__all__ = [
+    "Interface",
+    "PnetTable",
+    "PortGid",
+    "choose_gids",
+    "interfaces",
+    "parse_table",
+    "read_table",
+    "route_interface",
+    "same_network",
+    "table_of",
+]
+
+
+_ROCE_V2: Final = 2
+_MAPPED: Final = bytes(10) + b"\xff\xff"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+      index, name: as the kernel has them.
+      vlan: its VLAN ID, that of the VLAN interface it is or lies on; None: untagged.
+      lower: index of the interface a VLAN is on, else None.
+      master: index of the bond or bridge it belongs to, else None.
+      bond: whether it is a bond.
+    """
+
+    index: int
+    name: str
+    vlan: int | None = None
+    lower: int | None = None
+    master: int | None = None
+    bond: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PortGid:
+    """An entry of the GID table of an RNIC port.
+
+    Attributes:
+      port: the RNIC's name ("rxe0", "mlx5_0/2").
+      number: its place in the table.
+      kind: 2 for RoCE v2, as the verbs have it.
+      interface: index of the network interface it stands for.
+      value: 16 bytes.
+    """
+
+    port: str
+    number: int
+    kind: int
+    interface: int
+    value: bytes
+
+
+PnetTable = tuple[tuple[str, str], ...]
+"""Pairs of an interface's name and an RNIC's; several of one interface are in order."""
+
+
+def parse_table(text: str, source: str = "the PNET table") -> PnetTable:
+    """A table from text: each line an interface and its RNICs; "#" starts a comment.
+
+    Raises:
+      ValueError: a line names no RNIC.
+    """
+    pairs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if len(words) == 1:
+            raise ValueError(f"{source}, line {number}: no RNIC for interface {words[0]!r}")
+        pairs += [(words[0], rnic) for rnic in words[1:]]
+    return tuple(pairs)
+
+
+def read_table(path: Path) -> PnetTable:
+    """`parse_table` of a file.
+
+    Raises:
+      ValueError: it cannot be read, or a line is wrong.
+    """
+    try:
+        return parse_table(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the PNET table {path} cannot be read: it is not UTF-8") from error
+
+
+def choose_gids(
+    route: Interface,
+    *,
+    gids: Sequence[PortGid],
+    interfaces: Mapping[int, Interface],
+    table: PnetTable,
+    address: str,
+    network: Prefix | None,
+) -> list[PortGid]:
+    """The GIDs that may serve a connection, one for each port, the preferred port first.
+
+    Args:
+      route: the interface that the connection's route leaves by.
+      gids: of all ports that could be used.
+      interfaces: of this host, by index.
+      table: the PNET table.
+      address: the connection's local IP address.
+      network: the subnet or prefix of that address.
+    """
+    ports = _ports_named(route, interfaces, table)
+    if ports is not None:
+        fitting = [
+            gid
+            for gid in gids
+            if gid.port in ports
+            and gid.interface in interfaces
+            and interfaces[gid.interface].vlan == route.vlan
+        ]
+        order = {port: place for place, port in reversed(list(enumerate(ports)))}
+    else:
+        fitting = _owning(route, gids, interfaces)
+        order = {gid.port: place for place, gid in reversed(list(enumerate(gids)))}
+    best: dict[str, PortGid] = {}
+    for gid in sorted(fitting, key=lambda gid: (_rank(gid, address, network), gid.number)):
+        best.setdefault(gid.port, gid)
+    return sorted(best.values(), key=lambda gid: order[gid.port])
+
+
+def same_network(
+    one: Interface,
+    other: Interface,
+    *,
+    networks: tuple[Prefix | None, Prefix | None],
+    ports: tuple[str, str],
+    table: PnetTable,
+) -> bool:
+    """Whether links on two ports may be in one link group: same VLAN, same LAN.
+
+    Args:
+      one, other: the interfaces that the ports' GIDs stand for.
+      networks: the subnets or prefixes of the GIDs' addresses, as far as they have any.
+      ports: the names of the two RNICs.
+      table: the PNET table.
+    """
+    if one.vlan != other.vlan:
+        return False
+    for name in {name for name, _ in table}:
+        if {rnic for interface, rnic in table if interface == name}.issuperset(ports):
+            return True
+    if any(rnic in ports for _, rnic in table):
+        return False
+    if one.index == other.index or (one.master is not None and one.master == other.master):
+        return True  # two ports of one bond
+    # As in 3.5.1.2; a link-local prefix tells nothing.
+    first, second = networks
+    return first is not None and first == second and not first.is_link_local
+
+
+def _ports_named(
+    route: Interface, interfaces: Mapping[int, Interface], table: PnetTable
+) -> list[str] | None:
+    """The table's ports for an interface, or for the one that its VLAN is on; None: no entry."""
+    names = {name for name, _ in table}
+    at: Interface | None = route
+    while at is not None:
+        if at.name in names:
+            return [rnic for name, rnic in table if name == at.name]
+        at = None if at.lower is None else interfaces.get(at.lower)
+    return None
+
+
+def _owning(
+    route: Interface, gids: Sequence[PortGid], interfaces: Mapping[int, Interface]
+) -> list[PortGid]:
+    own = [gid for gid in gids if gid.interface == route.index]
+    if own or not route.bond:
+        return own
+    members = {each.index for each in interfaces.values() if each.master == route.index}
+    return [gid for gid in gids if gid.interface in members]
+
+
+def _rank(gid: PortGid, address: str, network: Prefix | None) -> tuple[bool, int]:
+    """Smaller is better.  Both sides must use one encapsulation: RoCE v2 where it is there."""
+    own = ipaddress.ip_address(plain_address(address)).packed
+    value = gid.value[12:] if gid.value[:12] == _MAPPED else gid.value
+    if value == own:
+        place = 0
+    elif network is not None and _within(value, network):
+        place = 1
+    elif value[:2] == b"\xfe\x80":
+        place = 2
+    else:
+        place = 3
+    return gid.kind != _ROCE_V2, place
+
+
+def _within(value: bytes, network: Prefix) -> bool:
+    if len(value) != len(network.network) or network.is_link_local:
+        return False
+    shift = 8 * len(value) - network.length
+    return int.from_bytes(value, "big") >> shift == int.from_bytes(network.network, "big") >> shift
+
+
+# --- what the kernel says ----------------------------------------------------------------------
+
+
+def interfaces() -> dict[int, Interface]:
+    """The network interfaces of this host by index; empty where there is no netlink."""
+    found = ask(lambda route: route.get_links(), _interface, "interfaces")
+    return {interface.index: interface for interface in found}
+
+
+def route_interface(local: str, remote: str) -> int | None:
+    """Index of the interface that packets from `local` to `remote` leave by, or None."""
+    source, destination = plain_address(local), plain_address(remote)
+    if ipaddress.ip_address(destination).is_link_local:
+        # Ambiguous without the interface, which is the one that has our own address.
+        return address_interface(source)
+    found = ask(
+        lambda route: route.route("get", dst=destination, src=source),
+        lambda message: message.get_attr("RTA_OIF"),
+        ("route", source, destination),
+    )
+    return found[0] if found else None
+
+
+def _interface(message: Any) -> Interface:
+    attribute = message.get_attr
+    details = attribute("IFLA_LINKINFO")
+    kind = details.get_attr("IFLA_INFO_KIND") if details else None
+    data = details.get_attr("IFLA_INFO_DATA") if details and kind == "vlan" else None
+    return Interface(
+        index=message["index"],
+        name=attribute("IFLA_IFNAME"),
+        vlan=data.get_attr("IFLA_VLAN_ID") if data else None,
+        lower=attribute("IFLA_LINK") if kind == "vlan" else None,
+        master=attribute("IFLA_MASTER"),
+        bond=kind == "bond",
+    )
+
+
+def table_of(setting: PnetTable | Path | str) -> PnetTable:
+    """What `Config.pnet` says.  Raises ValueError: a file cannot be read, or a line is wrong."""
+    return setting if isinstance(setting, tuple) else read_table(Path(setting))

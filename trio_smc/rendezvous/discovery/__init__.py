@@ -1,0 +1,1 @@
+"""Who speaks SMC-R: the TCP option, and same-host discovery."""

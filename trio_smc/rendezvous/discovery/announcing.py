@@ -1,0 +1,522 @@
+"""The client's half of same-host discovery; `trio_smc.rendezvous.discovery.same_host` explains it.
+
+Theory of operation: a Unix connection to each listening process is made once and kept.  Which of
+them may be behind a TCP address the directories of `_local_directory` say; what they said is kept
+as long as they have not changed: looking at their time of change is all that a connection costs
+then.
+
+Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
+connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
+So there is no task between a packet and the task that wants it.  The one task of a stack (`run`)
+sleeps until a process ends, to let go of its Unix connections, or until somebody has waited for too
+long, to end that wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+from pathlib import Path
+from typing import Self
+
+import trio
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.host.addresses import is_same_host
+from trio_smc.host.private_directory import open_private
+from trio_smc.rendezvous.discovery import directory
+from trio_smc.rendezvous.discovery import messages as protocol
+from trio_smc.rendezvous.discovery.messages import Kind, Message, is_same_user, take
+from trio_smc.rnic.spinner import NEVER, Spinner
+
+__all__ = [
+    "Announcement",
+    "AnySocket",
+    "Channels",
+]
+
+
+_MOST_CHANNELS = 256  # Unix connections that are kept, each of them a descriptor
+_RETRY_INTERVAL = 0.005  # after a full queue or backlog, seconds
+_EVENTS_AT_ONCE = 64
+_ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
+_MAX_ASKED = 64  # listening processes that a client asks
+_MOST_PLACES = 1024  # TCP addresses that are remembered
+_SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
+
+AnySocket = trio.socket.SocketType | socket.socket
+
+
+class Channel:
+    """A Unix connection to a listening process."""
+
+    __slots__ = ("announced", "connection", "entry")
+
+    def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
+        self.connection = connection
+        self.entry = entry  # device and inode of the directory, name there
+        self.announced: set[Announcement] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.fileno() >= 0
+
+    def send(self, message: bytes) -> None:
+        """Send a packet without waiting.  Raises OSError, BlockingIOError: not now."""
+        self.connection.send(message, socket.MSG_NOSIGNAL)
+
+
+class Announcement:
+    """A TCP connection that was announced; settled by `accepted` or `close`.
+
+    Leaving it as a context manager withdraws, when it is not settled yet.
+    """
+
+    __slots__ = ("_owner", "answered", "asked", "key", "reason")
+
+    def __init__(self, owner: Channels, key: bytes) -> None:
+        self._owner = owner
+        self.key = key
+        self.asked: list[Channel] = []  # who may still say that it is theirs
+        self.answered = False
+        self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
+
+    async def accepted(self, deadline: float) -> FallbackReason | None:
+        """Wait until the process that accepted the TCP connection says so; settles in any case.
+
+        deadline: when to stop waiting, as `trio.current_time`.
+
+        None: both sides start SMC-R; send the Proposal, or end the TCP connection.  A reason:
+        both sides stay on TCP.
+        """
+        try:
+            if not self.answered and not self._owner.spin(self):
+                await self._owner.wait(self, deadline)
+        finally:
+            self.close()
+        return self.reason
+
+    def tell(self, channel: Channel) -> bool:
+        """Announce it there; False when nothing can be sent now, or ever."""
+        try:
+            channel.send(protocol.announce(self.key))
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._owner.drop(channel)
+            return False
+        self.asked.append(channel)
+        channel.announced.add(self)
+        return True
+
+    def heard(self, channel: Channel, message: Message | None) -> None:
+        """What a listening process answered; None: its Unix connection ended."""
+        self.asked.remove(channel)
+        channel.announced.discard(self)
+        if message is not None and message.kind is Kind.ACCEPTED:
+            self.reason = None
+        elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
+            self.reason = message.reason
+        self.answered = self.reason is None or not self.asked
+
+    def forsake(self) -> None:
+        """Another announcement of the same connection takes its place."""
+        for channel in self.asked:
+            channel.announced.discard(self)
+        self.asked = []
+        self.answered = True
+        self._owner.wake(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Withdraw: the connection is plain TCP, or was never opened; idempotent.
+
+        To be called before anything is sent over TCP.
+        """
+        self.answered = True
+        asked, self.asked = self.asked, []
+        for channel in asked:
+            channel.announced.discard(self)
+            try:
+                channel.send(protocol.withdraw(self.key))
+            except OSError:
+                # The end of the channel tells the other side the same.
+                self._owner.drop(channel)
+        self._owner.forget(self)
+
+
+class Place:
+    """Who may be behind a TCP address, while the directories are as they were."""
+
+    __slots__ = ("channels", "stamps")
+
+    def __init__(self, channels: list[Channel], stamps: list[directory.Stamp]) -> None:
+        self.channels = channels
+        self.stamps = stamps
+
+    def holds(self) -> bool:
+        """Whether nobody came or went since."""
+        for channel in self.channels:
+            if not channel.is_open:
+                return False
+        return directory.unchanged(self.stamps)
+
+
+class Places:
+    """What one stack knows of the TCP addresses that it has connected to.
+
+    Attributes:
+      known: by namespace, address and port; each to be asked first whether it still holds.
+    """
+
+    def __init__(self, private: Path, owner: Channels) -> None:
+        """`private`: the user's private directory (`Config.private_directory`)."""
+        self._private = private
+        self._owner = owner
+        self._listings = directory.Listings()
+        self._namespaces: dict[bytes, str] = {}
+        self.known: dict[tuple[str, str, int], Place] = {}
+
+    def namespace(self, sock: AnySocket | None) -> str:
+        """Where the listeners of a socket's network namespace are, below the private directory."""
+        if sock is None:
+            return directory.namespace_path()
+        try:
+            cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return directory.namespace_path()  # Linux before 5.14
+        known = self._namespaces.get(cookie)
+        if known is None:
+            known = directory.namespace_path()
+            # The thread may have changed its namespace since the socket was made.
+            with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
+                if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
+                    self._namespaces[cookie] = known
+        return known
+
+    async def look_up(
+        self, channels: list[Channel], namespace: str, source: str, destination: tuple[str, int]
+    ) -> FallbackReason:
+        """Add a channel to everyone who might accept the TCP connection; why there is none."""
+        address, port = destination
+        try:
+            root = open_private(self._private, create=False)
+        except FileNotFoundError:
+            return FallbackReason.PEER_NOT_CAPABLE
+        listeners: list[directory.Listeners] = []
+        try:
+            stamps = directory.stamps(self._private, root, namespace)
+            exact = directory.listener_name(address, port, dual_stack=False)
+            for name in (exact, *directory.wildcard_names(address, port)):
+                each = directory.Listeners(root, namespace, name, self._listings)
+                listeners.append(each)  # one by one: another may not open
+                stamps += directory.stamps(self._private, root, f"{namespace}/{name}")
+            # Our own wildcard listener says nothing about the same port of another host.
+            wildcards = listeners[1:]
+            others = any(each.waiting for each in wildcards) and not is_same_host(source, address)
+            if others:
+                for each in wildcards:
+                    each.waiting.clear()
+            for each in listeners:
+                self._owner.connect(each, channels, _MAX_ASKED)
+                while each.waiting and len(channels) < _MAX_ASKED:
+                    await trio.sleep(_RETRY_INTERVAL)
+                    self._owner.connect(each, channels, _MAX_ASKED)
+        finally:
+            for each in listeners:
+                each.close()
+            os.close(root)
+        ours = [channel for channel in channels if is_same_user(channel.connection)]
+        if not others and ours == channels and stamps and directory.settled(stamps):
+            if len(self.known) >= _MOST_PLACES:
+                self.known.clear()
+            self.known[namespace, address, port] = Place(ours, stamps)
+        foreign = [channel for channel in channels if channel not in ours]
+        for channel in foreign:
+            self._owner.drop(channel)
+        channels[:] = ours
+        return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
+
+
+class Channels:
+    """The Unix connections of one stack to listening processes of this host."""
+
+    def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
+        """`private`: the user's private directory (`Config.private_directory`)."""
+        self._spinner = spinner
+        self._places = Places(private, self)
+        self._channels: dict[int, Channel] = {}  # by descriptor; oldest first
+        self._entries: dict[tuple[int, int, str], Channel] = {}
+        self._announced: dict[bytes, Announcement] = {}
+        # Who says something; and who is gone, which is what the task sleeps for.
+        self._epoll: select.epoll | None = None
+        self._ends: select.epoll | None = None
+        self._reading = False
+        # Who waits, and until when.
+        self._deadlines: dict[Announcement, float] = {}
+        self._nap: trio.CancelScope | None = None  # around the sleep of `run`
+        # Who waits while another one reads.
+        self._others: dict[Announcement, trio.lowlevel.Task] = {}
+
+    def open(self) -> None:
+        """Make what `run` needs.  Raises OSError: there are no descriptors."""
+        self._epoll = select.epoll()
+        self._ends = select.epoll()
+
+    async def run(self) -> None:
+        """Let go of processes that have ended, until cancelled; after `open`."""
+        try:
+            while self._ends is not None:
+                due = min(self._deadlines.values(), default=math.inf)
+                with trio.CancelScope(deadline=due) as self._nap:
+                    await trio.lowlevel.wait_readable(self._ends.fileno())
+                self._hear_ends()
+                self._give_up(trio.current_time())
+        finally:
+            self._nap = None
+            self._give_up(math.inf)
+
+    def _give_up(self, now: float) -> None:
+        """End the waits that have taken too long."""
+        for announcement, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                announcement.close()
+                if announcement in self._others:
+                    self.wake(announcement)
+                elif self._epoll is not None:
+                    trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
+
+    def _hear_ends(self) -> None:
+        """Let go of processes that have ended by now."""
+        if self._ends is None:
+            return
+        for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
+            channel = self._channels.get(number)
+            while channel is not None and self._hear_one(channel):
+                pass  # the end is the last
+
+    def close(self) -> None:
+        """Withdraw what is not settled and end all Unix connections."""
+        for channel in list(self._channels.values()):
+            self.drop(channel)
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                trio.lowlevel.notify_closing(each.fileno())
+                each.close()
+        self._epoll = self._ends = None
+
+    def abandon(self) -> None:
+        """Let go of the descriptors: this process is a forked child, they are its parent's."""
+        for channel in self._channels.values():
+            channel.connection.close()
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                each.close()
+
+    # --- announcing --------------------------------------------------------------------------
+
+    def announce_now(
+        self, source: tuple[str, int], destination: tuple[str, int], sock: AnySocket | None
+    ) -> Announcement | FallbackReason | None:
+        """Announce a TCP connection; None when that takes looking around, or waiting."""
+        address, port = destination
+        places = self._places
+        place = places.known.get((places.namespace(sock), address, port))
+        if place is None or not place.holds():
+            return None
+        if not place.channels:
+            return FallbackReason.PEER_NOT_CAPABLE
+        announcement = Announcement(self, protocol.four_tuple(source, destination))
+        for channel in place.channels:
+            if not announcement.tell(channel):
+                announcement.close()
+                return None
+        return self._register(announcement)
+
+    async def announce(
+        self, source: tuple[str, int], destination: tuple[str, int], sock: AnySocket | None
+    ) -> Announcement | FallbackReason:
+        """Announce a TCP connection to all who might accept it.
+
+        Raises:
+          DirectoryUnusable, OSError: nobody can be asked.
+        """
+        channels: list[Channel] = []
+        announcement = Announcement(self, protocol.four_tuple(source, destination))
+        # The name of a process that is gone is removed only by who cannot connect to it.
+        self._hear_ends()
+        try:
+            namespace = self._places.namespace(sock)
+            reason = await self._places.look_up(channels, namespace, source[0], destination)
+            for channel in channels:
+                # Nobody says when its queue has room.
+                while channel.is_open and not announcement.tell(channel):  # noqa: ASYNC110
+                    await trio.sleep(_RETRY_INTERVAL)
+        except BaseException:
+            announcement.close()
+            raise
+        return self._register(announcement) if announcement.asked else reason
+
+    def _register(self, announcement: Announcement) -> Announcement:
+        older = self._announced.get(announcement.key)
+        if older is not None:
+            # The new one is bound to the port, so the old one no longer is.
+            older.forsake()
+        self._announced[announcement.key] = announcement
+        return announcement
+
+    def forget(self, announcement: Announcement) -> None:
+        """It is settled."""
+        if self._announced.get(announcement.key) is announcement:
+            del self._announced[announcement.key]
+
+    # --- answers -----------------------------------------------------------------------------
+
+    def spin(self, announcement: Announcement) -> bool:
+        """Whether ``announcement`` is answered within a moment, with nothing else to do."""
+        if self._reading or not announcement.asked:
+            return False
+        channel = announcement.asked[-1]  # nearly always the only one
+
+        def answered() -> bool:
+            return self._hear_one(channel) and announcement.answered
+
+        return self._spinner.until(answered)
+
+    async def wait(self, announcement: Announcement, deadline: float) -> None:
+        """Wait until ``announcement`` is answered, or given up at ``deadline``."""
+        self._spinner.sleeping += 1
+        try:
+            if self._nap is None:
+                with trio.CancelScope(deadline=deadline):
+                    await self._wait(announcement)
+                return
+            self._deadlines[announcement] = deadline
+            if deadline < self._nap.deadline:
+                self._nap.deadline = deadline
+            await self._wait(announcement)
+        finally:
+            self._spinner.sleeping -= 1
+            self._deadlines.pop(announcement, None)
+            self._others.pop(announcement, None)
+            if not self._reading and self._others:
+                self.wake(next(iter(self._others)))
+
+    async def _wait(self, announcement: Announcement) -> None:
+        while not announcement.answered:
+            if self._reading:
+                await self._park(announcement)
+                continue
+            if self._epoll is None:
+                raise trio.ClosedResourceError
+            self._reading = True
+            try:
+                await trio.lowlevel.wait_readable(self._epoll.fileno())
+            except trio.ClosedResourceError:
+                continue  # given up, or there is no epoll any more
+            finally:
+                self._reading = False
+            self._look()
+
+    async def _park(self, announcement: Announcement) -> None:
+        def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+            del self._others[announcement]
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._others[announcement] = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def wake(self, announcement: Announcement) -> None:
+        """Let it look again, when it waits."""
+        task = self._others.pop(announcement, None)
+        if task is not None:
+            trio.lowlevel.reschedule(task)
+
+    def _look(self) -> None:
+        """Take answers; more than one of a channel only while others wait for theirs."""
+        if self._epoll is None:
+            return
+        for number, _ in self._epoll.poll(0, _EVENTS_AT_ONCE):
+            channel = self._channels.get(number)
+            while channel is not None and self._hear_one(channel) and self._others:
+                pass
+
+    def _hear_one(self, channel: Channel) -> bool:
+        """Take one packet, or the end; False: there is nothing."""
+        if not channel.is_open:
+            return False
+        try:
+            message = take(channel.connection)
+        except BlockingIOError:
+            return False
+        self._hear(channel, message)
+        return True
+
+    def _hear(self, channel: Channel, message: Message | None) -> None:
+        if message is not None and message.connection:
+            if message.kind in _ANSWERS:
+                announcement = self._announced.get(message.connection)
+                if announcement is not None and channel in announcement.asked:
+                    self._answer(announcement, channel, message)
+                return
+            message = None  # no listener says so
+        if message is not None and message.kind is None:
+            message = Message(Kind.REFUSED, FallbackReason.LOCAL_VERSION_MISMATCH)
+        self.drop(channel, message)
+
+    def _answer(
+        self, announcement: Announcement, channel: Channel, message: Message | None
+    ) -> None:
+        announcement.heard(channel, message)
+        if announcement.answered:
+            self.wake(announcement)
+
+    def drop(self, channel: Channel, message: Message | None = None) -> None:
+        """End a Unix connection; what was announced there is answered by ``message``."""
+        number = channel.connection.fileno()
+        if self._channels.pop(number, None) is None:
+            return
+        for each in (self._epoll, self._ends):
+            if each is not None:
+                each.unregister(number)
+        if self._entries.get(channel.entry) is channel:
+            del self._entries[channel.entry]
+        channel.connection.close()
+        for announcement in list(channel.announced):
+            self._answer(announcement, channel, message)
+
+    def connect(self, listeners: directory.Listeners, channels: list[Channel], limit: int) -> None:
+        """Add the channels to ``listeners`` that there are, and that can be made now.
+
+        limit: the most that ``channels`` may hold.
+        """
+        for name in listeners.waiting.copy():
+            known = self._entries.get((*listeners.place, name))
+            if known is not None:
+                listeners.waiting.remove(name)
+                channels.append(known)
+        if self._epoll is None:
+            self._epoll = select.epoll()
+        for name, connection in listeners.connect(limit - len(channels)):
+            if len(self._channels) >= _MOST_CHANNELS:
+                self._drop_idle(channels)
+            channel = Channel(connection, (*listeners.place, name))
+            self._channels[connection.fileno()] = self._entries[channel.entry] = channel
+            self._epoll.register(connection, select.EPOLLIN)
+            if self._ends is not None:
+                self._ends.register(connection, select.EPOLLRDHUP)
+            channels.append(channel)
+
+    def _drop_idle(self, wanted: list[Channel]) -> None:
+        """End the oldest channel on which no answer is waited for."""
+        for channel in self._channels.values():
+            if not channel.announced and channel not in wanted:
+                self.drop(channel)
+                return

@@ -1,0 +1,260 @@
+"""Where same-host discovery keeps its sockets, in the private directory: who listens there.
+
+::
+
+    <private directory>/tcp/<network namespace>/<family>-<address>-<port>/<pid>-<random>
+
+One directory per TCP address that is listened on, in it one Unix socket per listening process
+(or stack): several of them when workers share the port.  An address means something only within
+its network namespace, whose inode number is therefore part of the path.  <family> is "4" or "6",
+or "d" for an IPv6 wildcard that takes IPv4 connections as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from trio_smc.host.private_directory import (
+    FLAGS,
+    DirectoryUnusable,
+    connect_or_remove,
+    listen_as,
+    open_private,
+    sockets_in,
+    unusable,
+)
+
+__all__ = [
+    "Listeners",
+    "Listings",
+    "NewSocket",
+    "Stamp",
+    "listener_name",
+    "namespace_path",
+    "settled",
+    "stamps",
+    "unchanged",
+    "wildcard_names",
+]
+
+
+# Publishers that come and go may remove a directory while another wants to use it.
+_ATTEMPTS = 20
+_TICKS_NS = 100_000_000
+_MOST_KNOWN = 256
+
+
+def listener_name(address: str, port: int, *, dual_stack: bool) -> str:
+    """The directory name of a listener.
+
+    address: its own, as `trio_smc.host.addresses.plain_address` writes it.
+    dual_stack: an IPv6 wildcard that accepts IPv4 too.
+    """
+    family = "d" if dual_stack and address == "::" else "6" if ":" in address else "4"
+    return f"{family}-{address}-{port}"
+
+
+def wildcard_names(address: str, port: int) -> tuple[str, ...]:
+    """The directory names of the wildcard listeners that serve this address, if it is local."""
+    wildcard = "::" if ":" in address else "0.0.0.0"
+    return (
+        listener_name(wildcard, port, dual_stack=False),
+        listener_name("::", port, dual_stack=True),
+    )
+
+
+class NewSocket:
+    """A listening Unix socket in the directory `name`, reachable until `remove`."""
+
+    def __init__(self, private: Path, name: str, backlog: int) -> None:
+        """Make it.
+
+        Raises:
+          DirectoryUnusable: why it cannot be made.
+        """
+        self._private = private
+        self._path = f"{namespace_path()}/{name}"
+        self._pid = os.getpid()
+        self._name = f"{self._pid}-{secrets.token_hex(8)}"
+        for attempt in range(_ATTEMPTS):
+            root = open_private(private, create=True)
+            try:
+                self._directory = _make(root, self._path)
+                try:
+                    self.listener = self._listen(backlog)
+                except BaseException:
+                    os.close(self._directory)
+                    raise
+            except FileNotFoundError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise unusable(error, private) from error
+            except OSError as error:
+                raise unusable(error, private) from error
+            else:
+                break
+            finally:
+                os.close(root)
+        self._remove_stale()
+
+    def remove(self) -> None:
+        """Take the name away, and directories that nobody uses; the listener stays open."""
+        if self._pid != os.getpid():
+            os.close(self._directory)
+            return  # a forked child; the listener is its parent's
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._directory)
+        with contextlib.suppress(OSError, DirectoryUnusable):
+            root = open_private(self._private, create=False)
+            try:
+                os.rmdir(self._path, dir_fd=root)
+                os.rmdir(os.path.dirname(self._path), dir_fd=root)
+            finally:
+                os.close(root)
+
+    def _listen(self, backlog: int) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.setblocking(False)
+            listen_as(listener, self._directory, self._name, backlog)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _remove_stale(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in sockets_in(self._directory):
+                if name != self._name:
+                    with contextlib.suppress(OSError):
+                        connect_or_remove(self._directory, name).close()
+
+
+class Listings:
+    """The names in directories as they were listed last, for those that have not changed since."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[int, list[str]]] = {}
+
+    def sockets(self, directory: int) -> list[str]:
+        """The names of the sockets in an open directory, a list of the caller's own."""
+        found = os.fstat(directory)
+        place, changed = (found.st_dev, found.st_ino), found.st_ctime_ns
+        known = self._known.get(place)
+        if known is not None and known[0] == changed:
+            return known[1].copy()
+        names = sockets_in(directory)
+        # The clock of a directory ticks slowly: what changes right after may not show.
+        if time.time_ns() - changed > _TICKS_NS:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[place] = changed, names.copy()
+        return names
+
+
+Stamp = tuple[str, int, int, int]
+"""Path of a directory, device, inode, and when its names changed last, in ns."""
+
+
+def stamps(private: Path, root: int, path: str) -> list[Stamp]:
+    """The stamp of the directory `path` below `root`, the open private one; none: it is missing.
+
+    A directory that is missing shows when the one above it changes.
+    """
+    try:
+        found = os.stat(path, dir_fd=root)
+    except FileNotFoundError:
+        return []
+    return [(f"{private}/{path}", found.st_dev, found.st_ino, found.st_ctime_ns)]
+
+
+def settled(known: list[Stamp]) -> bool:
+    """Whether a change from now on would show in these stamps: their clock ticks slowly."""
+    now = time.time_ns()
+    return all(now - changed > _TICKS_NS for _, _, _, changed in known)
+
+
+def unchanged(known: list[Stamp]) -> bool:
+    """Whether directories have the names that they had.
+
+    A directory that was moved into the place of another has another inode, so what was checked
+    of the way there need not be checked again.
+    """
+    try:
+        for path, device, inode, changed in known:
+            found = os.stat(path)
+            if found.st_ctime_ns != changed or found.st_ino != inode or found.st_dev != device:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+class Listeners:
+    """The sockets in the directory `name`, to be connected to one by one.
+
+    Attributes:
+      waiting: names still to be tried; none when the directory does not exist.
+      place: device and inode of the directory.
+    """
+
+    def __init__(self, root: int, namespace: str, name: str, listings: Listings) -> None:
+        """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
+        self._directory = -1
+        self.waiting: list[str] = []
+        self.place = (0, 0)
+        try:
+            self._directory = os.open(f"{namespace}/{name}", FLAGS, dir_fd=root)
+            found = os.fstat(self._directory)
+            self.place = found.st_dev, found.st_ino
+            self.waiting = listings.sockets(self._directory)
+        except FileNotFoundError:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(self, limit: int) -> list[tuple[str, socket.socket]]:
+        """Non-blocking connections to those that take one, each with its name; the sockets of the
+        dead are removed.
+
+        limit: connections to make, at most.
+
+        Listeners that have too many connections to accept stay in `waiting`: try again later.
+        """
+        connected: list[tuple[str, socket.socket]] = []
+        names, self.waiting = self.waiting[:limit], []
+        for name in names:
+            try:
+                connected.append((name, connect_or_remove(self._directory, name)))
+            except BlockingIOError:
+                self.waiting.append(name)
+            except OSError:
+                continue
+        return connected
+
+    def close(self) -> None:
+        """Idempotent."""
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            os.close(directory)
+
+
+def namespace_path() -> str:
+    """Where addresses of the calling thread's network namespace are, below the private one."""
+    return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
+
+
+def _make(root: int, path: str) -> int:
+    """Make and open the directory `path` below `root`."""
+    made = ""
+    for part in path.split("/"):
+        made = f"{made}/{part}" if made else part
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(made, mode=0o700, dir_fd=root)
+    return os.open(path, FLAGS, dir_fd=root)

@@ -1,0 +1,206 @@
+"""The messages of same-host discovery, as bytes, and one Unix connection that carries them.
+
+One message is one packet of a Unix SOCK_SEQPACKET connection::
+
+    bytes 0-3    b"TSMC"
+    byte  4      lowest version the sender speaks
+    byte  5      highest version the sender speaks
+    byte  6      kind
+    byte  7      REFUSED: why; otherwise 0
+    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source port
+(2),
+                 destination address (16), destination port (2); big-endian, as its client sees
+it
+
+A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first
+eight
+bytes, and such a REFUSED, are the same in every version for ever, so that two programs with no
+version in common can tell each other so.  A later version may append bytes, which earlier ones
+skip.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import FallbackReason
+
+__all__ = [
+    "HIGHEST_VERSION",
+    "LOWEST_VERSION",
+    "MAX_SIZE",
+    "Kind",
+    "Message",
+    "accepted",
+    "announce",
+    "decode_untrusted",
+    "four_tuple",
+    "is_same_user",
+    "refused",
+    "take",
+    "withdraw",
+]
+
+
+LOWEST_VERSION = 2
+HIGHEST_VERSION = 2
+MAX_SIZE = 512
+"""Bytes to receive at most; what a longer packet has beyond is cut off."""
+
+_REMEMBERED = 256  # addresses packed last
+_MAGIC = b"TSMC"
+_HEAD = struct.Struct(">4sBBBB")
+_FOUR_TUPLE = struct.Struct(">16sH16sH")
+_MAPPED = bytes(10) + b"\xff\xff"
+
+
+class Kind(IntEnum):
+    """What a message says of a TCP connection."""
+
+    ANNOUNCE = 1
+    """Client: I am about to open it and speak SMC-R."""
+    ACCEPTED = 3
+    """Server: I accepted it; send SMC Proposal, or WITHDRAW."""
+    WITHDRAW = 4
+    """Client: it is plain TCP, or was never opened."""
+    REFUSED = 5
+    """Server: it is plain TCP, with the reason."""
+
+
+_REASONS = {
+    1: FallbackReason.LOCAL_VERSION_MISMATCH,
+    2: FallbackReason.OTHER_USER,
+    3: FallbackReason.HANDSHAKE_LIMIT,
+    4: FallbackReason.DIRECTORY_UNUSABLE,
+    5: FallbackReason.NO_RNIC,
+    6: FallbackReason.RNIC_DOWN,
+    7: FallbackReason.OUT_OF_RESOURCES,
+    8: FallbackReason.NOT_PERMITTED,
+    9: FallbackReason.SHORT_CONNECTIONS,
+}
+_REASON_CODES = {reason: code for code, reason in _REASONS.items()}
+
+
+class Message(NamedTuple):
+    """A decoded message.
+
+    Fields:
+      kind: what it says; None when its sender speaks no version that we do.
+      reason: of REFUSED, else None.
+      connection: the `four_tuple`; b"" in a REFUSED of everything.
+    """
+
+    kind: Kind | None
+    reason: FallbackReason | None = None
+    connection: bytes = b""
+
+
+def four_tuple(source: tuple[str, int], destination: tuple[str, int]) -> bytes:
+    """The 36 bytes that name a TCP connection from `source` to `destination`.
+
+    Addresses are text; scopes are ignored and IPv4 is the same as IPv4-mapped IPv6, so that both
+    ends of a connection arrive at the same bytes.
+
+    Raises:
+      OSError: an address is none.
+    """
+    return _FOUR_TUPLE.pack(_packed(source[0]), source[1], _packed(destination[0]), destination[1])
+
+
+def _head(kind: Kind, detail: int = 0) -> bytes:
+    return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, kind, detail)
+
+
+_ANNOUNCE, _ACCEPTED, _WITHDRAW = map(_head, (Kind.ANNOUNCE, Kind.ACCEPTED, Kind.WITHDRAW))
+# How the messages begin that are exchanged for every connection.
+_USUAL = {_ANNOUNCE: Kind.ANNOUNCE, _ACCEPTED: Kind.ACCEPTED, _WITHDRAW: Kind.WITHDRAW}
+_SIZE = _HEAD.size + _FOUR_TUPLE.size
+
+
+def announce(connection: bytes) -> bytes:
+    """An ANNOUNCE of the `four_tuple`."""
+    return _ANNOUNCE + connection
+
+
+def accepted(connection: bytes) -> bytes:
+    """An ACCEPTED of the `four_tuple`."""
+    return _ACCEPTED + connection
+
+
+def withdraw(connection: bytes) -> bytes:
+    """A WITHDRAW of the `four_tuple`."""
+    return _WITHDRAW + connection
+
+
+def refused(reason: FallbackReason, connection: bytes = b"") -> bytes:
+    """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
+    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection
+
+
+def decode_untrusted(data: bytes) -> Message:
+    """What a peer's packet says.
+
+    Raises:
+      ProtocolError: it is no message of this protocol.
+    """
+    usual = _USUAL.get(data[:8])
+    if usual is not None and len(data) >= _SIZE:
+        return Message(usual, None, data[8:_SIZE])
+    if len(data) < _HEAD.size:
+        raise ProtocolError(f"same-host discovery: {len(data)} bytes are no message")
+    magic, lowest, highest, code, detail = _HEAD.unpack_from(data)
+    if magic != _MAGIC or not 1 <= lowest <= highest:
+        raise ProtocolError(f"same-host discovery: {data[:8].hex()} starts no message")
+    whole = len(data) >= _SIZE
+    connection = data[_HEAD.size : _SIZE] if whole else b""
+    if code == Kind.REFUSED:
+        reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
+        return Message(Kind.REFUSED, reason, connection)
+    if lowest > HIGHEST_VERSION or highest < LOWEST_VERSION:
+        return Message(None)
+    if code not in Kind.__members__.values():
+        raise ProtocolError(f"same-host discovery: kind {code}")
+    if not whole:
+        raise ProtocolError("same-host discovery: a message is cut short")
+    return Message(Kind(code), None, connection)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _packed(address: str) -> bytes:
+    if ":" in address:
+        return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    return _MAPPED + socket.inet_pton(socket.AF_INET, address)
+
+
+_log = logging.getLogger(__name__)
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the peer's effective user, when it connected or listened, is ours."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
+
+
+def take(connection: socket.socket) -> Message | None:
+    """The packet that has arrived; None when the peer is gone or sent none of our messages.
+
+    Raises:
+      BlockingIOError: nothing has arrived.
+    """
+    try:
+        data = connection.recv(MAX_SIZE)
+        return decode_untrusted(data) if data else None
+    except BlockingIOError:
+        raise
+    except (OSError, ProtocolError) as error:
+        _log.debug("same-host discovery: a peer is ignored: %s", error)
+        return None

@@ -1,0 +1,263 @@
+"""The BPF sock_ops program that puts RFC 7609's TCP option on SYN and SYN-ACK (3.1).
+
+Theory of operation
+-------------------
+The kernel runs a sock_ops program for every TCP socket of a cgroup at certain moments; only
+sockets whose word in the map (a socket's local storage) has OFFER set take part.
+
+* connect() and listen() of such a socket: ask for the header callbacks, and for keeping the SYN
+  where the socket listens, so that a SYN-ACK that is sent again finds it.
+* Header callbacks: six bytes on the SYN; on the SYN-ACK only if the SYN had them, and never on a
+  SYN cookie, whose connection would remember nothing.  No other segment.
+* Established: what the peer's SYN or SYN-ACK carried goes into the word (DECIDED, PEER), and the
+  header callbacks are switched off again, so that data costs nothing.
+
+A SYN-ACK belongs to no socket yet, so the callback cannot tell whose listener it is; where some
+other program has switched callbacks on for a plain listener, ours would answer for it.  The guard
+map, which network namespace and port have a listener that offers, closes that hole.  It errs only
+towards plain TCP, unless offering and plain listeners share a port.
+
+With TCP Fast Open the connection is established before its SYN-ACK, which then has no option: no
+SMC-R.  The program always returns 1 and never touches the reply, so other programs' work stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from trio_smc.rendezvous.discovery.bpf_assembler import FRAME, Assembler
+
+__all__ = [
+    "DECIDED",
+    "GUARD_KEY_SIZE",
+    "OFFER",
+    "OPTION",
+    "PEER",
+    "option_program",
+]
+
+
+OPTION: Final = bytes.fromhex("fe06e2d4c3d9")
+"""Kind 254 (RFC 4727), length 6, and "SMCR" in EBCDIC as experiment identifier (RFC 6994)."""
+
+OFFER: Final = 1
+"""Bit of a socket's word, set by the process: this socket shall offer SMC-R."""
+PEER: Final = 2
+"""Set by the program: the peer has offered it too."""
+DECIDED: Final = 4
+"""Set by the program: the handshake is over, PEER says how it came out."""
+_ARMED: Final = 8  # the header callbacks were switched on by us
+
+GUARD_KEY_SIZE: Final = 16
+"""Bytes of a key of the guard map: network namespace's cookie (8), port (4), zeros."""
+
+# struct bpf_sock_ops, byte offsets.
+_OP, _ARG0, _LOCAL_PORT, _CB_FLAGS, _SK, _TCP_FLAGS = 0, 4, 68, 84, 184, 212
+# Its `op`.
+_TCP_CONNECT, _ACTIVE_ESTABLISHED, _PASSIVE_ESTABLISHED, _TCP_LISTEN = 3, 4, 5, 11
+_HDR_OPT_LEN, _WRITE_HDR_OPT = 14, 15
+_CB_WRITE_HDR_OPT: Final = 1 << 6
+_SYNACK_COOKIE: Final = 2
+
+# Helpers.
+_MAP_LOOKUP, _MAP_UPDATE, _MAP_DELETE = 1, 2, 3
+_SETSOCKOPT, _CB_FLAGS_SET, _SK_STORAGE_GET, _GET_NETNS_COOKIE = 49, 59, 107, 122
+_LOAD_HDR_OPT, _STORE_HDR_OPT, _RESERVE_HDR_OPT = 142, 143, 144
+_LOAD_TCP_SYN: Final = 1  # BPF_LOAD_HDR_OPT_TCP_SYN
+
+_IPPROTO_TCP, _TCP_SAVE_SYN = 6, 27
+_SYN, _ACK = 0x02, 0x10
+
+# Registers that survive calls, and what lies on the stack.
+_CTX, _WORD, _CALLBACK = 6, 7, 8
+_SCRATCH: Final = -8  # the option, an option value, or the guard's value
+_KEY: Final = _SCRATCH - GUARD_KEY_SIZE
+
+
+def option_program(words: int, guard: int, *, byteorder: str = sys.byteorder) -> bytes:
+    """The program.
+
+    Args:
+      words: descriptor of the map of sockets' words.
+      guard: descriptor of the guard map.
+      byteorder: of the machine that runs it.
+    """
+    program = _Program(words, guard)
+    program.dispatch()
+    program.arm()
+    program.header()
+    program.established()
+    program.plain_listener()
+    program.leave()
+    return program.assemble(byteorder=byteorder)
+
+
+class _Program(Assembler):
+    def __init__(self, words: int, guard: int) -> None:
+        super().__init__()
+        self._words = words
+        self._guard_map = guard
+
+    def dispatch(self) -> None:
+        self.move(_CTX, 1)
+        self.load(_CALLBACK, _CTX, _OP)
+        for callback, label in (
+            (_HDR_OPT_LEN, "header"),
+            (_WRITE_HDR_OPT, "header"),
+            (_TCP_CONNECT, "arm"),
+            (_TCP_LISTEN, "arm"),
+            (_ACTIVE_ESTABLISHED, "established"),
+            (_PASSIVE_ESTABLISHED, "established"),
+        ):
+            self.jump_if(_CALLBACK, "==", callback, label)
+        self.jump("leave")
+
+    def arm(self) -> None:
+        """connect() or listen()."""
+        self.label("arm")
+        self._find_word("plain")
+        self.jump_if(_CALLBACK, "==", _TCP_CONNECT, "switch on")
+        self._guard(_MAP_UPDATE)
+        self.store_immediate(FRAME, _SCRATCH, 1)
+        self.move(1, _CTX)
+        self.set(2, _IPPROTO_TCP)
+        self.set(3, _TCP_SAVE_SYN)
+        self.frame_address(4, _SCRATCH)
+        self.set(5, 4)
+        self.call(_SETSOCKOPT)
+        self.jump_if(0, "!=", 0, "leave")
+        self.label("switch on")
+        # A socket may connect again: what came of an earlier connection is forgotten.
+        self.load(1, _WORD, 0)
+        self.calculate("and", 1, OFFER | _ARMED)
+        self.store(_WORD, 0, 1)
+        self.load(2, _CTX, _CB_FLAGS)
+        self.move(3, 2)
+        self.calculate("and", 3, _CB_WRITE_HDR_OPT)
+        self.jump_if(3, "!=", 0, "leave")  # on already: by us (ARMED) or by another program
+        self.calculate("or", 1, _ARMED)
+        self.store(_WORD, 0, 1)
+        self.calculate("or", 2, _CB_WRITE_HDR_OPT)
+        self.move(1, _CTX)
+        self.call(_CB_FLAGS_SET)
+        self.jump("leave")
+
+    def header(self) -> None:
+        """An outgoing header: first room is reserved, then the option written."""
+        self.label("header")
+        self.load(1, _CTX, _TCP_FLAGS)
+        self.move(2, 1)
+        self.calculate("and", 2, _SYN)
+        self.jump_if(2, "==", 0, "leave")
+        self.calculate("and", 1, _ACK)
+        self.jump_if(1, "!=", 0, "syn-ack")
+        self._find_word("leave")
+        self._option_to_stack()
+        self.jump("put")
+        self.label("syn-ack")
+        self.load(1, _CTX, _ARG0)
+        self.jump_if(1, "==", _SYNACK_COOKIE, "leave")
+        self._guard(_MAP_LOOKUP)
+        self.jump_if(0, "==", 0, "leave")
+        self._option_to_stack()
+        self._search(_LOAD_TCP_SYN)
+        self.jump_if(0, "!=", len(OPTION), "leave")
+        self.label("put")
+        self.move(1, _CTX)
+        self.jump_if(_CALLBACK, "==", _WRITE_HDR_OPT, "write")
+        self.set(2, len(OPTION))
+        self.set(3, 0)
+        self.call(_RESERVE_HDR_OPT)
+        self.jump("leave")
+        self.label("write")
+        self.frame_address(2, _SCRATCH)
+        self.set(3, len(OPTION))
+        self.set(4, 0)
+        self.call(_STORE_HDR_OPT)
+        self.jump("leave")
+
+    def established(self) -> None:
+        """What did the peer's SYN-ACK, or its SYN, carry?"""
+        self.label("established")
+        self._find_word("leave")
+        self._option_to_stack()
+        self.set(4, 0)
+        self.jump_if(_CALLBACK, "==", _ACTIVE_ESTABLISHED, "look")
+        self.load(1, _CTX, _TCP_FLAGS)
+        self.calculate("and", 1, _SYN)
+        self.set(0, 0)
+        self.jump_if(1, "!=", 0, "looked")  # TCP Fast Open
+        self.set(4, _LOAD_TCP_SYN)
+        self.label("look")
+        self._search(None)
+        self.label("looked")
+        self.load(1, _WORD, 0)
+        self.move(2, 1)
+        self.calculate("or", 1, DECIDED)
+        self.jump_if(0, "!=", len(OPTION), "note")
+        self.calculate("or", 1, PEER)
+        self.label("note")
+        self.store(_WORD, 0, 1)
+        self.calculate("and", 2, _ARMED)
+        self.jump_if(2, "==", 0, "leave")
+        self.load(2, _CTX, _CB_FLAGS)
+        self.calculate("and", 2, ~_CB_WRITE_HDR_OPT)
+        self.move(1, _CTX)
+        self.call(_CB_FLAGS_SET)
+        self.jump("leave")
+
+    def plain_listener(self) -> None:
+        """It takes the port from an earlier listener that offered."""
+        self.label("plain")
+        self.jump_if(_CALLBACK, "!=", _TCP_LISTEN, "leave")
+        self._guard(_MAP_DELETE)
+
+    def leave(self) -> None:
+        self.label("leave")
+        self.set(0, 1)
+        self.exit()
+
+    # --- pieces ------------------------------------------------------------------------------
+
+    def _find_word(self, otherwise: str) -> None:
+        """r7 = address of the socket's word; a socket without OFFER goes ``otherwise``."""
+        self.load(2, _CTX, _SK, size=8)
+        self.jump_if(2, "==", 0, otherwise)
+        self.load_map(1, self._words)
+        self.set(3, 0)
+        self.set(4, 0)
+        self.call(_SK_STORAGE_GET)
+        self.jump_if(0, "==", 0, otherwise)
+        self.move(_WORD, 0)
+        self.load(1, _WORD, 0)
+        self.calculate("and", 1, OFFER)
+        self.jump_if(1, "==", 0, otherwise)
+
+    def _option_to_stack(self) -> None:
+        for place, value in enumerate(OPTION):
+            self.store_immediate(FRAME, _SCRATCH + place, value, size=1)
+
+    def _search(self, flags: int | None) -> None:
+        """r0 = length of the option that equals the one on the stack; None: r4 has the flags."""
+        self.move(1, _CTX)
+        self.frame_address(2, _SCRATCH)
+        self.set(3, len(OPTION))
+        if flags is not None:
+            self.set(4, flags)
+        self.call(_LOAD_HDR_OPT)
+
+    def _guard(self, helper: int) -> None:
+        """r0 = helper(guard map, (namespace, port), 1, 0)."""
+        self.move(1, _CTX)
+        self.call(_GET_NETNS_COOKIE)
+        self.store(FRAME, _KEY, 0, size=8)
+        self.load(1, _CTX, _LOCAL_PORT)
+        self.store(FRAME, _KEY + 8, 1)
+        self.store_immediate(FRAME, _KEY + 12, 0)
+        self.store_immediate(FRAME, _SCRATCH, 1)
+        self.load_map(1, self._guard_map)
+        self.frame_address(2, _KEY)
+        self.frame_address(3, _SCRATCH)
+        self.set(4, 0)
+        self.call(helper)

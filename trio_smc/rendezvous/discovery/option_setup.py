@@ -1,0 +1,192 @@
+"""Setting the TCP option up once for a group of users, and taking it away again.
+
+What is left behind are two names in a BPF file system of our own: the link, for root alone, which
+keeps the program running for a cgroup; and the map of sockets' words, for the group.  The map may
+be shared: a process can only touch the words of sockets that it has open itself.  Only freezing
+it is possible, which stops the option until it is set up again; hence a group, and not everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from trio_smc.config.config import DEFAULT_PINS
+from trio_smc.rendezvous.discovery import bpf as _bpf
+from trio_smc.rendezvous.discovery.tcp_option import LINK_NAME, MAP_NAME, load_option, own_cgroup
+
+__all__ = [
+    "set_up_tcp_option",
+    "tear_down_tcp_option",
+]
+
+
+_NEEDS: Final = "this takes root (CAP_BPF, CAP_NET_ADMIN and CAP_SYS_ADMIN)"
+_NOT_PERMITTED: Final = (errno.EPERM, errno.EACCES)
+
+
+def set_up_tcp_option(
+    *,
+    group: str | None = None,
+    cgroup: Path | str | None = None,
+    pins: Path | str = DEFAULT_PINS,
+) -> bool:
+    """Let the users of a group announce SMC-R by the TCP option (RFC 7609, 3.1).
+
+    It lasts until `tear_down_tcp_option` or the next start of the system.  What is set up already
+    and works is kept; only who may use it is changed.
+
+    Args:
+      group: whose members may use it; None: root only.
+      cgroup: a directory of the version-2 cgroup hierarchy: only processes in it and below it
+        can use the option.  None: the root of the hierarchy, so all processes.
+      pins: directory for the pinned objects; made, with a BPF file system on it, unless it lies
+        in one already.  Processes find it by `Config.tcp_option`.
+
+    Returns:
+      whether a program was loaded; False: it was there already.
+
+    Raises:
+      ValueError: there is no such group, or no such cgroup.
+      OSError: not permitted, or the system cannot do it; the text says what failed.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "the TCP option needs Linux")
+    owner = _group_id(group)
+    where = own_cgroup(root=True) if cgroup is None else Path(cgroup)
+    if not (where / "cgroup.procs").is_file():
+        raise ValueError(f"{where} is no cgroup of the version-2 hierarchy")
+    pins = Path(os.path.abspath(pins))
+    _make_directory(pins)
+    made = not _is_set_up(pins, where)
+    if made:
+        _remove(pins)
+        with _explained("loading the BPF program"):
+            loaded = load_option(where)
+        try:
+            with _explained(f"pinning in {pins}"):
+                _bpf.pin(loaded.link, pins / LINK_NAME)
+                os.chmod(pins / LINK_NAME, 0o600)
+                # Last: whoever finds the map finds the program running.
+                _bpf.pin(loaded.words, pins / MAP_NAME)
+        except OSError:
+            _remove(pins)
+            raise
+        finally:
+            loaded.close()
+    with _explained(f"giving {pins / MAP_NAME} to the group"):
+        os.chown(pins / MAP_NAME, 0, 0 if owner is None else owner)
+        os.chmod(pins / MAP_NAME, 0o600 if owner is None else 0o660)
+    return made
+
+
+def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
+    """Undo `set_up_tcp_option`; connections that are open go on.
+
+    Returns:
+      whether there was anything to undo.
+
+    Raises:
+      OSError: not permitted; the text says what failed.
+    """
+    if sys.platform != "linux":
+        return False
+    pins = Path(os.path.abspath(pins))
+    removed = _remove(pins)
+    if _mounted_type(pins, exactly=True) == "bpf":
+        with _explained(f"listing {pins}"):
+            # Names with dots are the kernel's own.
+            empty = all("." in name for name in os.listdir(pins))
+        if empty:
+            with _explained(f"unmounting {pins}"):
+                _bpf.unmount(pins)
+            removed = True
+    for directory in (pins, pins.parent) if pins == DEFAULT_PINS else (pins,):
+        with contextlib.suppress(OSError):  # missing, or somebody else uses it
+            directory.rmdir()
+    return removed
+
+
+def _group_id(group: str | None) -> int | None:
+    if group is None:
+        return None
+    import grp
+
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ValueError(f"there is no group {group!r}") from None
+
+
+def _make_directory(pins: Path) -> None:
+    with _explained(f"making {pins}"):
+        if _mounted_type(pins) == "bpf":
+            pins.mkdir(mode=0o755, exist_ok=True)
+            return
+        pins.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with _explained(f"mounting a BPF file system on {pins}"):
+        _bpf.mount_bpffs(pins)
+
+
+def _is_set_up(pins: Path, cgroup: Path) -> bool:
+    """Whether map and link are there, usable, and for this cgroup."""
+    try:
+        link = _bpf.open_pinned(pins / LINK_NAME)
+        try:
+            attached = _bpf.link_cgroup(link)
+        finally:
+            os.close(link)
+        words = _bpf.open_pinned(pins / MAP_NAME)
+        try:
+            storage, frozen = _bpf.map_kind(words)
+        finally:
+            os.close(words)
+    except OSError as error:
+        if error.errno in _NOT_PERMITTED:
+            text = f"opening {pins} failed: {error.strerror}; {_NEEDS}"
+            raise OSError(error.errno, text) from error
+        return False
+    return storage and not frozen and attached == os.stat(cgroup).st_ino
+
+
+def _remove(pins: Path) -> bool:
+    """Remove both names; whether there were any."""
+    removed = False
+    for name in (MAP_NAME, LINK_NAME):
+        with _explained(f"removing {pins / name}"), contextlib.suppress(FileNotFoundError):
+            (pins / name).unlink()
+            removed = True
+    return removed
+
+
+def _mounted_type(path: Path, *, exactly: bool = False) -> str | None:
+    """Type of the file system that ``path`` is on; ``exactly``: that is mounted right there."""
+    best, kind = -1, None
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            left, _, right = line.partition(" - ")
+            point = Path(left.split()[4].replace("\\040", " "))
+            here = path == point or (not exactly and path.is_relative_to(point))
+            # A later mount on the same point hides the earlier one.
+            if here and len(point.parts) >= best:
+                best, kind = len(point.parts), right.split()[0]
+    return kind
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say of an OSError what it was that failed, and what it takes."""
+    try:
+        yield
+    except OSError as error:
+        hint = f"; {_NEEDS}" if error.errno in _NOT_PERMITTED else ""
+        text = f"{what} failed: {os.strerror(error.errno or 0)}{hint}"
+        failure = OSError(error.errno, text)
+        for note in getattr(error, "__notes__", ()):
+            failure.add_note(note)
+        raise failure from error

@@ -1,0 +1,233 @@
+"""The TCP option that announces SMC-R (RFC 7609, 3.1), for single sockets of a process.
+
+A socket that shall offer SMC-R is marked before it connects or listens; a BPF program
+(`_option_program`) adds the option to its SYN or SYN-ACK and notes what the peer's had.  All other
+sockets of the process stay as they are.
+
+Loading the program takes CAP_BPF and CAP_NET_ADMIN.  So an administrator does it once for a group
+of users and pins program and map (`_option_setup`); whoever may open the pinned map may mark
+its own sockets.  A process that finds no pinned map it may use loads a program for itself, which
+lasts as long as it does; where it may not do that either there is no option, and a reason.
+
+A program runs for the sockets of one cgroup and those below it.  A process elsewhere can mark its
+sockets without any effect; `TcpOption.answer` notices that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import bpf as _bpf
+from trio_smc.rendezvous.discovery.option_program import (
+    DECIDED,
+    GUARD_KEY_SIZE,
+    OFFER,
+    PEER,
+    option_program,
+)
+
+__all__ = [
+    "LINK_NAME",
+    "MAP_NAME",
+    "Loaded",
+    "TcpOption",
+    "load_option",
+    "own_cgroup",
+]
+
+
+_log = logging.getLogger("trio_smc.tcp_option")
+
+# A bpffs takes no dots in names.  The number is that of the meaning of the words in the map.
+MAP_NAME: Final = "sockets_1"
+LINK_NAME: Final = "link_1"
+
+_GUARDED_LISTENERS: Final = 16384
+_TCP_INFO_SIZE: Final = 8
+
+_Socket = socket.socket | trio.socket.SocketType
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load_option` made; descriptors.
+
+    Attributes:
+      words: the map of sockets' words.
+      link: keeps the program running for the cgroup.
+    """
+
+    words: int
+    link: int
+
+    def close(self) -> None:
+        """The option goes on as long as somebody else holds both, or they are pinned."""
+        os.close(self.link)
+        os.close(self.words)
+
+
+def load_option(cgroup: Path) -> Loaded:
+    """Load the program and run it for the sockets of a cgroup.  Raises OSError."""
+    with contextlib.ExitStack() as temporary, contextlib.ExitStack() as undo:
+        words = _bpf.create_socket_storage()
+        undo.callback(os.close, words)
+        guard = _bpf.create_hash(GUARD_KEY_SIZE, _GUARDED_LISTENERS)
+        temporary.callback(os.close, guard)  # the program keeps it
+        program = _bpf.load_sock_ops(option_program(words, guard))
+        # Nobody else may get it: attaching a program takes no privilege.
+        temporary.callback(os.close, program)
+        link = _bpf.attach_to_cgroup(program, cgroup)
+        undo.pop_all()
+        return Loaded(words, link)
+
+
+def own_cgroup(*, root: bool = False) -> Path:
+    """This process's directory in the version-2 cgroup hierarchy, or the hierarchy's root.
+
+    Raises:
+      OSError: none is mounted (ENOENT).
+    """
+    with open("/proc/self/cgroup", encoding="utf-8") as lines:
+        own = next((line.rstrip("\n")[3:] for line in lines if line.startswith("0::")), "/")
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            left, _, right = line.partition(" - ")
+            if right.split()[0] == "cgroup2":
+                mounted, point = left.split()[3:5]
+                below = "." if root else os.path.relpath(own, mounted)
+                return Path(os.path.normpath(os.path.join(point, below)))
+    raise FileNotFoundError(errno.ENOENT, "no cgroup2 file system is mounted")
+
+
+def _reason(error: OSError) -> FallbackReason:
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return FallbackReason.TCP_OPTION_NOT_PERMITTED
+    return FallbackReason.TCP_OPTION_UNAVAILABLE
+
+
+class TcpOption:
+    """The TCP option as one stack uses it.  Nothing is opened before the first `offer`."""
+
+    def __init__(self, pins: Path) -> None:
+        """``pins``: where an administrator pins the map."""
+        self._pinned_map = pins / MAP_NAME
+        self._words: int | None = None
+        self._identity: tuple[int, int] | None = None  # of the pin that `_words` came from
+        self._loaded: Loaded | None = None
+        self._trouble: FallbackReason | None = None
+        self._may_load = True
+        self._told = ""
+
+    def offer(self, sock: _Socket) -> FallbackReason | None:
+        """Let ``sock`` offer SMC-R; before it connects or listens.
+
+        Returns None, or why the option cannot be used; the socket is a plain one then.
+        """
+        self._trouble = self._open()
+        if self._words is not None:
+            try:
+                _bpf.update(self._words, sock.fileno(), OFFER)
+            except OSError as error:
+                # Somebody of the group froze the map, or memory ran out.
+                self._trouble = self._failed("offering", error)
+        return self._trouble
+
+    def answer(self, sock: _Socket) -> FallbackReason | None:
+        """What came of it; for a connected or an accepted socket.
+
+        Returns None when both ends offered SMC-R, or why the connection is plain TCP.
+        """
+        word = self._word(sock)
+        if word & OFFER and not word & DECIDED:
+            # Established before the program was through: this takes the socket's lock.
+            with contextlib.suppress(OSError):
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+            word = self._word(sock)
+        if word & DECIDED:
+            return None if word & PEER else FallbackReason.PEER_NOT_CAPABLE
+        if word & OFFER:
+            _log.debug("the BPF program does not run for this process's cgroup")
+            return FallbackReason.TCP_OPTION_UNAVAILABLE
+        return self._trouble or FallbackReason.PEER_NOT_CAPABLE
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        if self._loaded is not None:
+            self._loaded.close()
+        elif self._words is not None:
+            os.close(self._words)
+        self._loaded = self._words = self._identity = None
+
+    def _word(self, sock: _Socket) -> int:
+        if self._words is None:
+            return 0
+        try:
+            return _bpf.lookup(self._words, sock.fileno())
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                self._failed("asking", error)
+            return 0
+
+    def _open(self) -> FallbackReason | None:
+        """Have a map; the pinned one where there is one, which may come, change and go."""
+        if sys.platform != "linux":
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        try:
+            status = os.stat(self._pinned_map)
+        except OSError as error:
+            return self._load(None if error.errno == errno.ENOENT else error)
+        identity = (status.st_dev, status.st_ino)
+        if identity == self._identity:
+            return None
+        try:
+            words = _bpf.open_pinned(self._pinned_map)
+        except OSError as error:
+            return self._load(error)
+        storage, frozen = _bpf.map_kind(words)
+        if not storage or frozen:
+            os.close(words)
+            text = "it is frozen: set it up again" if frozen else "it is no map of ours"
+            return self._load(OSError(errno.EINVAL, text))
+        self.close()
+        self._words, self._identity = words, identity
+        return None
+
+    def _load(self, refused: OSError | None) -> FallbackReason | None:
+        """Without a pinned map: one of our own.  ``refused``: why the pinned one is not used."""
+        if self._loaded is not None:
+            return None
+        if self._words is not None:  # the pin it came from is gone, and with it the program
+            self.close()
+        if self._may_load:
+            try:
+                self._loaded = load_option(own_cgroup())
+            except OSError as error:
+                self._may_load = False
+                own = self._failed("loading a BPF program", error)
+                if refused is None:
+                    return own
+            else:
+                self._words = self._loaded.words
+                return None
+        if refused is not None:
+            return self._failed(f"opening {self._pinned_map}", refused)
+        return self._trouble or FallbackReason.TCP_OPTION_UNAVAILABLE
+
+    def _failed(self, what: str, error: OSError) -> FallbackReason:
+        trouble = f"{what} failed: {error}"
+        # Each connection meets it again, and that is no news.
+        level = logging.DEBUG if trouble == self._told else logging.INFO
+        _log.log(level, "no TCP option, %s", trouble)
+        self._told = trouble
+        return _reason(error)

@@ -1,0 +1,193 @@
+"""Running a rendezvous over a TCP connection: the Trio shell around the negotiation cores.
+
+Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
+follow at once.  `rendezvous.clc_reader` tells how many may be taken, and nothing is read any more
+when only our last message is left to send; see `rendezvous.negotiation`.
+
+Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
+`Negotiation.changed` or the CLC timer.  For news the wait is ended as if the socket were about to
+be closed; a cancel scope for each wait would cost a short-lived connection as much as a system
+call or two.  Nothing is read behind an answer of ours before the socket is readable again: the
+peer takes a while.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.host.tcp import unread_bytes
+from trio_smc.rendezvous.negotiation import Established, Failed
+from trio_smc.wire.clc import ClcReader
+
+if TYPE_CHECKING:
+    from trio_smc._base.timers import Timers
+    from trio_smc.rendezvous.client import ClientNegotiation
+    from trio_smc.rendezvous.negotiation import FellBack
+    from trio_smc.rendezvous.server import ServerNegotiation
+    from trio_smc.rnic.spinner import Spinner
+
+__all__ = [
+    "run_negotiation",
+]
+
+
+async def run_negotiation(
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    patience: float,
+    timers: Timers,
+    spinner: Spinner,
+) -> Established | FellBack:
+    """Run a negotiation to its end.
+
+    Args:
+      negotiation: a client's must have been started; for a server's there are bytes to read.
+      sock: the TCP connection; stays open whatever happens.
+      patience: seconds for each CLC message (RFC 7609, C.5).
+      timers, spinner: of the stack.
+
+    Raises:
+      OSError: the TCP connection must end (C.5, C.6, C.7).
+    """
+    reader = ClcReader()
+    try:
+        await _run(negotiation, sock, patience, timers, spinner, reader)
+        if negotiation.outcome is None:
+            await _answer(negotiation, sock, patience, reader)
+        outcome = negotiation.outcome
+        if isinstance(outcome, Established) and reader.halfway:
+            # Bytes on the TCP connection after the switch: the peer is out of step.
+            outcome.connection.abort()
+            raise ConnectionResetError("the server went on sending over TCP")
+    except BaseException:
+        negotiation.tcp_lost()
+        if isinstance(negotiation.outcome, Established):
+            negotiation.outcome.connection.abort()
+        raise
+    finally:
+        negotiation.changed = _nothing
+        negotiation.machine.let_go()
+    if outcome is None:
+        raise RuntimeError(f"a negotiation without an outcome, in {negotiation.state}")
+    if isinstance(outcome, Failed):
+        raise outcome.error
+    return outcome
+
+
+async def _run(
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    patience: float,
+    timers: Timers,
+    spinner: Spinner,
+    reader: ClcReader,
+) -> None:
+    """Until there is an outcome, or only our last message is left to send."""
+    fd = sock.fileno()
+    state, deadline = "", 0.0
+    while negotiation.outcome is None and not negotiation.has_last_word:
+        if negotiation.outgoing:
+            await _answer(negotiation, sock, patience, reader)
+        elif _read(negotiation, fd, reader):
+            continue
+        if negotiation.outgoing or negotiation.outcome is not None:
+            continue
+        if negotiation.awaits_clc and spinner.until(lambda: _read(negotiation, fd, reader)):
+            continue
+        if negotiation.state != state:
+            state, deadline = negotiation.state, timers.now() + patience
+        spinner.sleeping += 1
+        try:
+            in_vain = await _wait(negotiation, fd, timers, deadline)
+        finally:
+            spinner.sleeping -= 1
+        if sock.fileno() < 0:
+            raise trio.ClosedResourceError("the handshake was given up")
+        if in_vain:
+            negotiation.timed_out()
+
+
+async def _wait(
+    negotiation: ClientNegotiation | ServerNegotiation, fd: int, timers: Timers, deadline: float
+) -> bool:
+    """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
+    expired = False
+
+    def expire() -> None:
+        nonlocal expired
+        expired = True
+        trio.lowlevel.notify_closing(fd)
+
+    state = negotiation.state
+    timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
+    negotiation.changed = partial(trio.lowlevel.notify_closing, fd)
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    except trio.ClosedResourceError:
+        return expired and negotiation.outcome is None and negotiation.state == state
+    finally:
+        # Its caller sees by itself what happens now: there is no wait to end.
+        negotiation.changed = _nothing
+        if timer is not None:
+            timer.cancel()
+    return False
+
+
+async def _answer(
+    negotiation: ClientNegotiation | ServerNegotiation,
+    sock: trio.socket.SocketType,
+    patience: float,
+    reader: ClcReader,
+) -> None:
+    """Send what is outgoing, unless the peer went on without waiting for it."""
+    if reader.halfway or unread_bytes(sock):
+        negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
+        return
+    data = b"".join(negotiation.outgoing)
+    negotiation.outgoing.clear()
+    try:
+        data = _write(sock, data)
+        if data:
+            with trio.fail_after(patience):
+                while data:
+                    await trio.lowlevel.wait_writable(sock)
+                    data = _write(sock, data)
+    except (OSError, trio.TooSlowError) as error:
+        negotiation.tcp_lost(error if isinstance(error, OSError) else None)
+    else:
+        negotiation.sent()
+
+
+def _nothing() -> None:
+    """Nobody waits for news."""
+
+
+def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
+    """Send what TCP takes at once; returns the rest."""
+    try:
+        return data[os.write(sock.fileno(), data) :]
+    except BlockingIOError:
+        return data
+
+
+def _read(negotiation: ClientNegotiation | ServerNegotiation, fd: int, reader: ClcReader) -> bool:
+    """Take bytes that have come, at most to the end of a message; False: there are none."""
+    try:
+        piece = os.read(fd, reader.wanted)
+        if not piece:
+            raise ConnectionResetError("the peer closed the connection during the handshake")
+        message = reader.feed_untrusted(piece)
+        if message is not None:
+            negotiation.receive_untrusted(message)
+    except BlockingIOError:
+        return False
+    except ProtocolError as error:
+        negotiation.protocol_error(error)
+    except OSError as error:
+        negotiation.tcp_lost(error)
+    return True

@@ -1,0 +1,291 @@
+"""LLC exchanges of one link group, one configuration change at a time (RFC 7609, 3.5.5.3).
+
+Theory of operation
+-------------------
+What may run when is declared in `states.llc_exchange`; `Exchanges` is that machine's model.  Adding
+links is told in `link_adding`, deleting them in `link_deletion`, RKeys in `rkeys`; these parts tell
+here what happens (`context.Turns`), and are called by the machine's actions.  Requests that cannot
+start yet wait in bounded queues.  When an exchange is over, the next one is chosen: deletions
+first, for nothing works on a link that is lost, then links, then RKeys.
+
+An exchange that fails is not repeated on another link (2.3), unless it is one of RKeys.  TEST LINK
+and DELETE LINK for the whole group never come here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
+from trio_smc.states.engine import Machine
+from trio_smc.states.llc_exchange import LLC_EXCHANGE
+from trio_smc.wire import llc
+
+if TYPE_CHECKING:
+    from trio_smc._base.timers import Timer
+    from trio_smc.rendezvous.links.add_link import LinkAdding, LinkSeeking
+    from trio_smc.rendezvous.links.context import Group
+    from trio_smc.rendezvous.links.delete_link import LinkDeletion
+    from trio_smc.rendezvous.links.first_contact import LinkSetup
+    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.rkeys import Rkeys
+
+__all__ = [
+    "Exchanges",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+
+class Exchanges:
+    """The serializer of one link group; the model of `states.llc_exchange`.
+
+    Attributes:
+      carrier: the link that the ADD LINK or DELETE LINK exchange under way travels on.
+    """
+
+    setup: LinkSetup
+    adding: LinkAdding
+    seeking: LinkSeeking
+    deletion: LinkDeletion
+    rkeys: Rkeys
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.machine = Machine(LLC_EXCHANGE, self)
+        # Ours and the peer's about RKeys: the machine's actions of these names are theirs.
+        self.of_rkeys = of_rkeys = RkeyExchanges(group, self)
+        self.change_rkeys = of_rkeys.change_rkeys
+        self.on_request = of_rkeys.on_request
+        self.on_reply_untrusted = of_rkeys.on_reply_untrusted
+        self.send_rkeys = of_rkeys.send_rkeys
+        self.stop_rkeys_timer = of_rkeys.stop_rkeys_timer
+        self.end_rkeys = of_rkeys.end_rkeys
+        self.redo_rkeys = of_rkeys.redo_rkeys
+        self.fail_rkeys_link = of_rkeys.fail_rkeys_link
+        self.fail_queued = of_rkeys.fail_queued
+        self.answer_rkeys = of_rkeys.answer_rkeys
+        self.put_off_rkeys = of_rkeys.put_off_rkeys
+        self.carrier: Link | None = None
+        self._timer: Timer | None = None
+        self._chosen = False  # the next exchange, whose event the machine has not seen yet
+
+    @property
+    def state(self) -> str:
+        """The exchange under way (`trio_smc.states.llc_exchange`)."""
+        return self.machine.state
+
+    # --- for the parts: `context.Turns` ----------------------------------------------------
+
+    def send(self, event: str) -> None:
+        """Something happened to the exchange under way, or wants to begin one."""
+        self.machine.send(event)
+
+    def adds(self, number: int) -> bool:
+        """Whether link ``number`` is being confirmed as a new one."""
+        return self.machine.state == "ADD_LINK_CONFIRM" and number == self.adding.number
+
+    def begin(self, event: str, link: Link) -> None:
+        """Begin an exchange on ``link``, by the event that the chart calls it."""
+        self.carrier = link
+        self.machine.send(event)
+
+    def done(self) -> None:
+        """The exchange under way is complete."""
+        self.machine.send("done")
+
+    def look(self) -> None:
+        """Something waits: start it, if nothing is under way."""
+        self.machine.send("queued")
+
+    def link_lost(self, link: Link) -> None:
+        """What travels on ``link`` has failed."""
+        begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
+        was_theirs = self.of_rkeys.link_lost(link, begun=begun)
+        if link is self.carrier or (was_theirs and begun):
+            self.machine.send("carrier_lost")
+
+    def end(self) -> None:
+        """The group is gone: nothing can be exchanged any more."""
+        self.fail_queued()  # at once, although an exchange may be failing just now
+        self.machine.send("end")
+
+    # --- actions of states.llc_exchange: what comes next -------------------------------------
+
+    def start_next(self) -> None:
+        """Begin the most urgent exchange that waits."""
+        if self._chosen:
+            return
+        self.carrier = None
+        self.of_rkeys.answer_put_off()
+        group = self._group
+        if group.forming or group.links.for_llc() is None:
+            return
+        if self.deletion.start() or self.seeking.start() or self.of_rkeys.start():
+            self._chosen = True
+
+    def settle(self) -> None:
+        """At first contact data may flow now: there is a second link, or it was given up."""
+        self.adding.settle()
+
+    def start_reply_timer(self) -> None:
+        """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
+        self.stop_reply_timer()
+        self._timer = self._group.timers.call_later(
+            self._group.reply_timeout, lambda: self.send("timeout")
+        )
+
+    def stop_reply_timer(self) -> None:
+        """The reply came, or does not matter any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def fail_carrier(self) -> None:
+        """The link over which the message was sent is not usable either (C.7.1)."""
+        fail(self.carrier, self.machine.state)
+
+    def give_up_first_contact(self) -> None:
+        """Break the TCP connection (C.7.1)."""
+        self.setup.first_contact_timed_out()
+
+    # --- actions and guards: links ------------------------------------------------------------
+
+    @property
+    def client(self) -> bool:
+        """Our role."""
+        return self._group.client
+
+    @property
+    def forming(self) -> bool:
+        """Whether this is the first contact."""
+        return self._group.forming
+
+    @property
+    def only_carrier(self) -> bool:
+        """Whether a lost link's deletion went over the only link there is; TEST LINK watches that.
+
+        Linux answers when all it has sent over the lost link has failed, which may take long.
+        """
+        return (
+            not self.forming
+            and self.deletion.is_of_lost_link
+            and self._group.usable_links() == [self.carrier]
+        )
+
+    @property
+    def peer_adds_links(self) -> bool:
+        """Whether the peer has ever answered ADD LINK; old kernels never do."""
+        return self.adding.answered
+
+    def give_up_reply(self) -> None:
+        """ADD LINK was not answered."""
+        self.adding.give_up()
+
+    def drop_new_link(self) -> None:
+        """Free what the new link had."""
+        self.adding.drop()
+
+    def retry_later(self) -> None:
+        """C.8."""
+        self.seeking.retry_later()
+
+    def retry_failed(self) -> None:
+        """C.7.1."""
+        self.seeking.retry_failed()
+
+    def retry_soon(self) -> None:
+        """C.7.1: over another link, if there is one."""
+        self.seeking.seek()
+
+    def note_notice(self) -> None:
+        """The client has an RNIC for a further link (3.5.5.1.2)."""
+        self.seeking.asked()
+
+    def note_deletion(self) -> None:
+        """The client wants a link deleted (3.5.5.1.4)."""
+        self.deletion.note_asked()
+
+    def withdraw_link(self) -> None:
+        """DELETE LINK for the link that could not be added."""
+        self.deletion.withdraw(self.adding.number)
+
+    def ask_to_withdraw(self) -> None:
+        """The same of the client, which the server answers with a DELETE LINK."""
+        self.deletion.requests.ask(self.adding.number, llc.DeleteLinkReason.LOST_PATH)
+
+    def leave_link(self) -> None:
+        """Move connections off the link that is to be deleted."""
+        self.deletion.leave()
+
+    def send_delete_link(self) -> None:
+        """They have left."""
+        self.deletion.send()
+
+    def delete_again(self) -> None:
+        """Over another link."""
+        self.deletion.again()
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers."""
+        if old == "IDLE":
+            self._chosen = False
+        observer = self._group.host.observer
+        if observer is not None:
+            observer.state(self, old, new, event)
+
+
+def dispatch_untrusted(exchanges: Exchanges, group: Group, link: Link, data: bytes) -> None:
+    """Give one LLC message from the peer to whom it concerns (A.3, C.7.1).
+
+    Raises:
+      ProtocolError: it breaks the rules; the link has to go (C.7.1).
+    """
+    message = llc.decode_untrusted(data)
+    if link.state == "CONFIRMING" and not _may_come_first(message):
+        raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
+    if _comes_too_late(group, link, message):
+        LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
+        return
+    match message:
+        case llc.ConfirmLink():
+            new = link is exchanges.adding.new
+            awaiting = exchanges.adding if new else exchanges.setup
+            awaiting.on_confirm_link_untrusted(link, message)
+        case llc.TestLink(reply=True):
+            link.on_test_reply_untrusted(message)
+        case llc.TestLink():
+            link.on_test_request(message)
+        case llc.AddLink():
+            exchanges.adding.on_add_link_untrusted(link, message)
+        case llc.AddLinkContinuation():
+            exchanges.adding.telling.on_continuation_untrusted(link, message)
+        case llc.DeleteLink():
+            exchanges.deletion.on_delete_link_untrusted(link, message)
+        case llc.ConfirmRkey() | llc.ConfirmRkeyContinuation() | llc.DeleteRkey():
+            if message.reply:
+                exchanges.on_reply_untrusted(link, message)
+            else:
+                exchanges.rkeys.on_request_untrusted(link, message)
+        case llc.OptionalMessage():
+            pass  # A.3: silently discarded
+
+
+def _may_come_first(message: llc.Message) -> bool:
+    """Whether a message may come on a link that is not confirmed (3.5.1.5, 3.5.5.3.1, A.3)."""
+    return isinstance(message, (llc.ConfirmLink, llc.OptionalMessage)) or _ends_group(message)
+
+
+def _comes_too_late(group: Group, link: Link, message: llc.Message) -> bool:
+    """Whether it was sent over a link that is failing here, so that nothing can be exchanged
+    there, or offers a link over one that this client wants deleted (C.7.1)."""
+    if group.state == "GONE" or (link.failing and not _ends_group(message)):
+        return True
+    return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
+
+
+def _ends_group(message: llc.Message) -> bool:
+    return isinstance(message, llc.DeleteLink) and message.all_links and not message.reply

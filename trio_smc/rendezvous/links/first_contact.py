@@ -1,0 +1,184 @@
+"""The first link of a group coming up: CONFIRM LINK (RFC 7609, 3.5.1.5).
+
+Theory of operation
+-------------------
+First contact, seen from the server: `LinkGroup.open_first_link` (INIT) before SMC Accept;
+`connect_first` on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then
+ADD LINK is tried (`link_adding`), and whatever comes of it the group is formed.  The client
+mirrors this: `connect_first` (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request
+arrives, then the server's ADD LINK is answered and the group is formed.
+
+When a first contact fails, `our_turn` tells whether the negotiation may decline: the next LLC
+message was ours to send, or ours was not seen to arrive.  Otherwise the peer knows first (C.7).
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.links.link import Link, PeerQueuePair
+from trio_smc.rendezvous.links.link_set import FIRST_LINK, LINK_LIMIT
+from trio_smc.rnic.verbs import RnicError
+from trio_smc.wire import llc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trio_smc.rendezvous.links.context import Group, Turns
+    from trio_smc.rendezvous.links.rkeys import Rkeys
+
+__all__ = [
+    "FirstContact",
+    "GroupFailure",
+    "LinkSetup",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+_LEAST_LINKS: Final = 2
+"""The least link limit there may be (RFC 7609, 3.5.1.5)."""
+
+
+class GroupFailure(Enum):
+    """Why a first contact failed."""
+
+    LINK_LOST = auto()
+    TIMED_OUT = auto()
+    PROTOCOL_ERROR = auto()
+
+
+class FirstContact(Protocol):
+    """The negotiation that is forming the group; told once how it ended."""
+
+    def group_formed(self) -> None:
+        """Data may flow."""
+
+    def group_failed(self, failure: GroupFailure, error: ProtocolError | None) -> None:
+        """The link could not be confirmed; ``error`` is what the peer did wrong."""
+
+
+class LinkSetup:
+    """How the links of one group come up.
+
+    Attributes:
+      may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
+      our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
+      peer_eye_catcher: whether the peer's RMB elements start with an eye catcher.
+      max_links: how many links the group may have (3.5.1.5).
+      failure, error: why the first contact failed, once it has.
+    """
+
+    def __init__(
+        self, group: Group, turns: Turns, rkeys: Rkeys, offer_second: Callable[[Link], None]
+    ) -> None:
+        """``offer_second``: the server's, once the first link is confirmed."""
+        self._group = group
+        self._turns = turns
+        self._rkeys = rkeys
+        self._offer_second = offer_second
+        self.may_fall_back = True
+        self.our_turn = not group.client
+        self.peer_eye_catcher = True
+        self.max_links = LINK_LIMIT
+        self.failure = GroupFailure.LINK_LOST
+        self.error: ProtocolError | None = None
+
+    def connect_first(self, peer: PeerQueuePair) -> Link:
+        """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
+        link = self._group.links[FIRST_LINK]
+        link.connect(peer)
+        self._turns.begin("confirm_link", link)
+        if not self._group.client:
+            link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
+        return link
+
+    def _turn_over(self) -> None:
+        self.our_turn = False
+
+    def first_link_failed(self, link: Link, error: RnicError) -> None:
+        """The first link's queue pair could not be connected."""
+        LOGGER.info("%r: %s", self._group, error)
+        link.machine.send("failed")
+
+    def first_contact_timed_out(self) -> None:
+        """Nothing more came on the new link (RFC 7609, C.7.1)."""
+        self.failure = GroupFailure.TIMED_OUT
+        self._group.lost()
+
+    def confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
+        """CONFIRM LINK for ``link``, or its reply (A.3.1)."""
+        return llc.ConfirmLink(
+            reply=reply,
+            no_eye_catcher=not self._group.config.rmbe_eye_catcher,
+            mac=link.rnic.mac,
+            gid=link.rnic.gid,
+            qp_number=link.qp.qp_num,
+            link_number=link.number,
+            link_user_id=link.user_id,
+            max_links=self.max_links,
+        )
+
+    def check_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
+        """Raise ProtocolError when CONFIRM LINK cannot come now or names other ends (C.7.1)."""
+        peer = link.peer
+        if peer is None or link.state != "CONFIRMING" or message.reply is self._group.client:
+            raise ProtocolError("CONFIRM LINK out of turn")
+        named = (message.gid, message.mac, message.qp_number)
+        if named != (peer.gid, peer.mac, peer.qp_number):
+            raise ProtocolError("CONFIRM LINK names another queue pair than was agreed")
+
+    def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
+        """CONFIRM LINK or its reply; on the first link of the group ADD LINK follows."""
+        try:
+            self.check_confirm_link_untrusted(link, message)
+        except ProtocolError as error:
+            if not self._group.client or link.state != "CONFIRMING" or message.reply:
+                raise
+            # C.7.1 wants a Decline for this one, in place of the reply.
+            LOGGER.warning("%r: %s", link, error)
+            self.our_turn = True
+            link.machine.send("failed")
+            return
+        if not self._group.client and message.link_number != link.number:
+            raise ProtocolError("CONFIRM LINK reply for another link")
+        self.our_turn = True
+        link.peer_user_id = message.link_user_id
+        self.peer_eye_catcher = not message.no_eye_catcher
+        # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
+        self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
+        if self._group.client:
+            self._renumber(link, message.link_number)
+            try:
+                link.ready_to_send()
+            except RnicError as error:
+                self.first_link_failed(link, error)
+                return
+            link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
+        if link.state != "CONFIRMING":
+            return  # the reply could not be sent
+        link.machine.send("confirmed")
+        self._turns.done()
+        self._turns.begin("add_link", link)
+        if not self._group.client:
+            self._offer_second(link)
+
+    def _renumber(self, link: Link, number: int) -> None:
+        # The client learns its first link's number here (3.5.1.5); old servers count from 0.
+        del self._group.links[link.number]
+        self._rkeys.renumber(link.number, number)
+        link.number = number
+        self._group.links[number] = link
+
+    def past_return(self) -> None:
+        """The point after which a failure can only reset the TCP connection (C.3)."""
+        self.may_fall_back = False
+
+    def leave_turn(self) -> None:
+        """The group was terminated, nothing failed: a message on its way may arrive yet, and with
+        it the peer's turn."""
+        if any(link.unacknowledged for link in self._group.links.values()):
+            self.our_turn = False

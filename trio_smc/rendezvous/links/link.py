@@ -1,0 +1,586 @@
+"""One SMC-R link: a reliably connected queue pair, its life, and what travels over it.
+
+Theory of operation
+-------------------
+A link posts three kinds of work: RDMA writes and CDC messages of connections, and LLC messages
+of its group.  All go through one queue pair in order, so one completed CDC message says that
+every write before it is in the peer's memory.  Only sends are signaled; a completion gives back
+the work requests of everything up to it.  What a queue pair does at once (`try_post`) has no
+completion: not while one is awaited, since completions come in order, nor while somebody waits for
+room, which only a completion tells of.
+
+The send queue is bounded.  `capacity` keeps a reserve for LLC messages, so that a link full of
+data can still be tested and deleted; connections that find no room are called back in turn.  A
+peer that asks for replies faster than it takes them uses the reserve up and loses the link.
+
+Receives are posted in bulk and replenished in quarters of the queue.
+
+Link implements `trio_smc.datapath.channel.Channel` and is the model of `states.link`.
+
+A failover validation message (RFC 7609, 4.6.1) may overtake the message that it vouches for: that
+came over another link, whose completions nobody has looked at yet, or waits there behind such a
+message itself.  So it waits, and with it all that its own link brings after it, until whoever
+moves connections (`failover.mover`) has looked at all links and has it judged again, or given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
+from trio_smc.states.engine import Machine
+from trio_smc.states.link import LINK
+from trio_smc.wire import llc
+from trio_smc.wire.cdc import CDC_SIZE, CDC_TYPE, FAILOVER_VALIDATION, MessageMissing
+
+if TYPE_CHECKING:
+    from trio_smc._base.observer import Observer
+    from trio_smc._base.timers import Timer, Timers
+    from trio_smc.config.config import Config
+
+__all__ = [
+    "Link",
+    "LinkConnection",
+    "LinkHost",
+    "LinkOwner",
+    "PeerPort",
+    "PeerQueuePair",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.link")
+
+_RECV: Final = int(WcOpcode.RECV)
+_from_bytes: Final = int.from_bytes
+_LLC_RESERVE: Final = 32
+_UNBOUNDED: Final = 1 << 62
+_MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
+_LOOKS: Final = 4
+"""How often in a test interval a link looks whether anything was heard."""
+_PRODUCER_FLAGS: Final = 24  # where they stand in a CDC message (A.4)
+
+
+class PeerPort(NamedTuple):
+    """An RNIC port of the peer."""
+
+    gid: bytes
+    mac: bytes
+
+
+class PeerQueuePair:
+    """The peer's end of a link: what SMC Accept, SMC Confirm or ADD LINK say of it."""
+
+    __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
+
+    def __init__(self, *, gid: bytes, mac: bytes, qp_number: int, mtu: int, psn: int) -> None:
+        self.gid = gid
+        self.mac = mac
+        self.qp_number = qp_number
+        self.mtu = mtu
+        self.psn = psn
+
+    @property
+    def port(self) -> PeerPort:
+        """The peer's RNIC port."""
+        return PeerPort(self.gid, self.mac)
+
+
+class LinkConnection(Protocol):
+    """What a link needs of a connection that uses it."""
+
+    def on_cdc_untrusted(self, message: bytes) -> None:
+        """A CDC message for this connection arrived.  Raises MessageMissing, ProtocolError."""
+
+    def protocol_error(self, exc: ProtocolError) -> None:
+        """Abort, because of the peer."""
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message of this connection, and all before it, reached the peer."""
+
+    def on_room(self) -> None:
+        """There is room in the send queue again."""
+
+
+class LinkHost(Protocol):
+    """What a link wants of the stack."""
+
+    observer: Observer | None
+
+    def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
+        """Send a queue pair's completions to ``link.on_completion``."""
+
+    def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
+        """Stop doing so."""
+
+    def count_unknown_token(self) -> None:
+        """A CDC message named no connection; it was dropped."""
+
+
+class LinkOwner(Protocol):
+    """What a link wants of the group that it belongs to."""
+
+    client: bool
+    peer_id: bytes
+    config: Config
+    timers: Timers
+
+    @property
+    def host(self) -> LinkHost:
+        """The stack."""
+
+    @property
+    def connections(self) -> Mapping[int, LinkConnection]:
+        """By alert token."""
+
+    @property
+    def test_interval(self) -> float:
+        """Seconds after which an idle link is tested."""
+
+    def on_llc_untrusted(self, link: Link, data: bytes) -> None:
+        """An LLC message came."""
+
+    def judge(self, link: Link) -> None:
+        """A validation message misses what other links may have brought (4.6.1)."""
+
+    def link_failing(self, link: Link) -> None:
+        """Move its connections now: the queue pair is closed next."""
+
+    def link_ends(self, link: Link) -> None:
+        """Take what it still brought."""
+
+    def link_down(self, link: Link) -> None:
+        """It has failed; its connections have moved if they could."""
+
+
+class Link:
+    """One link of a link group.
+
+    Attributes:
+      number: assigned by the server, unique within the group (RFC 7609, 3.5.1.5).
+      user_id, peer_user_id: 4-byte link user IDs, for display only.
+      peer: the peer's queue pair, once known.
+      users: the connections that send on this link.
+      empty_since: when the last of them went.
+      reason: why it fails, as the peer is told (A.3.4).
+      failing: whether it is failing or has failed, be its state DOWN yet or not.
+      heard: whether anything came since the idle timer was started last.
+    """
+
+    __slots__ = (
+        "_behind", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
+        "_post_send", "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal",
+        "_test_data", "_timer", "_waiting", "_wr_id", "copies_on_post", "empty_since", "failing",
+        "group", "heard", "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason",
+        "rnic", "user_id", "users",
+    )  # fmt: skip
+
+    def __init__(self, group: LinkOwner, number: int, rnic: Rnic) -> None:
+        """Make the queue pair and take it to INIT.  Raises RnicError."""
+        self.group = group
+        self.number = number
+        self.rnic = rnic
+        self.pd = rnic.alloc_pd()
+        try:
+            self.qp = rnic.create_qp(self.pd)
+            try:
+                self.qp.to_init()
+            except BaseException:
+                self.qp.close()
+                raise
+        except BaseException:
+            self.pd.close()
+            raise
+        self.psn = secrets.randbits(24)
+        self.user_id = secrets.randbits(32)
+        self.peer_user_id = 0
+        self.peer: PeerQueuePair | None = None
+        self.heard = False
+        self._quiet_looks = 0
+        self.failing = False
+        self.reason = llc.DeleteLinkReason.LOST_PATH
+        self.users: dict[LinkConnection, None] = {}
+        self.empty_since = group.timers.now()
+        self.machine = Machine(LINK, self)
+        self._timer: Timer | None = None
+        self._test_data = b""
+        self._echo = b""
+        self._connection_of = group.connections
+        # What came behind a validation message that is being judged; None: none is.
+        self._behind: deque[bytes] | None = None
+        self.copies_on_post = rnic.copies_on_post
+        # What every message needs, looked up once.
+        self._host = group.host
+        self._post_send = self.qp.post_send
+        self._post_write = self.qp.post_write
+        self._deliver = self.qp.deliver
+        self._free = rnic.send_depth
+        self._wr_id = 0
+        self._since_signal = 0
+        # (wr_id, work requests it gives back, connection and sequence or callback)
+        self._pending: deque[
+            tuple[int, int, LinkConnection | None, int, Callable[[], None] | None]
+        ] = deque()
+        self._waiting: dict[LinkConnection, None] = {}
+        self._received = 0
+        self._replenish = max(1, rnic.receive_depth // 4)
+        group.host.register(rnic, self.qp, self)
+
+    def __repr__(self) -> str:
+        return f"<Link {self.number} {self.state} on {self.rnic.name}>"
+
+    @property
+    def state(self) -> str:
+        """The link's state (`trio_smc.states.link`)."""
+        return self.machine.state
+
+    @property
+    def usable(self) -> bool:
+        """Whether more connections may send on it."""
+        return self.machine.state in ("ACTIVE", "TESTING") and not self.failing
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether LLC messages may be sent on it."""
+        return self.machine.state in ("ACTIVE", "TESTING", "LEAVING") and not self.failing
+
+    @property
+    def load(self) -> int:
+        """How many connections send on it."""
+        return len(self.users)
+
+    @property
+    def unacknowledged(self) -> bool:
+        """Whether something was sent that is not known to have arrived."""
+        return bool(self._pending)
+
+    # --- connections: trio_smc.datapath.channel.Channel -------------------------------------
+
+    def capacity(self) -> int:
+        """Bytes a connection may post now; 0 when the send queue has no room."""
+        if self._free < _LLC_RESERVE + _MOST_PER_POST or self.machine.state == "DOWN":
+            return 0
+        return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
+
+    def wait_for_room(self, connection: LinkConnection) -> None:
+        """Call ``connection.on_room()`` once, when `capacity` is positive again."""
+        self._waiting[connection] = None
+
+    def hand_over(self, connection: LinkConnection, heir: LinkConnection | None) -> None:
+        """Report completions of what ``connection`` posted to ``heir``; None: to nobody."""
+        self._waiting.pop(connection, None)
+        for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
+            if owner is connection:
+                self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
+
+    def post_write(
+        self, connection: LinkConnection, data: memoryview, address: int, rkey: int
+    ) -> None:
+        """RDMA-write ``data`` to ``address``; completes with the connection's next CDC."""
+        self._free -= 1
+        self._since_signal += 1
+        self._wr_id = wr_id = self._wr_id + 1
+        observer = self._host.observer
+        if observer is not None:
+            observer.rdma_write(self, address, rkey, data)
+        self._post_write(wr_id, data, None, address=address, rkey=rkey)
+
+    def post_cdc(self, connection: LinkConnection, message: bytes) -> None:
+        """Send a CDC message; ``connection.on_cdc_complete`` follows."""
+        self._free -= 1
+        self._wr_id = wr_id = self._wr_id + 1
+        weight = self._since_signal + 1
+        self._since_signal = 0
+        self._pending.append((wr_id, weight, connection, message[2] << 8 | message[3], None))
+        observer = self._host.observer
+        if observer is not None:
+            observer.cdc(self, True, message)
+        self._post_send(wr_id, message)
+
+    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        """Write and send at once, if that is possible; see `Channel.try_post`."""
+        if self._pending or self._waiting or self._host.observer is not None:
+            return False
+        if not self._deliver(message, data, address, rkey):
+            return False
+        if self._since_signal:
+            # Unsignaled writes before it are done, too.
+            self._free += self._since_signal
+            self._since_signal = 0
+        return True
+
+    def send_llc(self, message: llc.Message, on_sent: Callable[[], None] | None = None) -> None:
+        """Send an LLC message; ``on_sent`` is called when it reached the peer."""
+        if self.machine.state == "DOWN":
+            return
+        if self._free <= 0:
+            LOGGER.warning("%r: the peer takes no LLC messages", self)
+            self.machine.send("failed")
+            return
+        data = message.encode()
+        self._free -= 1
+        self._wr_id += 1
+        self._pending.append((self._wr_id, self._since_signal + 1, None, 0, on_sent))
+        self._since_signal = 0
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.llc(self, True, data)
+        try:
+            self.qp.post_send(self._wr_id, data)
+        except RnicError as error:
+            LOGGER.info("%r: %s", self, error)
+            self.machine.send("failed")
+
+    # --- completions -----------------------------------------------------------------------
+
+    def on_completion(self, completion: Completion) -> None:
+        """Take one completion of this link's queue pair."""
+        _, opcode, status, wr_id, data = completion
+        if status:
+            self._failed(status)
+        elif opcode != _RECV:
+            self._sent(wr_id)
+        elif data is not None:
+            if self._behind is None:
+                self._receive_untrusted(data)
+            else:
+                self._behind.append(data)
+
+    def _receive_untrusted(self, data: bytes) -> None:
+        self.heard = True
+        self._received = count = self._received + 1
+        if count >= self._replenish:
+            self._received = 0
+            if self.machine.state != "DOWN":
+                self.qp.post_receive(count)
+        observer = self._host.observer
+        if not data or data[0] != CDC_TYPE:
+            if observer is not None:
+                observer.llc(self, False, data)
+            if not self.failing:  # exchanges begin anew over another link (2.3)
+                self.group.on_llc_untrusted(self, data)
+            return
+        if observer is not None:
+            observer.cdc(self, False, data)
+        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
+        if connection is None:
+            self._host.count_unknown_token()
+            return
+        try:
+            connection.on_cdc_untrusted(data)
+        except MessageMissing:
+            self._wait_to_be_judged(data)
+        except ProtocolError as error:
+            LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
+
+    def _sent(self, wr_id: int) -> None:
+        pending = self._pending
+        while pending and pending[0][0] <= wr_id:
+            _, weight, connection, sequence, on_sent = pending.popleft()
+            self._free += weight
+            if connection is not None:
+                connection.on_cdc_complete(sequence)
+            elif on_sent is not None and not self.failing:
+                on_sent()
+        while self._waiting and self.capacity():
+            waiter = next(iter(self._waiting))
+            del self._waiting[waiter]
+            waiter.on_room()
+
+    def _failed(self, status: int) -> None:
+        if not self.failing:
+            LOGGER.info("%r failed: %s", self, _status_name(status))
+            self.machine.send("failed")
+
+    # --- actions of states.link: the end -----------------------------------------------------
+
+    def lose_connections(self) -> None:
+        """The connections carry on over another link, if there is one (4.6)."""
+        self.failing = True
+        self.group.link_failing(self)
+
+    def report_failure(self) -> None:
+        """Tell the group, which decides what that means."""
+        self.group.link_down(self)
+
+    def close_queue_pair(self) -> None:
+        """Free what the link has; connections are told by the group."""
+        self.failing = True
+        self.group.link_ends(self)
+        self._waiting.clear()
+        self._pending.clear()
+        self.stop_timer()
+        self.group.host.unregister(self.rnic, self.qp)
+        self.qp.close()
+
+    # --- actions and guards of states.link ------------------------------------------------
+
+    def connect_queue_pair(self) -> None:
+        """To RTR with receives posted (RFC 7609, 3.5.1.3); the server's also to RTS."""
+        peer = self.peer
+        if peer is None:
+            raise RuntimeError("connect needs the peer's queue pair")
+        self.qp.to_rtr(
+            gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn, mtu=min(peer.mtu, self.rnic.mtu)
+        )
+        self.qp.post_receive(self.rnic.receive_depth)
+        if not self.group.client:
+            self.ready_to_send()
+
+    def ready_to_send(self) -> None:
+        """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
+        self.qp.to_rts(psn=self.psn)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was heard for a whole test interval."""
+        return not self.heard and self._quiet_looks + 1 >= _LOOKS
+
+    def start_idle_timer(self) -> None:
+        """Look a few times in each test interval whether anything was heard.
+
+        Looking once would notice a link that falls silent after up to two intervals.
+        """
+        self._quiet_looks = -1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The link is not idle yet."""
+        self._quiet_looks = 0 if self.heard else self._quiet_looks + 1
+        self.heard = False
+        self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+
+    def test_interval_shortened(self) -> None:
+        """Do not wait out an interval that is longer than what is wanted now."""
+        if self.machine.state == "ACTIVE":
+            self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+
+    def send_test_link(self) -> None:
+        """Probe an idle link (RFC 7609, 4.5.3)."""
+        self._test_data = os.urandom(16)
+        self._restart_timer(self.group.config.test_link_timeout, "test_timeout")
+        self.send_llc(llc.TestLink(user_data=self._test_data))
+
+    def on_test_reply_untrusted(self, message: llc.TestLink) -> None:
+        """Check the echoed data; raises ProtocolError when it differs (C.7.1)."""
+        if self.machine.state == "TESTING" and message.user_data != self._test_data:
+            raise ProtocolError("TEST LINK reply with other data")
+        self.machine.send("test_reply")
+
+    def answer_test(self) -> None:
+        """See `on_test_request`."""
+        self.send_llc(llc.TestLink(reply=True, user_data=self._echo))
+
+    def on_test_request(self, message: llc.TestLink) -> None:
+        """The peer's TEST LINK is answered at once (RFC 7609, 4.5.3)."""
+        self._echo = message.user_data
+        self.machine.send("test_request")
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Tell observers."""
+        observer = self.group.host.observer
+        if observer is not None:
+            observer.state(self, old, new, event)
+
+    def connect(self, peer: PeerQueuePair) -> None:
+        """Connect to the peer's queue pair.  Raises RnicError; the link is unusable then."""
+        self.peer = peer
+        self.machine.send("connect")
+
+    def close(self) -> None:
+        """End the link without asking anybody.  Idempotent; regions must be closed first."""
+        self.machine.send("delete")
+        self.pd.close()
+
+    def _restart_timer(self, seconds: float, event: str) -> None:
+        self.stop_timer()
+        self._timer = self.group.timers.call_later(seconds, lambda: self._timer_due(event))
+
+    def _timer_due(self, event: str) -> None:
+        if event == "test_timeout":
+            LOGGER.info("%r: TEST LINK was not answered", self)
+        self.machine.send(event)
+
+    def stop_timer(self) -> None:
+        """No test is due any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- messages that wait to be judged ---------------------------------------------------------
+
+    def _wait_to_be_judged(self, data: bytes) -> None:
+        """What the message misses may have come over another link and wait there (4.6.1)."""
+        if self._behind is None:
+            self._behind = deque()
+        self._behind.appendleft(data)
+        self.group.judge(self)
+
+    def resume_untrusted(self, *, give_up: bool = False) -> bool:
+        """Judge the message that waits once more, then take what came behind it.
+
+        Args:
+          give_up: when it still misses something, that is lost.
+
+        Returns:
+          Whether it did not have to wait any longer; `waits` tells of the next one.
+        """
+        behind = self._behind
+        if behind is None:
+            return True
+        data = behind.popleft()
+        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
+        if connection is not None:
+            try:
+                connection.on_cdc_untrusted(data)
+            except MessageMissing as error:
+                if not give_up:
+                    behind.appendleft(data)
+                    return False
+                LOGGER.warning("%r: %s", self, error)
+                connection.protocol_error(error)
+            except ProtocolError as error:
+                LOGGER.warning("%r: %s", self, error)
+        while behind:
+            data = behind.popleft()
+            self._receive_untrusted(data)
+            if behind and behind[0] is data:
+                return True  # the next one waits
+        self._behind = None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a failover validation message waits for what other links brought."""
+        return self._behind is not None
+
+    def waits_for(self, other: Link) -> bool:
+        """Whether what it waits for is among what waits behind such a message of ``other``.
+
+        A validation message is nothing to wait for, nor is what was sent after the message that
+        is missing: a connection that has lost one and moved twice has both on several links.
+        """
+        if not self._behind or not other._behind:
+            return False
+        missing = self._behind[0]
+        token, sequence = missing[4:8], missing[2] << 8 | missing[3]
+        return any(
+            each[4:8] == token
+            and each[0] == CDC_TYPE
+            and len(each) == CDC_SIZE
+            and not each[_PRODUCER_FLAGS] & FAILOVER_VALIDATION
+            and not (sequence - (each[2] << 8 | each[3])) & 0x8000
+            for each in other._behind
+        )
+
+
+def _status_name(status: int) -> str:
+    try:
+        return WcStatus(status).name
+    except ValueError:
+        return f"status {status}"

@@ -1,0 +1,203 @@
+"""The links of one group: their numbers, which of them can be used, and what they make the group.
+
+Two links of a group never join the same two RNICs (a parallel link).  A link that shares an RNIC
+with another one at one end only is asymmetric; a group has at most one, and it is not counted
+among the links that the two sides have agreed on as the most (RFC 7609, 2.2.2).
+
+Which RNICs a new link joins (RFC 7609, 2.2.2, 3.5.1.6, 3.5.5.1).
+
+The server picks its end first and names it in ADD LINK; the client picks the other end, or finds
+none and rejects.  Both follow the same rules: no two links join the same RNICs, one link at most
+is asymmetric, as long as there is no symmetric pair, and the others are no more than the two
+sides have agreed on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from trio_smc.rendezvous.links.link import Link, PeerPort
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = [
+    "FIRST_LINK",
+    "GONE_LINKS",
+    "LINK_LIMIT",
+    "Kind",
+    "Links",
+    "client_rnic",
+    "server_rnic",
+    "shares_peer_port",
+    "violates_rules",
+]
+
+
+FIRST_LINK: Final = 1
+LINK_LIMIT: Final = 8
+"""The most links of a group that this side takes part in (RFC 7609, 2.2.2, A.3.5)."""
+_NUMBERS: Final = 255
+GONE_LINKS: Final = 2 * LINK_LIMIT
+"""Links that are remembered after their end."""
+
+
+class Kind(StrEnum):
+    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.2)."""
+
+    SINGLE = "single"
+    ASYMMETRIC = "asymmetric"
+    SYMMETRIC = "symmetric"
+
+
+class Links(dict[int, "Link"]):
+    """By number; links that failed or were deleted are not there any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_number = 0
+        self._gone: deque[Link] = deque(maxlen=GONE_LINKS)
+
+    def forget(self, link: Link) -> None:
+        """The link has failed or was deleted."""
+        if self.get(link.number) is link:
+            del self[link.number]
+            self._gone.append(link)
+
+    def next_number(self) -> int:
+        """A number that was not used before, until all of 1..255 were (2.2.4)."""
+        for _ in range(_NUMBERS):
+            self._last_number = self._last_number % _NUMBERS + 1
+            if self._last_number not in self:
+                return self._last_number
+        raise RuntimeError("a link group with 255 links")
+
+    @property
+    def any_usable(self) -> bool:
+        """Whether a link may carry more connections; asked several times for each of them."""
+        for link in self.values():  # noqa: SIM110
+            if link.usable:
+                return True
+        return False
+
+    def usable(self) -> list[Link]:
+        """Links that may carry more connections."""
+        return [link for link in self.values() if link.usable]
+
+    def least_loaded(self, but: Link | None = None) -> Link | None:
+        """The usable link, and not ``but``, with the fewest connections."""
+        return min(
+            (link for link in self.values() if link.usable and link is not but),
+            key=lambda link: link.load,
+            default=None,
+        )
+
+    def for_llc(self, avoid: Link | None = None) -> Link | None:
+        """A link that can carry LLC messages; ``avoid``, or one that is being deleted, only if no
+        other can."""
+        return min(
+            (link for link in self.values() if link.confirmed),
+            key=lambda link: (link is avoid, not link.usable),
+            default=None,
+        )
+
+    def find(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
+        """The link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3).
+
+        Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
+        they name may have ended meanwhile.
+        """
+        for link in (*(link for link in self.values() if link.confirmed), *self._gone):
+            peer = link.peer
+            if peer is not None and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number):
+                return link
+        return None
+
+    def symmetric(self) -> list[Link]:
+        """Usable links no two of which share an RNIC, the oldest first."""
+        found: list[Link] = []
+        for link in self.usable():
+            if not any(_shares_rnic(link, other) for other in found):
+                found.append(link)
+        return found
+
+    def asymmetric(self) -> list[Link]:
+        """The other usable links; in order there is at most one."""
+        symmetric = self.symmetric()
+        return [link for link in self.usable() if link not in symmetric]
+
+    @property
+    def kind(self) -> Kind:
+        """What these links make the group."""
+        symmetric = len(self.symmetric())
+        if symmetric > 1:
+            return Kind.SYMMETRIC
+        return Kind.ASYMMETRIC if self.asymmetric() else Kind.SINGLE
+
+    def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
+        """Those of ``rnics`` that no symmetric link uses, those without any link first."""
+        symmetric = {link.rnic for link in self.symmetric()}
+        used = {link.rnic for link in self.usable()}
+        return sorted((rnic for rnic in rnics if rnic not in symmetric), key=used.__contains__)
+
+
+def _shares_rnic(one: Link, other: Link) -> bool:
+    return one.rnic is other.rnic or (
+        one.peer is not None and other.peer is not None and one.peer.port == other.peer.port
+    )
+
+
+def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -> Rnic | None:
+    """The server's end of one more link; None when there is no use in offering one.
+
+    Args:
+      rnics: this side's usable ones, the preferred one first.
+      most: the agreed maximum of symmetric links.
+      news: whether an RNIC came since the client rejected the last one, at either end.
+    """
+    symmetric = links.symmetric()
+    unused = links.unused(rnics)
+    if unused and len(symmetric) < most:
+        if links.kind is Kind.ASYMMETRIC and shares_peer_port(links) and not news:
+            return None  # the client has no RNIC for a symmetric link
+        return unused[0]
+    if links.kind is Kind.SINGLE:
+        # 3.5.1.6: the same one again, in case that the client has a second one.
+        return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
+    return None
+
+
+def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) -> Rnic | None:
+    """The client's end of the link that the server offers; None: it would be a parallel one, a
+    second asymmetric one, or one too many (3.5.1.6.1)."""
+    symmetric = links.symmetric()
+    unused = links.unused(rnics)
+    single = links.kind is Kind.SINGLE
+    if any(link.peer is not None and link.peer.port == peer for link in symmetric):
+        return unused[0] if unused and single else None
+    if unused:
+        return unused[0] if len(symmetric) < most else None
+    if not single:
+        return None
+    return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
+
+
+def shares_peer_port(links: Links) -> bool:
+    """Whether the asymmetric link is one because the peer has too few RNICs."""
+    symmetric = [link.peer.port for link in links.symmetric() if link.peer is not None]
+    return any(link.peer is not None and link.peer.port in symmetric for link in links.asymmetric())
+
+
+def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
+    """Whether a link between these two would be parallel, or asymmetric without need (C.7.1)."""
+    shared = False
+    for link in links.usable():
+        here = link.rnic is rnic
+        there = link.peer is not None and link.peer.port == peer
+        if here and there:
+            return True
+    for link in links.symmetric():
+        shared |= link.rnic is rnic or (link.peer is not None and link.peer.port == peer)
+    return shared and links.kind is not Kind.SINGLE

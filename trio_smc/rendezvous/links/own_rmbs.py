@@ -1,0 +1,377 @@
+"""This side's RMBs in one link group: made on demand, registered on every link.
+
+A new RMB of an established group is told to the peer by CONFIRM RKEY before one of its elements
+is named in a CLC message (RFC 7609, 3.5.5.2.1); the first RMB of a group needs none, as the CLC
+messages of the first contact carry its RToken.
+
+While connections keep coming, the next RMB is made ahead of need, when the last free element of
+a size is taken; then only one in many connections of a burst waits for the peer's reply.
+
+Theory of operation: idle RMBs
+------------------------------
+An RMB without an element in use stays for the next connections; a program whose connections
+come in bursts finds it again.  Only when it was empty for a minute it is taken out of the pool
+and named in a DELETE RKEY, and its memory is freed when the peer has replied, be it negatively.
+The last RMB of a size stays as long as a group without connections would: a size that was used
+once is likely to be used again, but a large one must not pin its memory for ever.  When the
+group has no connections at all it soon goes as a whole, and nothing is deleted piece by piece.
+
+An RMB that is out of the pool never comes back: a reply that was lost with its link leaves open
+whether the peer still knows it.  Its deletion is asked for again at the next look.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
+
+from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
+from trio_smc.rendezvous.links.peer_rmbs import RToken
+from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
+
+if TYPE_CHECKING:
+    from trio_smc._base.timers import Timer, Timers
+    from trio_smc.config.config import Config
+    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rnic.verbs import MemoryRegion, Rnic
+
+__all__ = [
+    "MAX_DELETED",
+    "RMB_IDLE",
+    "OwnRmbs",
+    "RmbOwner",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+
+_Done = Callable[["Rmbe | None"], None]
+
+_KEEP_COMING: Final = 1.0
+"""Seconds between two connections of a burst: far more than making an RMB takes, so that a spare
+is ready in time; connections that are rarer can wait for the peer's reply."""
+
+_NOT_FOR_SPARES: Final = 16
+"""RMBs that only demand may make: one of each size there is (A.2.3)."""
+
+
+MAX_DELETED: Final = 8
+"""RMBs that one DELETE RKEY names (RFC 7609, A.3.7)."""
+
+RMB_IDLE: Final = 60.0
+"""Seconds an RMB stays without users at least: a burst that comes every minute finds it again,
+and the memory of a peak is free soon after it."""
+
+_LOOK_EVERY: Final = 15.0
+"""Seconds between two looks: how much longer than needed an RMB may stay."""
+
+
+class RmbOwner(Protocol):
+    """What RMBs want of the group that they belong to."""
+
+    rnic: Rnic
+    config: Config
+    timers: Timers
+
+    @property
+    def connections(self) -> Mapping[int, object]:
+        """By alert token."""
+
+    @property
+    def forming(self) -> bool:
+        """Whether this is the first contact."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the peer can be told anything."""
+
+    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB (3.5.5.2.1)."""
+
+    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+
+
+class OwnRmbs:
+    """The RMBs of this side of one link group.
+
+    Attributes:
+      pool: those whose elements may be handed out; the peer knows them on all links.
+    """
+
+    def __init__(self, owner: RmbOwner) -> None:
+        self._owner = owner
+        self.pool = RmbPool()
+        # Where new RMBs are registered, too.
+        self._links: dict[int, Link] = {}
+        # Registrations by RMB and link number: an RKey belongs to one protection domain.
+        self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
+        # Who waits for the peer's reply, by element size; nobody, when an RMB is made ahead.
+        self._waiting: dict[int, list[_Done]] = {}
+        self._last_request: dict[int, float] = {}
+        self._idle = IdleRmbs(owner, self)
+
+    def __len__(self) -> int:
+        """How many there are, those that come and go included."""
+        return len(self._regions)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a new RMB."""
+        return any(self._waiting.values())
+
+    def has_room(self, size: int) -> bool:
+        """Whether an element of ``size`` bytes is free or can be made (2.1: 255 RMBs)."""
+        if len(self._regions) < MAX_RMBS:
+            return True
+        size = rmbe_size_of(rmbe_size_code(size))
+        return size in self._waiting or self.pool.has_free(size)
+
+    def request(self, size: int, done: _Done) -> None:
+        """Call ``done`` with an element of ``size`` bytes, or with None; now or later."""
+        size = rmbe_size_of(rmbe_size_code(size))
+        self._serve(size, [done])
+
+    def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
+        """The registration of ``rmb`` on ``link``: its RKey and address."""
+        return self._regions[rmb][link.number]
+
+    def tokens(self, rmb: Rmb) -> dict[int, RToken]:
+        """How the peer reaches ``rmb``, by link number."""
+        regions = self._regions[rmb].items()
+        return {number: RToken(region.rkey, region.address) for number, region in regions}
+
+    def known_to_peer(self) -> tuple[Rmb, ...]:
+        """The RMBs that the peer knows, those that it is asked to forget included."""
+        return self.pool.rmbs + self._idle.leaving
+
+    def release(self, rmbe: Rmbe, used: int | None) -> None:
+        """Give an element back; ``used`` bytes of its ring were written, None: unknown."""
+        if rmbe.rmb in self._regions:
+            self.pool.release(rmbe, used)
+            if self.pool.is_empty(rmbe.rmb):
+                self._idle.emptied(rmbe.rmb)
+
+    def free(self, rmb: Rmb) -> None:
+        """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
+        for region in self._regions.pop(rmb).values():
+            region.close()
+        rmb.memory.close()
+
+    # --- links ---------------------------------------------------------------------------------
+
+    def register_on(self, link: Link) -> None:
+        """See `Rkeys.register_on`."""
+        regions: dict[Rmb, MemoryRegion] = {}
+        try:
+            for rmb in self._regions:
+                regions[rmb] = link.pd.register(rmb.memory)
+        except BaseException:
+            for region in regions.values():
+                region.close()
+            raise
+        self._links[link.number] = link
+        for rmb, region in regions.items():
+            self._regions[rmb][link.number] = region
+
+    def forget_link(self, number: int) -> None:
+        """See `Rkeys.forget_link`."""
+        self._links.pop(number, None)
+        for regions in self._regions.values():
+            region = regions.pop(number, None)
+            if region is not None:
+                region.close()
+
+    def renumber(self, old: int, new: int) -> None:
+        """A link got its number from the server."""
+        self._links[new] = self._links.pop(old)
+        for regions in self._regions.values():
+            regions[new] = regions.pop(old)
+
+    # --- the end of the group --------------------------------------------------------------------
+
+    def close_regions(self) -> None:
+        """Revoke every RKey: the peer cannot write any more."""
+        self._idle.close()
+        for regions in self._regions.values():
+            for region in regions.values():
+                region.close()
+
+    def close(self) -> None:
+        """Free the memory; no connection uses it any more."""
+        for rmb in self._regions:
+            rmb.memory.close()
+        self._regions.clear()
+        self._links.clear()
+
+    # --- new RMBs -----------------------------------------------------------------------------
+
+    def _serve(self, size: int, waiting: list[_Done]) -> None:
+        """Give each an element; those for whom there is none wait for one more RMB."""
+        taken: list[Rmbe] = []
+        while len(taken) < len(waiting) and (rmbe := self.pool.take(size)) is not None:
+            self._idle.used(rmbe.rmb)
+            taken.append(rmbe)
+        rest = waiting[len(taken) :]
+        if rest:
+            if size in self._waiting:
+                self._waiting[size] += rest
+            else:
+                self._add_rmb(size, rest)
+        elif taken:
+            self._make_ahead(size)
+        # Last: a link may have failed with the messages above, and who gets an element names one.
+        for done, each in zip(waiting, taken, strict=False):
+            done(each)
+
+    def _make_ahead(self, size: int) -> None:
+        now = self._owner.timers.now()
+        before = self._last_request.get(size, -math.inf)
+        self._last_request[size] = now
+        if (
+            now - before < _KEEP_COMING
+            and not self._waiting  # one at a time
+            and not self.pool.has_free(size)
+            and len(self._regions) < MAX_RMBS - _NOT_FOR_SPARES
+            and self._owner.usable
+        ):
+            self._add_rmb(size, [])
+
+    def _add_rmb(self, size: int, waiting: list[_Done]) -> None:
+        owner = self._owner
+        try:
+            if len(self._regions) >= MAX_RMBS:
+                raise OverflowError(f"it has {MAX_RMBS} RMBs, the most there may be")
+            rmb = self._make_rmb(size)
+        except (OSError, OverflowError) as error:
+            LOGGER.warning("%r: no new RMB of %d-byte elements: %s", owner, size, error)
+            for done in waiting:
+                done(None)
+            return
+        if owner.forming:
+            self.pool.add(rmb)
+            for done in waiting:
+                done(self.pool.take(size))
+            return
+        self._waiting[size] = waiting
+        owner.confirm_rmb(rmb, lambda agreed: self._confirmed(rmb, agreed))
+
+    def _make_rmb(self, size: int) -> Rmb:
+        owner = self._owner
+        count = rmb_elements(size, owner.rnic.kind)
+        memory = owner.rnic.alloc_memory(size * count)
+        regions: dict[int, MemoryRegion] = {}
+        try:
+            for link in self._links.values():
+                if link.state != "DOWN":
+                    regions[link.number] = link.pd.register(memory)
+        except BaseException:
+            for region in regions.values():
+                region.close()
+            memory.close()
+            raise
+        rmb = Rmb(memory, size, count, eye_catcher=owner.config.rmbe_eye_catcher)
+        self._regions[rmb] = regions
+        return rmb
+
+    def _confirmed(self, rmb: Rmb, agreed: bool) -> None:
+        waiting = self._waiting.pop(rmb.element_size)
+        if agreed:
+            self.pool.add(rmb)
+        elif rmb in self._regions:  # else the group has ended, and freed it
+            self.free(rmb)
+        if not agreed:
+            for done in waiting:
+                done(None)
+            return
+        self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
+        self._serve(rmb.element_size, waiting)
+
+
+class IdleRmbs:
+    """When this side's RMBs of one link group are deleted."""
+
+    def __init__(self, owner: RmbOwner, own: OwnRmbs) -> None:
+        self._owner = owner
+        self._own = own
+        self._empty_since: dict[Rmb, float] = {}
+        # Out of the pool; the first of them may be named in a DELETE RKEY under way.
+        self._leaving: dict[Rmb, None] = {}
+        self._asking = False
+        self._timer: Timer | None = None
+        self._closed = False
+
+    @property
+    def leaving(self) -> tuple[Rmb, ...]:
+        """RMBs that are out of the pool; the peer may know them still."""
+        return tuple(self._leaving)
+
+    def emptied(self, rmb: Rmb) -> None:
+        """Nobody uses an RMB of the pool any more."""
+        self._empty_since[rmb] = self._owner.timers.now()
+        self._look_later()
+
+    def used(self, rmb: Rmb) -> None:
+        """An element of an RMB was handed out."""
+        self._empty_since.pop(rmb, None)
+        if self._empty_since:
+            self._look_later()
+
+    def close(self) -> None:
+        """The group ends; the memory is `OwnRmbs`'s to free."""
+        self._closed = True
+        self._empty_since.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = self._owner.timers.call_later(_LOOK_EVERY, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for rmb in self._due():
+            self._own.pool.remove(rmb)
+            del self._empty_since[rmb]
+            self._leaving[rmb] = None
+        self._delete()
+        # A group without connections goes as a whole; with the next one, `used` looks again.
+        if self._leaving or (self._empty_since and self._owner.connections):
+            self._look_later()
+
+    def _due(self) -> list[Rmb]:
+        """Which RMBs have been empty long enough; of one size the newest go first."""
+        now, owner = self._owner.timers.now(), self._owner
+        if not owner.connections:
+            return []
+        longest = max(RMB_IDLE, owner.config.link_group_idle)
+        left = Counter(rmb.element_size for rmb in self._own.pool.rmbs)
+        due = []
+        for rmb in reversed(self._own.pool.rmbs):
+            since = self._empty_since.get(rmb)
+            patience = RMB_IDLE if left[rmb.element_size] > 1 else longest
+            if since is not None and now - since >= patience:
+                left[rmb.element_size] -= 1
+                due.append(rmb)
+        return due
+
+    def _delete(self) -> None:
+        batch = tuple(islice(self._leaving, MAX_DELETED))
+        if batch and not self._asking and self._owner.usable:
+            self._asking = True
+            self._owner.delete_rmbs(batch, lambda replied: self._deleted(batch, replied))
+
+    def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
+        self._asking = False
+        if self._closed:
+            return
+        if replied:
+            for rmb in batch:
+                del self._leaving[rmb]
+                self._own.free(rmb)
+            self._delete()

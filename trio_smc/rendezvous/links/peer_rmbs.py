@@ -1,0 +1,143 @@
+"""What the peer of a link group lets us write into: its RMBs and their RTokens.
+
+An RToken is the RKey and address of an RMB on one link (RFC 7609, 1.1).  An RMB is known under
+one RToken per link; all of them name the same elements, so that an element in use is found
+whichever link a new message names it on (RFC 7609, 3.5.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.rmb import MAX_RMBS
+from trio_smc.rendezvous.links.link_set import GONE_LINKS
+
+__all__ = [
+    "ElementUser",
+    "PeerRmb",
+    "PeerRmbs",
+    "RToken",
+]
+
+
+class RToken(NamedTuple):
+    """How one RMB is reached over one link."""
+
+    rkey: int
+    address: int
+
+
+class ElementUser(Protocol):
+    """A connection that writes into an RMB element of the peer."""
+
+    def rmbe_conflict(self) -> None:
+        """The peer gave the element to another connection (RFC 7609, 4.4.2)."""
+
+
+class PeerRmb:
+    """One RMB of the peer."""
+
+    __slots__ = ("elements", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, RToken] = {}
+        """By link number."""
+        self.elements: dict[int, ElementUser] = {}
+        """Connections that write into it, by element index."""
+
+
+class PeerRmbs:
+    """All RMBs of the peer of one link group."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[tuple[int, int], PeerRmb] = {}
+        self._rmbs: dict[PeerRmb, None] = {}
+        # RTokens of links that have gone, by link number, the latest last.
+        self._late: dict[int, dict[RToken, PeerRmb]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rmbs)
+
+    def find(self, link_number: int, rkey: int) -> PeerRmb | None:
+        """The RMB that has this RKey on this link."""
+        return self._by_token.get((link_number, rkey))
+
+    def find_named(self, link_number: int, token: RToken) -> PeerRmb | None:
+        """The RMB that has this RToken on this link, or had it when the link has just gone."""
+        rmb = self.find(link_number, token.rkey)
+        if rmb is not None:
+            return rmb if rmb.tokens[link_number] == token else None
+        rmb = self._late.get(link_number, {}).get(token)
+        return rmb if rmb in self._rmbs else None
+
+    def learn_untrusted(self, tokens: dict[int, RToken]) -> PeerRmb:
+        """Note an RMB's RTokens, by link number; the same again is no change.
+
+        Raises ProtocolError when the table is full or the tokens contradict what is known;
+        nothing is noted then.
+        """
+        keys = [(number, token.rkey) for number, token in tokens.items()]
+        known = {self._by_token[key] for key in keys if key in self._by_token}
+        if len(known) > 1:
+            raise ProtocolError("RKeys of two RMBs are given as one")
+        rmb = known.pop() if known else PeerRmb()
+        if rmb not in self._rmbs and len(self._rmbs) >= MAX_RMBS:
+            raise ProtocolError("more RMBs than a link group may have")
+        for number, token in tokens.items():
+            self._check_untrusted(rmb, number, token)
+        self._rmbs[rmb] = None
+        for number, token in tokens.items():
+            rmb.tokens[number] = token
+            self._by_token[number, token.rkey] = rmb
+        return rmb
+
+    def add_token_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
+        """Note a known RMB's RToken on one more link; the same again is no change.
+
+        Raises ProtocolError when it contradicts what is known.
+        """
+        self._check_untrusted(rmb, number, token)
+        rmb.tokens[number] = token
+        self._by_token[number, token.rkey] = rmb
+
+    def _check_untrusted(self, rmb: PeerRmb, number: int, token: RToken) -> None:
+        if self._by_token.get((number, token.rkey), rmb) is not rmb:
+            raise ProtocolError("two RMBs with one RKey")
+        if rmb.tokens.get(number, token) != token:
+            raise ProtocolError("an RMB's RToken changed")
+
+    def covers(self, number: int) -> bool:
+        """Whether every RMB that a connection writes into has an RToken on this link."""
+        return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements)
+
+    def renumber(self, old: int, new: int) -> None:
+        """A link got its number from the server."""
+        if old == new:
+            return
+        for rmb in self._rmbs:
+            token = rmb.tokens.pop(old, None)
+            if token is not None:
+                rmb.tokens[new] = token
+                del self._by_token[old, token.rkey]
+                self._by_token[new, token.rkey] = rmb
+
+    def forget(self, rmb: PeerRmb) -> None:
+        """Drop an RMB under all its RTokens."""
+        del self._rmbs[rmb]
+        for number, token in rmb.tokens.items():
+            del self._by_token[number, token.rkey]
+
+    def forget_link(self, number: int) -> None:
+        """Drop all RTokens of a link; an RMB that had no other cannot be reached any more."""
+        self._late.pop(number, None)
+        late = self._late[number] = {}
+        if len(self._late) > GONE_LINKS:
+            del self._late[next(iter(self._late))]
+        for rmb in list(self._rmbs):
+            token = rmb.tokens.pop(number, None)
+            if token is not None:
+                late[token] = rmb
+                del self._by_token[number, token.rkey]
+                if not rmb.tokens:
+                    del self._rmbs[rmb]

@@ -1,0 +1,532 @@
+"""RKeys of a link group: what each side tells the other of its RMBs (RFC 7609, 3.5.5.2).
+
+Theory of operation
+-------------------
+An RMB has one RToken per link.  Four exchanges keep both sides' tables alike: CONFIRM RKEY tells
+a new RMB's RTokens on all links, DELETE RKEY takes RMBs back, the ADD LINK CONTINUATIONs of a new
+link pair what is known on an existing link with what is new (`pairs_for`,
+`learn_pairs_untrusted`), and the loss of a link takes its RTokens with it (`forget_link`).
+
+CONFIRM RKEY has room for three links.  For more, CONTINUATIONs follow on the same link (A.3.6),
+all sent at once; each message is echoed by itself, and the exchange is over with the last echo.
+The peer's are put together link by link (`_Parts`): in order, counted, and no longer than the
+byte that counts them allows.  What is out of order is a protocol error; what cannot be used gets
+a negative reply.  Both messages and replies are made when their turn comes, so that they
+name the links there are by then.
+
+When an exchange may run is decided in `exchanges`; which RMBs there are in `own_rmbs`.
+
+Our requests begin anew, with the links there are then: after a failed link, after a reply that
+says so, and when an ADD LINK or DELETE LINK of the server overtook them (3.5.5.3.3); the last kind
+stays `_current` until its reply has come.
+
+Requests of the peer are answered at once where the table allows it.  While links change, a
+CONFIRM RKEY is refused with "retry" (3.5.5.3.1) and a DELETE RKEY is answered when they have
+changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.links.peer_rmbs import RToken
+from trio_smc.wire import llc
+
+if TYPE_CHECKING:
+    from trio_smc._base.timers import Timer
+    from trio_smc.datapath.rmb import Rmb
+    from trio_smc.rendezvous.links.context import Group, Turns
+    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
+
+__all__ = [
+    "PeerRequest",
+    "RkeyExchanges",
+    "RkeyMessage",
+    "RkeyRequest",
+    "Rkeys",
+    "confirm_rkey_messages",
+]
+
+
+LOGGER = logging.getLogger("trio_smc.link_group")
+_LLC_LOGGER = logging.getLogger("trio_smc.llc")
+
+_MAX_QUEUED: Final = 512
+_MAX_PUT_OFF: Final = 16
+_RETRIES: Final = 3
+_RETRY_DELAY: Final = 0.05
+"""Seconds before the first retry; four times as long before each further one."""
+
+_IN_FIRST: Final = 2
+_IN_CONTINUATION: Final = 3
+
+RkeyMessage: TypeAlias = llc.ConfirmRkey | llc.ConfirmRkeyContinuation | llc.DeleteRkey
+
+
+def confirm_rkey_messages(tokens: dict[int, RToken], number: int) -> list[llc.Message]:
+    """CONFIRM RKEY and its CONTINUATIONs (RFC 7609, A.3.5, A.3.6).
+
+    Parameters:
+      tokens: an RMB's RTokens by link number.
+      number: the link that the messages will travel on; one of ``tokens``.
+    """
+    here = tokens[number]
+    others = tuple(
+        llc.LinkRToken(link_number=each, rkey=token.rkey, address=token.address)
+        for each, token in tokens.items()
+        if each != number
+    )
+    first = llc.ConfirmRkey(
+        other_tokens=len(others), rkey=here.rkey, address=here.address, others=others[:_IN_FIRST]
+    )
+    messages: list[llc.Message] = [first]
+    rest = others[_IN_FIRST:]
+    while rest:
+        messages.append(
+            llc.ConfirmRkeyContinuation(tokens_left=len(rest), others=rest[:_IN_CONTINUATION])
+        )
+        rest = rest[_IN_CONTINUATION:]
+    return messages
+
+
+class _Parts:
+    """A CONFIRM RKEY of the peer, as far as it has come.
+
+    Attributes:
+      tokens: by link number.
+      left: how many RTokens are still to come.
+      refused: whether a part of it got a negative reply; what follows gets one, too.
+    """
+
+    __slots__ = ("left", "refused", "tokens")
+
+    def __init__(self, number: int, message: llc.ConfirmRkey) -> None:
+        self.tokens = {number: RToken(message.rkey, message.address)}
+        self.left = message.other_tokens
+        self.refused = False
+
+    def add_untrusted(self, others: Iterable[llc.LinkRToken]) -> None:
+        """Take what one message brings.  Raises ProtocolError when it names a link again."""
+        for other in others:
+            if other.link_number in self.tokens:
+                raise ProtocolError(f"two RKeys for link {other.link_number}")
+            self.tokens[other.link_number] = RToken(other.rkey, other.address)
+            self.left -= 1
+
+
+class PeerRequest(NamedTuple):
+    """An RKey message of the peer, to be answered when its turn comes.
+
+    Fields:
+      link: where it came, and where the answer goes.
+      message: CONFIRM RKEY, its CONTINUATION, or DELETE RKEY.
+      parts: what it belongs to; None for DELETE RKEY.
+      last: whether no further part follows.
+    """
+
+    link: Link
+    message: RkeyMessage
+    parts: _Parts | None
+    last: bool
+
+
+class Rkeys:
+    """What one link group tells and is told of RKeys."""
+
+    def __init__(self, group: Group, own: OwnRmbs, exchanges: RkeyExchanges) -> None:
+        self._group = group
+        self._own = own
+        self._exchanges = exchanges
+        # By link number; at most one on each link.
+        self._parts: dict[int, _Parts] = {}
+
+    # --- links come and go --------------------------------------------------------------------
+
+    def register_on(self, link: Link) -> None:
+        """Register all RMBs of this side, and those still to come, on a new link.
+
+        Raises RnicError; then none is registered there.
+        """
+        self._own.register_on(link)
+
+    def forget_link(self, number: int) -> None:
+        """A link is gone, or was not added: close its registrations, forget its RTokens.
+
+        To be called before the link's protection domain is closed.  Idempotent.
+        """
+        self._parts.pop(number, None)
+        self._own.forget_link(number)
+        self._group.peer_rmbs.forget_link(number)
+
+    def renumber(self, old: int, new: int) -> None:
+        """The first link got its number from the server (3.5.1.5)."""
+        self._own.renumber(old, new)
+        self._group.peer_rmbs.renumber(old, new)
+
+    def pairs_for(self, old: Link, new: Link) -> list[llc.RTokenPair]:
+        """What ADD LINK CONTINUATION tells: every RMB of ours that the peer knows on ``old``."""
+        own = self._own
+        pairs = []
+        for rmb in own.known_to_peer():
+            tokens = own.tokens(rmb)
+            token = tokens[new.number]
+            pairs.append(
+                llc.RTokenPair(
+                    reference_rkey=tokens[old.number].rkey,
+                    new_rkey=token.rkey,
+                    new_address=token.address,
+                )
+            )
+        return pairs
+
+    def learn_pairs_untrusted(self, old: Link, new: Link, pairs: Sequence[llc.RTokenPair]) -> None:
+        """Note the peer's RTokens on ``new``; `forget_link` drops them when it is not added.
+
+        A pair for an unknown RMB is ignored: our reply to its DELETE RKEY may be on its way over
+        another link.
+
+        Raises:
+          ProtocolError: a pair contradicts what is known.
+        """
+        peer = self._group.peer_rmbs
+        for pair in pairs:
+            rmb = peer.find(old.number, pair.reference_rkey)
+            if rmb is None:
+                LOGGER.info("%r: RKey %#x names no RMB", old, pair.reference_rkey)
+                continue
+            peer.add_token_untrusted(rmb, new.number, RToken(pair.new_rkey, pair.new_address))
+
+    def covers(self, link: Link) -> bool:
+        """Whether every RMB of the peer that a connection writes into is known on ``link``."""
+        return self._group.peer_rmbs.covers(link.number)
+
+    # --- our RMBs -----------------------------------------------------------------------------
+
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB on all links (3.5.5.2.1).
+
+        ``finished`` is called once with whether the peer knows it, now or later.
+        """
+        told: set[int] = set()
+
+        def messages(link: Link) -> list[llc.Message]:
+            tokens = self._own.tokens(rmb)
+            told.clear()
+            told.update([link.number, *self._carrying()])
+            return confirm_rkey_messages({each: tokens[each] for each in told}, link.number)
+
+        def answered(agreed: bool) -> None:
+            # A link that came up while the reply was on its way over another one.
+            if agreed and not told.issuperset(self._carrying()):
+                self.confirm(rmb, finished)
+            else:
+                finished(agreed)
+
+        self._exchanges.change_rkeys(RkeyRequest(messages, answered))
+
+    def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
+
+        ``finished`` is called once with whether the peer replied: a negative reply, from a peer
+        that knew an RMB no more, is as good as another and only logged (A.3.7).
+        """
+
+        def messages(link: Link) -> list[llc.Message]:
+            own = self._own
+            return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
+
+        self._exchanges.change_rkeys(RkeyRequest(messages, finished))
+
+    def _carrying(self) -> list[int]:
+        """Numbers of the links that an RMB must be known on."""
+        links = self._group.links.items()
+        return [number for number, link in links if link.state in ("ACTIVE", "TESTING")]
+
+    # --- RMBs of the peer -----------------------------------------------------------------------
+
+    def on_request_untrusted(self, link: Link, message: RkeyMessage) -> None:
+        """CONFIRM RKEY, its CONTINUATION, or DELETE RKEY from the peer.
+
+        Raises:
+          ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
+        """
+        if isinstance(message, llc.DeleteRkey):
+            self._exchanges.on_request(PeerRequest(link, message, None, last=True))
+            return
+        parts = self._parts.get(link.number)
+        if isinstance(message, llc.ConfirmRkey):
+            if parts is not None and not parts.refused:
+                raise ProtocolError("CONFIRM RKEY before the last one was complete")
+            parts = self._parts[link.number] = _Parts(link.number, message)
+        elif parts is None or message.tokens_left != parts.left:
+            raise ProtocolError("CONFIRM RKEY CONTINUATION out of order")
+        parts.add_untrusted(message.others)
+        last = not parts.left
+        self._exchanges.on_request(PeerRequest(link, message, parts, last))
+        if last:
+            self._parts.pop(link.number, None)
+
+    def answer(self, request: PeerRequest) -> None:
+        """Take over what the peer says, and echo it."""
+        link, message, parts, last = request
+        if isinstance(message, llc.DeleteRkey):
+            mask = self._forget_rkeys(link, message.rkeys)
+            link.send_llc(
+                dataclasses.replace(message, reply=True, negative=mask != 0, error_mask=mask)
+            )
+        elif parts is not None:
+            if last and not parts.refused:
+                parts.refused = not self._learn(link, parts.tokens)
+            link.send_llc(dataclasses.replace(message, reply=True, negative=parts.refused))
+            if last and not parts.refused:
+                self._fail_links_without_rkey(parts.tokens)
+
+    def refuse(self, request: PeerRequest) -> None:
+        """Links are changing: the peer is to try again when they have (3.5.5.3.1, 3.5.5.3.2)."""
+        message = request.message
+        if request.parts is not None:
+            request.parts.refused = True
+        if isinstance(message, llc.ConfirmRkey):
+            reply: llc.Message = dataclasses.replace(message, reply=True, negative=True, retry=True)
+        else:
+            reply = dataclasses.replace(message, reply=True, negative=True)
+        request.link.send_llc(reply)
+
+    def _learn(self, link: Link, tokens: dict[int, RToken]) -> bool:
+        known = {number: token for number, token in tokens.items() if number in self._group.links}
+        try:
+            self._group.peer_rmbs.learn_untrusted(known)
+        except ProtocolError as error:
+            LOGGER.warning("%r: CONFIRM RKEY: %s", link, error)
+            return False
+        return True
+
+    def _fail_links_without_rkey(self, tokens: dict[int, RToken]) -> None:
+        """C.7.1: a link for which the peer gives no RKey has failed there."""
+        for number in self._carrying():
+            if number not in tokens and number in self._group.links:
+                link = self._group.links[number]
+                LOGGER.info("%r: the peer's new RMB has no RKey there", link)
+                link.machine.send("failed")
+
+    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> int:
+        mask = 0
+        for position, rkey in enumerate(rkeys):
+            rmb = self._group.peer_rmbs.find(link.number, rkey)
+            if rmb is None:
+                mask |= 0x80 >> position
+                continue
+            self._group.peer_rmbs.forget(rmb)
+            for user in list(rmb.elements.values()):
+                user.rmbe_conflict()  # nothing may be written there again
+        return mask
+
+
+@dataclass(slots=True, eq=False)
+class RkeyRequest:
+    """A CONFIRM RKEY with its CONTINUATIONs or a DELETE RKEY of ours, waiting or under way.
+
+    Attributes:
+      messages: makes the request for the link it will travel on, when its turn has come.
+      finished: called once with whether the peer agreed.
+    """
+
+    messages: Callable[[Link], list[llc.Message]]
+    finished: Callable[[bool], None]
+    tries: int = 0
+    _awaited: deque[type[llc.Message]] = field(default_factory=deque)
+    _negative: bool = False
+    _retry: bool = False
+
+    def send(self, link: Link) -> None:
+        """Send all messages; each is echoed by itself (A.3.5, A.3.6)."""
+        messages = self.messages(link)
+        self._awaited = deque(map(type, messages))
+        self._negative = self._retry = False
+        for message in messages:
+            link.send_llc(message)
+
+    def on_echo_untrusted(self, echo: RkeyMessage) -> bool:
+        """Whether this echo was the last.  Raises ProtocolError when it is not one."""
+        if not self._awaited or type(echo) is not self._awaited.popleft():
+            raise ProtocolError(f"{type(echo).__name__} reply without a request")
+        if isinstance(echo, llc.DeleteRkey):
+            if echo.negative:  # nothing beyond logging (A.3.7)
+                _LLC_LOGGER.info("the peer did not know all RKeys: mask %#04x", echo.error_mask)
+        elif echo.negative and not self._negative:
+            self._negative = True
+            # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).
+            self._retry = not isinstance(echo, llc.ConfirmRkey) or echo.retry
+        return not self._awaited
+
+    @property
+    def agreed(self) -> bool:
+        """Whether no echo was negative."""
+        return not self._negative
+
+    def next_delay(self) -> float:
+        """Seconds until it is to be tried again; each time longer."""
+        self.tries += 1
+        return _RETRY_DELAY * float(4 ** (self.tries - 1))
+
+    @property
+    def to_be_retried(self) -> bool:
+        """Whether the peer wants it again when its configuration change is over."""
+        return self._negative and self._retry and self.tries < _RETRIES
+
+
+class RkeyExchanges:
+    """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
+
+    rkeys: Rkeys
+
+    def __init__(self, group: Group, turns: Turns) -> None:
+        self._group = group
+        self._turns = turns
+        self._queue: deque[RkeyRequest] = deque()
+        self._current: RkeyRequest | None = None
+        self._rkeys_link: Link | None = None
+        self._rkeys_timer: Timer | None = None
+        # More than one when they come in the middle of an action: their events wait, too.
+        self._peer_requests: deque[PeerRequest] = deque()
+        self._put_off: deque[PeerRequest] = deque()
+        self._retries: dict[RkeyRequest, Timer] = {}
+
+    # --- requests of this side ------------------------------------------------------------
+
+    def change_rkeys(self, request: RkeyRequest) -> None:
+        """Confirm or delete RKeys, now or when the exchange under way is done."""
+        if self._turns.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
+            request.finished(False)
+            return
+        self._queue.append(request)
+        self._turns.send("queued")
+
+    def start(self) -> bool:
+        """Begin the request of ours that waits longest, if one does and may."""
+        link = self._group.any_active_link()
+        if not self._queue or link is None or self._current is not None:
+            return False
+        self._current = self._queue.popleft()
+        self._rkeys_link = link
+        self._turns.send("change_rkeys")
+        return True
+
+    def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
+        """An echo of our RKey request; raises ProtocolError when there was none on ``link``."""
+        request = self._current
+        if request is None or link is not self._rkeys_link:
+            raise ProtocolError(f"{type(reply).__name__} reply without a request")
+        if request.on_echo_untrusted(reply):
+            self._turns.send("rkeys_replied")
+
+    def send_rkeys(self) -> None:
+        """Our request; then wait for the echoes."""
+        if self._current is not None and self._rkeys_link is not None:
+            self._current.send(self._rkeys_link)
+        self._rkeys_timer = self._group.timers.call_later(
+            self._group.config.llc_timeout, lambda: self._turns.send("rkeys_timeout")
+        )
+
+    def stop_rkeys_timer(self) -> None:
+        """They came, or do not matter any more."""
+        if self._rkeys_timer is not None:
+            self._rkeys_timer.cancel()
+            self._rkeys_timer = None
+
+    def end_rkeys(self) -> None:
+        """All echoes are there."""
+        request, self._current, self._rkeys_link = self._current, None, None
+        if request is None:
+            return
+        if request.to_be_retried:
+            # 3.5.5.3.1: begin anew when the peer's exchange is over; nothing tells when it is.
+            self._retries[request] = self._group.timers.call_later(
+                request.next_delay(), lambda: self._retry(request)
+            )
+            return
+        request.finished(request.agreed)
+
+    def redo_rkeys(self) -> None:
+        """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
+        request, self._current, self._rkeys_link = self._current, None, None
+        if request is not None:
+            self._queue.appendleft(request)
+
+    def fail_rkeys_link(self) -> None:
+        """The link over which the request was sent has failed (C.7.1)."""
+        fail(self._rkeys_link, self._turns.state)
+
+    def link_lost(self, link: Link, *, begun: bool) -> bool:
+        """What travels on ``link`` has failed; whether our request did."""
+        if link is not self._rkeys_link:
+            return False
+        if not begun:
+            self.stop_rkeys_timer()
+            self.redo_rkeys()
+        return True
+
+    def _retry(self, request: RkeyRequest) -> None:
+        del self._retries[request]
+        self.change_rkeys(request)
+
+    def fail_queued(self) -> None:
+        """Tell everybody who waits (2.3)."""
+        waiting = [self._current] if self._current is not None else []
+        waiting += self._queue
+        waiting += self._retries
+        for timer in self._retries.values():
+            timer.cancel()
+        self._current = None
+        self._queue.clear()
+        self._retries.clear()
+        self._put_off.clear()
+        for request in waiting:
+            request.finished(False)
+
+    # --- requests of the peer -------------------------------------------------------------
+
+    def on_request(self, request: PeerRequest) -> None:
+        """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
+        self._peer_requests.append(request)
+        self._turns.send("peer_rkeys")
+
+    def answer_rkeys(self) -> None:
+        """Answer the peer's RKey request."""
+        self._answer(self._peer_requests.popleft())
+
+    def answer_put_off(self) -> None:
+        """Links have changed: answer what waited for that."""
+        while self._put_off:
+            self._answer(self._put_off.popleft())
+
+    def _answer(self, request: PeerRequest) -> None:
+        if request.link.state != "DOWN":
+            self.rkeys.answer(request)
+
+    def put_off_rkeys(self) -> None:
+        """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
+        request = self._peer_requests.popleft()
+        if not isinstance(request.message, llc.DeleteRkey):
+            self.rkeys.refuse(request)
+        elif len(self._put_off) < _MAX_PUT_OFF:
+            self._put_off.append(request)
+        else:
+            _LLC_LOGGER.warning(
+                "%r: the peer does not wait for replies to DELETE RKEY", request.link
+            )
+            request.link.machine.send("failed")
+
+
+def fail(link: Link | None, state: str) -> None:
+    """An exchange on ``link`` was not answered."""
+    if link is not None:
+        _LLC_LOGGER.info("%r: an LLC request was not answered: %s", link, state)
+        link.machine.send("failed")

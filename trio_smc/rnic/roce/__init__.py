@@ -1,0 +1,1 @@
+"""RoCE adapters and soft-RoCE by pyverbs."""

@@ -1,0 +1,326 @@
+"""The seam to pyverbs: the only module that imports it, and the types of what is used of it.
+
+pyverbs 44 is untyped, imports slowly and is optional, so it is loaded at the first `load`.  What
+has to be known about it is applied here, once:
+
+* Importing it configures the root logger (``logging.basicConfig``); that is undone.
+* It tells no file descriptor of a completion channel or of the asynchronous events.  Both are
+  found as the one event file that appears around the constructor, and made non-blocking: pyverbs
+  holds the GIL in every call, so a blocking one would stop the whole process.
+* SGEs and work requests are never freed by the collector, closing one twice is a double free,
+  and a call on a closed object is a crash.  So work requests are made once per queue pair.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from trio_smc.rnic.verbs import RnicError
+
+__all__ = [
+    "ROCE_V1",
+    "ROCE_V2",
+    "Channel",
+    "Closable",
+    "Context",
+    "Cq",
+    "Gid",
+    "Mr",
+    "Qp",
+    "RecvWr",
+    "SendWr",
+    "Sge",
+    "Verbs",
+    "Wc",
+    "load",
+]
+
+
+_T = TypeVar("_T")
+
+ROCE_V1 = 1
+ROCE_V2 = 2
+"""``enum ibv_gid_type`` as `ibv_query_gid_table` gives it."""
+
+# Linux SMC's values but for the retry count: 7 means "for ever" on soft-RoCE, and a peer that is
+# gone would never be noticed.  15 and 6 give up after 0.95 s (4.096 us x 2^15 x 7).
+_ACK_TIMEOUT = 15
+_RETRY_COUNT = 6
+_RNR_RETRY = 7
+_MIN_RNR_TIMER = 5
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class Context(Closable, Protocol):
+    def query_port(self, port: int) -> Any: ...
+    def query_gid_table(self, max_entries: int) -> Sequence[Any]: ...
+    def query_device(self) -> Any: ...
+    def get_async_event(self) -> Any: ...
+
+
+class Mr(Closable, Protocol):
+    lkey: int
+    rkey: int
+
+
+class Wc(Protocol):
+    wr_id: int
+    status: int
+    qp_num: int
+    byte_len: int
+
+
+class Cq(Closable, Protocol):
+    cqe: int
+
+    def poll(self, num_entries: int) -> tuple[int, Sequence[Wc]]: ...
+    def req_notify(self, solicited_only: int) -> None: ...
+    def ack_events(self, count: int) -> None: ...
+
+
+class Channel(Closable, Protocol):
+    def get_cq_event(self, expected: Cq) -> None: ...
+
+
+class Sge(Closable, Protocol):
+    addr: int
+    length: int
+
+
+class SendWr(Closable, Protocol):
+    wr_id: int
+    send_flags: int
+    sg_list: Sge
+
+    def set_wr_rdma(self, rkey: int, address: int) -> None: ...
+
+
+class RecvWr(Closable, Protocol):
+    wr_id: int
+
+
+class Qp(Closable, Protocol):
+    qp_num: int
+
+    def modify(self, attributes: object, mask: int) -> None: ...
+    def post_send(self, request: SendWr) -> None: ...
+    def post_recv(self, request: RecvWr) -> None: ...
+
+
+class Gid(NamedTuple):
+    """An entry of a port's GID table."""
+
+    number: int
+    kind: int
+    ifindex: int
+    value: bytes
+
+
+_event_files = threading.Lock()
+
+
+def _open_event_files() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+        except OSError:  # closed meanwhile, as the listing's own descriptor is
+            continue
+    return found
+
+
+def _with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
+    # Locked: two of these at once, in two threads, could not tell their files apart.
+    with _event_files:
+        before = _open_event_files()
+        made = make()
+        (fd,) = _open_event_files() - before
+    os.set_blocking(fd, False)
+    return made, fd
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in root.handlers[:]:
+            if handler not in handlers:
+                root.removeHandler(handler)
+                handler.close()
+
+
+class Verbs:
+    """What is used of pyverbs, typed.
+
+    Attributes:
+      error: the base class of all that pyverbs raises.
+    """
+
+    def __init__(self) -> None:
+        with _root_logger_kept():
+            from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, wr
+        self._enums: Any = enums
+        self._lib: Any = SimpleNamespace(
+            addr=addr, cq=cq, device=device, mr=mr, pd=pd, qp=qp, wr=wr
+        )
+        self.error: type[Exception] = pyverbs_error.PyverbsError
+        self.signaled: int = enums.IBV_SEND_SIGNALED
+        self.solicited: int = enums.IBV_SEND_SOLICITED
+        self.inline: int = enums.IBV_SEND_INLINE
+        self.port_active: int = enums.IBV_PORT_ACTIVE
+        self.fatal_events = {enums.IBV_EVENT_DEVICE_FATAL, enums.IBV_EVENT_CQ_ERR}
+
+    @contextmanager
+    def refusals(self, what: str) -> Iterator[None]:
+        """Turn what pyverbs raises into RnicError.  For calls off the hot path."""
+        try:
+            yield
+        except self.error as refused:
+            raise self.refusal(what, refused) from refused
+
+    @staticmethod
+    def refusal(what: str, refused: Exception) -> RnicError:
+        """The RnicError for an error of pyverbs."""
+        code = getattr(refused, "error_code", 0)
+        return RnicError(code if code > 0 else errno.EIO, f"{what}: {refused}")
+
+    @staticmethod
+    def would_block(refused: Exception) -> bool:
+        """Whether a non-blocking get_cq_event only had nothing to give."""
+        return getattr(refused, "error_code", 0) == errno.EAGAIN
+
+    def context(self, device: str) -> tuple[Context, int]:
+        """The opened device and the descriptor of its asynchronous events."""
+        return _with_event_file(lambda: self._lib.device.Context(name=device))
+
+    @staticmethod
+    def gids(context: Context, port: int) -> list[Gid]:
+        """The used entries of the port's GID table."""
+        return [
+            Gid(e.gid_index, e.gid_type, e.ndev_ifindex, ipaddress.ip_address(e.gid_str()).packed)
+            for e in context.query_gid_table(256)
+            if e.port_num == port
+        ]
+
+    def channel(self, context: Context) -> tuple[Channel, int]:
+        """A completion channel and its descriptor."""
+        return _with_event_file(lambda: self._lib.cq.CompChannel(context))
+
+    def cq(self, context: Context, cqe: int, channel: Channel) -> Cq:
+        made: Cq = self._lib.cq.CQ(context, cqe, None, channel, 0)
+        return made
+
+    def pd(self, context: Context) -> Closable:
+        made: Closable = self._lib.pd.PD(context)
+        return made
+
+    def mr(self, pd: Closable, address: int, length: int, *, remote_write: bool) -> Mr:
+        access = self._enums.IBV_ACCESS_LOCAL_WRITE
+        if remote_write:
+            access |= self._enums.IBV_ACCESS_REMOTE_WRITE
+        made: Mr = self._lib.mr.MR(pd, length, access, address=address)
+        return made
+
+    def qp(
+        self, pd: Closable, cq: Cq, *, send_depth: int, receive_depth: int, inline: int
+    ) -> tuple[Qp, int]:
+        """A reliably connected queue pair in state RESET; two gather entries at most.
+
+        Returns it and how many bytes it sends inline, which may be more than ``inline``.
+        """
+        cap = self._lib.qp.QPCap(
+            max_send_wr=send_depth, max_recv_wr=receive_depth, max_send_sge=2, max_recv_sge=1,
+            max_inline_data=inline,
+        )  # fmt: skip
+        kind = self._enums.IBV_QPT_RC
+        init = self._lib.qp.QPInitAttr(qp_type=kind, scq=cq, rcq=cq, cap=cap, sq_sig_all=0)
+        made: Qp = self._lib.qp.QP(pd, init)
+        return made, int(init.max_inline_data)
+
+    def modify_to_init(self, qp: Qp, port: int) -> None:
+        e = self._enums
+        attr = self._lib.qp.QPAttr(qp_state=e.IBV_QPS_INIT, port_num=port)
+        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        attr.pkey_index = 0
+        qp.modify(
+            attr, e.IBV_QP_STATE | e.IBV_QP_PKEY_INDEX | e.IBV_QP_PORT | e.IBV_QP_ACCESS_FLAGS
+        )
+
+    def modify_to_rtr(
+        self, qp: Qp, *, port: int, gid_index: int, gid: bytes, qp_num: int, psn: int, mtu: int
+    ) -> None:
+        e, addr = self._enums, self._lib.addr
+        # pyverbs understands no other spelling than eight groups of four digits.
+        spelt = gid.hex(":", 2)
+        route = addr.GlobalRoute(dgid=addr.GID(spelt), sgid_index=gid_index, hop_limit=64)
+        attr = self._lib.qp.QPAttr(qp_state=e.IBV_QPS_RTR, path_mtu=mtu)
+        attr.ah_attr = addr.AHAttr(port_num=port, is_global=1, gr=route, dlid=0)
+        attr.dest_qp_num, attr.rq_psn = qp_num, psn
+        attr.max_dest_rd_atomic, attr.min_rnr_timer = 1, _MIN_RNR_TIMER
+        mask = e.IBV_QP_STATE | e.IBV_QP_AV | e.IBV_QP_PATH_MTU | e.IBV_QP_DEST_QPN
+        mask |= e.IBV_QP_RQ_PSN | e.IBV_QP_MAX_DEST_RD_ATOMIC | e.IBV_QP_MIN_RNR_TIMER
+        qp.modify(attr, mask)
+
+    def modify_to_rts(self, qp: Qp, *, psn: int) -> None:
+        e = self._enums
+        attr = self._lib.qp.QPAttr(qp_state=e.IBV_QPS_RTS)
+        attr.timeout, attr.retry_cnt, attr.rnr_retry = _ACK_TIMEOUT, _RETRY_COUNT, _RNR_RETRY
+        attr.sq_psn, attr.max_rd_atomic = psn, 1
+        mask = e.IBV_QP_STATE | e.IBV_QP_TIMEOUT | e.IBV_QP_RETRY_CNT | e.IBV_QP_RNR_RETRY
+        qp.modify(attr, mask | e.IBV_QP_SQ_PSN | e.IBV_QP_MAX_QP_RD_ATOMIC)
+
+    def modify_to_err(self, qp: Qp) -> None:
+        state = self._enums.IBV_QPS_ERR
+        qp.modify(self._lib.qp.QPAttr(qp_state=state), self._enums.IBV_QP_STATE)
+
+    def sge(self, address: int, length: int, lkey: int) -> Sge:
+        made: Sge = self._lib.wr.SGE(address, length, lkey)
+        return made
+
+    def recv_wr(self, wr_id: int, sge: Sge) -> RecvWr:
+        """A receive request with a copy of ``sge``; to be closed once."""
+        made: RecvWr = self._lib.wr.RecvWR(wr_id=wr_id, num_sge=1, sg=[sge])
+        return made
+
+    def send_wr(self, sge: Sge, *, write: bool) -> SendWr:
+        """A request that uses ``sge`` itself, so that both can be changed and posted again.
+
+        Its own copy is closed here; it must not be closed again, and ``sge`` be kept and closed.
+        """
+        made = self.gather_wr([sge], write=write)
+        made.close()
+        made.sg_list = sge
+        return made
+
+    def gather_wr(self, sges: Sequence[Sge], *, write: bool) -> SendWr:
+        """A request with copies of ``sges``; to be closed once."""
+        e = self._enums
+        opcode = e.IBV_WR_RDMA_WRITE if write else e.IBV_WR_SEND
+        made: SendWr = self._lib.wr.SendWR(num_sge=len(sges), sg=list(sges), opcode=opcode)
+        return made
+
+
+@cache
+def load() -> Verbs:
+    """Import pyverbs.  Raises RnicError when it is not installed or does not load."""
+    try:
+        return Verbs()
+    except ImportError as missing:
+        raise RnicError(errno.ENOSYS, f"pyverbs cannot be imported: {missing}") from missing

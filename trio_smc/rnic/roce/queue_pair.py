@@ -1,0 +1,419 @@
+"""A queue pair of a RoCE adapter, with its send ring and the books of its send queue.
+
+Each queue pair owns one registered piece of memory:
+
+==================================
+==============================================================
+receive slots, 64 bytes each        one per posted receive; reused when its completion was polled
+send slots, 64 bytes each           one per request of the send queue, by its number
+send ring, 1 MiB                    what `post_write` was given, in order
+==================================
+==============================================================
+
+A receive's wr_id is its slot plus `_RECEIVE`, a send's is its number: error completions name
+neither opcode nor length, so this is what tells the two apart.  Work requests are made once,
+changed and posted again (`_pyverbs`).
+
+The books of a send queue: which slots and which bytes of the send ring are still in use.
+
+A RoCE adapter reads what it sends from registered memory after the post has returned, so every
+request's bytes lie in a ring until the request is done.  Requests are done in the order of their
+posting, and an adapter tells it of signalled ones only; so now and then one is signalled that
+the
+caller did not want to hear of: `PostedSends.due` says when, `done` says whose it was.
+
+Pure: no verbs, no memory.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.roce import pyverbs as _pyverbs
+from trio_smc.rnic.roce.port import RocePort
+from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    MemoryRegion,
+    ProtectionDomain,
+    QpState,
+    QueueFull,
+    QueuePair,
+    RnicError,
+    WcOpcode,
+)
+
+__all__ = [
+    "Domain",
+    "PostedSends",
+    "Region",
+    "RoceQueuePair",
+]
+
+
+_SLOT: Final = 64
+_RING_SIZE: Final = 1 << 20
+_RECEIVE: Final = 1 << 62
+_INLINE: Final = 64
+"""Bytes that are asked for to be sent inline: LLC and CDC messages have 44.  The adapter then need
+not fetch them from memory after it was told of them."""
+
+
+class Region(MemoryRegion):
+    def __init__(self, pd: Domain, memory: Memory) -> None:
+        lib = pd.lib
+        with lib.refusals("ibv_reg_mr"):
+            self._mr: _pyverbs.Mr | None = lib.mr(
+                pd.pd, memory.address, memory.size, remote_write=True
+            )
+        self._pd = pd
+        self._memory = memory  # pinned pages stay writable for peers: outlives the region
+        self.rkey = self._mr.rkey
+        self.address = memory.address
+        self.length = memory.size
+        pd.regions.add(self)
+
+    def close(self) -> None:
+        if self._mr is None:
+            return
+        mr, self._mr = self._mr, None
+        self._pd.regions.discard(self)
+        with self._pd.rnic.releasing("ibv_dereg_mr"):
+            mr.close()
+
+
+class Domain(ProtectionDomain):
+    def __init__(
+        self,
+        rnic: RocePort,
+        context: _pyverbs.Context,
+        lib: _pyverbs.Verbs,
+        forget: Callable[[Domain], None],
+    ) -> None:
+        self.rnic = rnic
+        self._forget = forget
+        self.lib = lib
+        with lib.refusals("ibv_alloc_pd"):
+            self.pd = lib.pd(context)
+        self.regions: set[Region] = set()
+        self.pairs: set[RoceQueuePair] = set()
+        self.closed = False
+
+    def register(self, memory: Memory) -> MemoryRegion:
+        if self.closed:
+            raise RnicError(errno.EBADF, "the protection domain is closed")
+        return Region(self, memory)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        # pyverbs would close them too, and their next call would then crash.
+        if self.regions or self.pairs:
+            raise RnicError(errno.EBUSY, "regions or queue pairs of the domain are still open")
+        self.closed = True
+        self._forget(self)
+        with self.rnic.releasing("ibv_dealloc_pd"):
+            self.pd.close()
+
+
+class RoceQueuePair(QueuePair):
+    def __init__(
+        self, rnic: RocePort, pd: Domain, cq: _pyverbs.Cq, detach: Callable[[RoceQueuePair], None]
+    ) -> None:
+        self._detach = detach
+        self._rnic, self._pd, self._lib = rnic, pd, pd.lib
+        sends, receives = rnic.send_depth, rnic.receive_depth
+        self._send_slots = receives * _SLOT
+        self._ring = self._send_slots + sends * _SLOT
+        self._posted = PostedSends(depth=sends, size=_RING_SIZE)
+        self._free_slots = list(range(receives - 1, -1, -1))
+        self._memory = Memory(self._ring + _RING_SIZE, name="trio_smc-qp")
+        self._view, self._base = self._memory.view, self._memory.address
+        try:
+            self._make(cq)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.qp_num = self._qp.qp_num
+        self.state = QpState.RESET
+        self._closed = False
+        pd.pairs.add(self)
+
+    def _make(self, cq: _pyverbs.Cq) -> None:
+        lib, rnic = self._lib, self._rnic
+        with lib.refusals("ibv_reg_mr"):
+            self._mr = lib.mr(self._pd.pd, self._base, self._memory.size, remote_write=False)
+        try:
+            with lib.refusals("ibv_create_qp"):
+                self._qp, self._inline_limit = self._create(cq)
+        except BaseException:
+            self._mr.close()
+            raise
+        lkey = self._mr.lkey
+        slot = lib.sge(self._base, RECEIVE_SIZE, lkey)
+        self._receives = []
+        for number in range(rnic.receive_depth):
+            slot.addr = self._base + number * _SLOT
+            self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
+        slot.close()
+        self._sge = lib.sge(self._base, 0, lkey)
+        self._send_wr = lib.send_wr(self._sge, write=False)
+        self._write_wr = lib.send_wr(self._sge, write=True)
+        self._signaled, self._solicited, self._inline = lib.signaled, lib.solicited, lib.inline
+
+    def _create(self, cq: _pyverbs.Cq) -> tuple[_pyverbs.Qp, int]:
+        make = partial(
+            self._lib.qp, self._pd.pd, cq, send_depth=self._rnic.send_depth,
+            receive_depth=self._rnic.receive_depth,
+        )  # fmt: skip
+        try:
+            return make(inline=_INLINE)
+        except self._lib.error:  # the adapter cannot send so much inline
+            return make(inline=0)
+
+    def _expect(self, *states: QpState) -> None:
+        if self._closed:
+            raise RnicError(errno.EBADF, "the queue pair is closed")
+        if self.state not in states:
+            raise RnicError(errno.EINVAL, f"the queue pair is in state {self.state}")
+
+    def to_init(self) -> None:
+        self._expect(QpState.RESET)
+        with self._lib.refusals("ibv_modify_qp to INIT"):
+            self._lib.modify_to_init(self._qp, self._rnic.port)
+        self.state = QpState.INIT
+
+    def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
+        self._expect(QpState.INIT)
+        # Soft-RoCE accepts all of these.
+        if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
+            raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
+        if not 1 <= mtu <= self._rnic.mtu:
+            raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
+        own = self._rnic.gid_towards(gid)
+        # The kernel would wait for it, and with it this whole process.
+        if not self._rnic.address_known(gid):
+            raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the peer's address")
+        with self._lib.refusals("ibv_modify_qp to RTR"):
+            self._lib.modify_to_rtr(
+                self._qp, port=self._rnic.port, gid_index=own.number,
+                gid=gid, qp_num=qp_num, psn=psn, mtu=mtu,
+            )  # fmt: skip
+        self.state = QpState.RTR
+
+    def to_rts(self, *, psn: int) -> None:
+        self._expect(QpState.RTR)
+        if not 0 <= psn < 1 << 24:
+            raise RnicError(errno.EINVAL, f"{psn} is not a PSN")
+        with self._lib.refusals("ibv_modify_qp to RTS"):
+            self._lib.modify_to_rts(self._qp, psn=psn)
+        self.state = QpState.RTS
+
+    def to_err(self) -> None:
+        if self._closed:
+            return
+        if self.state is not QpState.RESET:  # nothing is posted there, and verbs refuse it
+            with self._rnic.releasing("ibv_modify_qp to ERR"):
+                self._lib.modify_to_err(self._qp)
+        self.state = QpState.ERR
+
+    def post_receive(self, count: int) -> None:
+        self._expect(QpState.INIT, QpState.RTR, QpState.RTS, QpState.ERR)
+        if count > len(self._free_slots):
+            raise QueueFull
+        try:
+            for _ in range(count):
+                self._qp.post_recv(self._receives[self._free_slots[-1]])
+                self._free_slots.pop()
+        except self._lib.error as refused:
+            raise self._lib.refusal("ibv_post_recv", refused) from refused
+
+    def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+        if len(data) > RECEIVE_SIZE:
+            raise RnicError(errno.EMSGSIZE, f"a message has at most {RECEIVE_SIZE} bytes")
+        if self.state is not QpState.RTS:
+            self._expect(QpState.ERR)
+        posted = self._posted
+        posted.check(0)
+        start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+        self._view[start : start + len(data)] = data
+        sge = self._sge
+        sge.addr, sge.length = self._base + start, len(data)
+        flags = self._solicited
+        if len(data) <= self._inline_limit:
+            flags |= self._inline
+        self._post(self._send_wr, wr_id, WcOpcode.SEND, 0, flags, signaled)
+
+    def post_write(
+        self,
+        wr_id: int,
+        data: memoryview,
+        more: memoryview | None,
+        *,
+        address: int,
+        rkey: int,
+        signaled: bool = False,
+    ) -> None:
+        if self.state is not QpState.RTS:
+            self._expect(QpState.ERR)
+        posted = self._posted
+        length = len(data) + (len(more) if more is not None else 0)
+        posted.check(length)
+        start = posted.position
+        self._copy(start, data)
+        if more is not None:
+            self._copy((start + len(data)) % _RING_SIZE, more)
+        first = min(length, _RING_SIZE - start)
+        flags = self._inline if length <= self._inline_limit else 0
+        sge = self._sge
+        sge.addr, sge.length = self._base + self._ring + start, first
+        if first == length:
+            self._write_wr.set_wr_rdma(rkey, address)
+            self._post(self._write_wr, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
+        else:
+            # Once per turn of the ring; a reusable request can point at one entry only.
+            rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
+            request = self._lib.gather_wr([sge, rest], write=True)
+            try:
+                request.set_wr_rdma(rkey, address)
+                self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
+            finally:
+                request.close()
+                rest.close()
+
+    def _copy(self, start: int, data: memoryview) -> None:
+        ring, view = self._ring, self._view
+        first = min(len(data), _RING_SIZE - start)
+        view[ring + start : ring + start + first] = data[:first]
+        if first < len(data):
+            view[ring : ring + len(data) - first] = data[first:]
+
+    def _post(
+        self,
+        request: _pyverbs.SendWr,
+        wr_id: int,
+        opcode: int,
+        length: int,
+        flags: int,
+        wanted: bool,
+    ) -> None:
+        posted = self._posted
+        signaled = wanted or posted.due(length)
+        request.wr_id = posted.next_id
+        request.send_flags = flags | self._signaled if signaled else flags
+        try:
+            self._qp.post_send(request)
+        except self._lib.error as refused:
+            raise self._lib.refusal("ibv_post_send", refused) from refused
+        posted.post(wr_id, opcode, length, wanted=wanted, signaled=signaled)
+
+    def write_capacity(self) -> int:
+        return self._posted.free
+
+    def complete(self, wc: _pyverbs.Wc, found: list[Completion]) -> None:
+        """Turn a work completion of this queue pair into what the interface gives, if anything."""
+        number, status = wc.wr_id, wc.status
+        if status:
+            self.state = QpState.ERR
+        if number >= _RECEIVE:
+            slot = number - _RECEIVE
+            self._free_slots.append(slot)
+            start = slot * _SLOT
+            data = None if status else bytes(self._view[start : start + wc.byte_len])
+            found.append(Completion(self.qp_num, WcOpcode.RECV, status, 0, data))
+            return
+        wr_id, opcode, wanted = self._posted.done(number)
+        if wanted or status:
+            found.append(Completion(self.qp_num, opcode, status, wr_id, None))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.state = QpState.ERR
+        self._detach(self)
+        self._pd.pairs.discard(self)
+        with self._rnic.releasing("ibv_destroy_qp"):
+            self._qp.close()
+        for request in self._receives:
+            request.close()
+        self._sge.close()  # the two reusable requests use it and have nothing of their own
+        with self._rnic.releasing("ibv_dereg_mr"):
+            self._mr.close()
+        self._memory.close()
+
+
+_PARTS = 4
+"""At the latest after this part of the slots or of the bytes a request is signalled."""
+
+
+class PostedSends:
+    """Requests posted and not known to be done, oldest first.
+
+    Attributes:
+      next_id: the number of the next request; numbers count from 0 for ever.
+      position: where in the ring the next request's bytes start.
+      free: bytes of the ring that are free; they start at `position` and may wrap.
+    """
+
+    __slots__ = (
+        "_depth", "_oldest", "_posted", "_size", "_unheard", "_unheard_bytes", "free", "next_id",
+        "position",
+    )  # fmt: skip
+
+    def __init__(self, *, depth: int, size: int) -> None:
+        self._depth = depth
+        self._size = size
+        self._posted: deque[tuple[int, int, bool, int]] = deque()
+        self._oldest = 0
+        self._unheard = 0
+        self._unheard_bytes = 0
+        self.next_id = 0
+        self.position = 0
+        self.free = size
+
+    def check(self, length: int) -> None:
+        """Raise QueueFull when there is no slot or no room for ``length`` bytes."""
+        if len(self._posted) >= self._depth or length > self.free:
+            raise QueueFull
+
+    def due(self, length: int) -> bool:
+        """Whether the next request, of ``length`` bytes, has to be signalled."""
+        return (
+            (self._unheard + 1) * _PARTS >= self._depth
+            or (self._unheard_bytes + length) * _PARTS >= self._size
+        )  # fmt: skip
+
+    def post(self, wr_id: int, opcode: int, length: int, *, wanted: bool, signaled: bool) -> None:
+        """Note the next request as posted.
+
+        Args:
+          wr_id: the caller's own number.
+          opcode: what it is; an error completion does not tell.
+          length: bytes of the ring that it uses.
+          wanted: the caller wants to hear of its success.
+          signaled: the adapter tells of its success.
+        """
+        self._posted.append((wr_id, opcode, wanted, length))
+        self.next_id += 1
+        self.free -= length
+        self.position = (self.position + length) % self._size
+        if signaled:
+            self._unheard = self._unheard_bytes = 0
+        else:
+            self._unheard += 1
+            self._unheard_bytes += length
+
+    def done(self, number: int) -> tuple[int, int, bool]:
+        """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
+        while True:
+            wr_id, opcode, wanted, length = self._posted.popleft()
+            self._oldest += 1
+            self.free += length
+            if self._oldest > number:
+                return wr_id, opcode, wanted

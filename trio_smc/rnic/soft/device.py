@@ -1,0 +1,461 @@
+"""The software RNIC: RDMA between processes of one host, without privileges or hardware.
+
+Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping,
+checked
+for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
+pair; a doorbell (an eventfd for each queue pair) is rung only when the receiver is asleep.  So
+data needs no system call at all while both sides are busy.  Here is the
+device; the parts are `_ring` (sends), `_softmr` (memory), `_softqp` (queue pairs), and
+`_fabric`,
+`_reception` and `_contact` (how RNICs find and tell each other).
+
+Several can be open in one process, also under one name, and a process may connect to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import secrets
+import select
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.soft.messages import (
+    Directory,
+    Hello,
+    close_all,
+    decode_untrusted,
+    receive,
+    same_user,
+)
+from trio_smc.rnic.soft.port import Port, PortUser, Pushed
+from trio_smc.rnic.soft.queue_pair import SoftQueuePair
+from trio_smc.rnic.soft.regions import SoftProtectionDomain
+from trio_smc.rnic.soft.ring import SLOTS, ReceiveRing, fence
+from trio_smc.rnic.verbs import (
+    Completion,
+    ProtectionDomain,
+    QpState,
+    Rnic,
+    RnicError,
+    RnicEvent,
+    refusals,
+)
+
+__all__ = [
+    "Reception",
+    "SoftRnic",
+    "socket_name",
+]
+
+
+_GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
+_MACHINES: Final = ("x86_64", "AMD64")
+_SEND_DEPTH: Final = 1024
+_EVENTS_AT_ONCE: Final = 64
+
+
+class Faults(Protocol):
+    """What goes wrong (`faults.FaultPlan`)."""
+
+    def attach(self, rnic: SoftRnic) -> None:
+        """Whose plan this is."""
+
+    def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> SoftQueuePair:
+        """A new queue pair that is subject to it."""
+
+
+class SoftRnic(Rnic):
+    """A software RNIC port.
+
+    Args:
+      name: what it is called in statistics and logs.
+      faults: what goes wrong on it, for tests; it costs time only where it is given.
+    """
+
+    kind: Literal["software", "roce"] = "software"
+    copies_on_post = False
+
+    def __init__(self, name: str = "soft0", *, faults: Faults | None = None) -> None:
+        self.name = name
+        self.faults = faults
+        self.gid = bytes(16)
+        self.mac = bytes(6)
+        self.mtu = 5
+        self.port_active = False
+        self.send_depth = _SEND_DEPTH
+        self.receive_depth = SLOTS
+        self.on_event = None
+        self.done: list[Completion] = []
+        self.stalled: dict[Pushed, None] = {}
+        self.gone: list[PortUser] = []
+        # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
+        self.restless = 0
+        self._rings: tuple[ReceiveRing, ...] = ()
+        self._qps: dict[int, SoftQueuePair] = {}
+        self._pds: set[SoftProtectionDomain] = set()
+        self._rkeys: set[int] = set()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
+        # yet.
+        self._limbo: list[socket.socket] = []
+        self._events: list[RnicEvent] = []
+        self._open = False
+        self._new_qp: Callable[[SoftRnic, SoftProtectionDomain, int], SoftQueuePair] = SoftQueuePair
+        if faults is not None:
+            faults.attach(self)
+            self._new_qp = faults.queue_pair
+
+    # -- the device ----------------------------------------------------------------------
+
+    def open(self, directory: Path) -> None:
+        if self._open:
+            raise RnicError(errno.EBUSY, f"{self.name} is open")
+        if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
+            raise RnicError(
+                errno.ENOTSUP,
+                "the software RNIC needs Linux on x86-64: it relies on that memory model",
+            )
+        self.gid = _GID_PREFIX + secrets.token_bytes(8)
+        # Locally administered, unicast.
+        self.mac = b"\x02" + secrets.token_bytes(5)
+        self._directory = Directory(directory)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._directory.close)
+            self._directory.remove_stale()
+            self._epoll = select.epoll()
+            undo.callback(self._epoll.close)
+            self._reception = Reception(self, self._directory)
+            undo.callback(self._reception.close)
+            self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
+        self.watch(self._self_wake, select.EPOLLIN | select.EPOLLET, None)
+        self.port_active = True
+        self._open = True
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        for qp in tuple(self._qps.values()):
+            qp.close()
+        for pd in tuple(self._pds):
+            for region in pd.regions:
+                region.close()
+            pd.close()
+        self._reception.close()
+        for sock in self._limbo:
+            sock.close()
+        self._limbo.clear()
+        self._handlers.clear()
+        self._events.clear()
+        self.stalled.clear()
+        self.restless = 0
+        self.done.clear()
+        self._directory.close()
+        self._epoll.close()
+        os.close(self._self_wake)
+        self.port_active = False
+        self._open = False
+
+    def abandon(self) -> None:
+        # Only descriptors are closed: a changed epoll set or a removed name would be the parent's.
+        if self._open:
+            self._open = False
+            self._reception.abandon()
+            for qp in self._qps.values():
+                qp.abandon()
+            for sock in self._limbo:
+                sock.close()
+
+    def alloc_memory(self, size: int) -> Memory:
+        return Memory(size)
+
+    def alloc_pd(self) -> SoftProtectionDomain:
+        self._check_open()
+        with refusals():
+            pd = SoftProtectionDomain(self, self._pds.discard)
+        self._pds.add(pd)
+        return pd
+
+    def create_qp(self, pd: ProtectionDomain) -> SoftQueuePair:
+        self._check_open()
+        if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
+            raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+        qp_num = 0
+        while qp_num < 2 or qp_num in self._qps:
+            qp_num = secrets.randbits(24)
+        with refusals():
+            qp = self._new_qp(self, pd, qp_num)
+        self._qps[qp_num] = qp
+        pd.queue_pairs.add(qp)
+        self._rings = (*self._rings, qp.ring)
+        return qp
+
+    # -- faults --------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """The port goes down without warning.
+
+        Our own posts are flushed from now on, peers' posts to us end with RETRY_EXC_ERR, queue
+        pairs that nobody uses stay in RTS, and `service` reports PORT_DOWN.  Idempotent.
+        """
+        self._check_open()
+        self._set_port(False)
+
+    def restore(self) -> None:
+        """The port comes up again; queue pairs that are still in RTS go on.  Idempotent."""
+        self._check_open()
+        self._set_port(True)
+
+    def _set_port(self, active: bool) -> None:
+        if self.port_active == active:
+            return
+        # Who had reached us before is connected, and must not notice.
+        self.look()
+        self.port_active = active
+        self._events.append(RnicEvent.PORT_UP if active else RnicEvent.PORT_DOWN)
+        for qp in tuple(self._qps.values()):
+            qp.port_changed()
+        if active:
+            for sock in self._limbo:
+                sock.close()
+            self._limbo.clear()
+        os.eventfd_write(self._self_wake, 1)
+
+    # -- completions ---------------------------------------------------------------------
+
+    def poll(self) -> list[Completion]:
+        done = self.done
+        for ring in self._rings:
+            if ring.head[0] != ring.tail and not ring.take_untrusted(done.append):
+                self._qps[ring.qp_num].broken()
+        if self.stalled or self.gone:
+            self._catch_up()
+        if not done:
+            return []
+        taken = done[:]
+        done.clear()
+        return taken
+
+    def stirs(self) -> bool:
+        for ring in self._rings:
+            if ring.head[0] != ring.tail:
+                return True
+        return bool(self.done or self.stalled or self.gone)
+
+    def arm(self) -> bool:
+        if self.done or self.gone or self.restless:
+            return False
+        rings = self._rings
+        for ring in rings:
+            ring.arm()
+        fence()
+        for ring in rings:
+            if ring.head[0] != ring.tail:
+                break
+        else:
+            return True
+        self.disarm()
+        return False
+
+    def disarm(self) -> None:
+        for ring in self._rings:
+            ring.disarm()
+
+    def wait_fd(self) -> int:
+        self._check_open()
+        return self._epoll.fileno()
+
+    def service(self) -> None:
+        self.look()
+        while self._events:
+            event = self._events.pop(0)
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def _catch_up(self) -> None:
+        for qp in tuple(self.stalled):
+            qp.push()
+        while self.gone:
+            self.gone.pop().peer_gone()
+
+    # -- what queue pairs and protection domains call -------------------------------------
+
+    def look(self) -> None:
+        """Handle what the sockets have, without waiting."""
+        while True:
+            events = self._epoll.poll(0, _EVENTS_AT_ONCE)
+            for fd, mask in events:
+                handler = self._handlers.get(fd)
+                if handler is not None:
+                    handler(mask)
+            if len(events) < _EVENTS_AT_ONCE:
+                return
+
+    def dial(self, gid: bytes) -> socket.socket:
+        """A socket to the RNIC of that GID.  Raises RnicError."""
+        with refusals():
+            return self._directory.dial(socket_name(gid))
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
+        """Let `wait_fd` report ``fd``; `service` calls ``handler`` with the epoll events."""
+        self._epoll.register(fd, events)
+        if handler is not None:
+            self._handlers[fd] = handler
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`."""
+        self._epoll.unregister(fd)
+        self._handlers.pop(fd, None)
+
+    def queue_pairs(self) -> list[SoftQueuePair]:
+        """Those there are, in the order of their making."""
+        return list(self._qps.values())
+
+    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
+        """The queue pair of that number."""
+        return self._qps.get(qp_num)
+
+    def retire(self, user: PortUser) -> None:
+        """A queue pair went to ERR: it needs no polling any more."""
+        self._rings = tuple(ring for ring in self._rings if ring is not user.ring)
+        self.stalled.pop(user, None)
+
+    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
+        """Close a watched socket, or keep it where the other side may not notice yet: the port is
+        down, or it goes ``quietly``."""
+        if sock is None:
+            return
+        self.unwatch(sock.fileno())
+        if self.port_active and not quietly:
+            sock.close()
+            return
+        for other in tuple(self._limbo):
+            if _peer_has_ended(other):
+                self._limbo.remove(other)
+                other.close()
+        self._limbo.append(sock)
+
+    def new_rkey(self) -> int:
+        """An RKey that no region of this RNIC has."""
+        rkey = 0
+        while rkey == 0 or rkey in self._rkeys:
+            rkey = secrets.randbits(32)
+        self._rkeys.add(rkey)
+        return rkey
+
+    def free_rkey(self, rkey: int) -> None:
+        """Undo `new_rkey`."""
+        self._rkeys.discard(rkey)
+
+    def forget(self, user: PortUser) -> None:
+        """A queue pair was destroyed."""
+        del self._qps[user.qp_num]
+        self.gone = [other for other in self.gone if other is not user]
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RnicError(errno.EBADF, f"{self.name} is not open")
+
+
+def _peer_has_ended(sock: socket.socket) -> bool:
+    looker = select.poll()
+    looker.register(sock, 0)
+    return bool(looker.poll(0))
+
+
+_MOST_STRANGERS: Final = 64
+_EDGES: Final = select.EPOLLIN | select.EPOLLET
+
+
+def socket_name(gid: bytes) -> str:
+    """The name under which the RNIC of this GID listens."""
+    return f"rnic-{gid.hex()}"
+
+
+class Listening(Port, Protocol):
+    """The port, for who comes in by its name."""
+
+    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
+        """The queue pair of that number."""
+
+
+class Reception:
+    """Accepts, reads one Hello of each and hands it to the queue pair it is for.
+
+    Who says nothing is kept until `_MOST_STRANGERS` others have come; who says anything else, or
+    belongs to another user, is shown the door.
+    """
+
+    def __init__(self, rnic: Listening, directory: Directory) -> None:
+        self._rnic = rnic
+        self._directory = directory
+        self._name = socket_name(rnic.gid)
+        self._strangers: dict[int, socket.socket] = {}
+        self._listener = directory.listen(self._name)
+        rnic.watch(self._listener.fileno(), _EDGES, self._accept)
+
+    def close(self) -> None:
+        """Remove the name, close everything."""
+        for fd in tuple(self._strangers):
+            self._show_out(fd)
+        self._rnic.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._directory.remove(self._name)
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's descriptors and nothing else."""
+        for sock in (*self._strangers.values(), self._listener):
+            sock.close()
+
+    def _accept(self, _events: int) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # nobody left, or out of descriptors: the next who dials tries again
+            # A port that is down hears nobody.
+            if not self._rnic.port_active or not same_user(sock):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._show_out(next(iter(self._strangers)))
+            fd = sock.fileno()
+            self._strangers[fd] = sock
+            self._rnic.watch(fd, _EDGES, partial(self._greet, fd))
+            self._greet(fd, 0)
+
+    def _show_out(self, fd: int) -> None:
+        self._rnic.unwatch(fd)
+        self._strangers.pop(fd).close()
+
+    def _greet(self, fd: int, _events: int) -> None:
+        sock = self._strangers.get(fd)
+        packet = None if sock is None else receive(sock)
+        if sock is None or packet is None:
+            return
+        data, fds = packet
+        try:
+            hello = decode_untrusted(data, len(fds))
+            if not isinstance(hello, Hello):
+                raise ProtocolError("a software RNIC that does not say Hello")
+            qp = self._rnic.queue_pair(hello.peer_qp_num)
+            if qp is None or qp.state is QpState.ERR:
+                raise ProtocolError("no such queue pair")
+        except ProtocolError:
+            close_all(fds)
+            self._show_out(fd)
+            return
+        self._rnic.unwatch(fd)
+        del self._strangers[fd]
+        qp.offer(hello, sock, fds)

@@ -1,0 +1,270 @@
+"""How software RNICs find each other and what their queue pairs tell each other.
+
+Every open RNIC listens on a Unix SEQPACKET socket ``rnic-<GID in hex>`` in the user's private
+directory.  When a queue pair goes to RTR it dials the peer RNIC and says `Hello`, with its receive
+ring, the key page of its protection domain and its doorbell attached: everything that the peer
+needs to write to it.  The peer's queue pair does the same in the other direction, so a pair of
+queue pairs has two sockets, each with one speaker; nobody waits for an answer, and it does not
+matter who is first.  Later a speaker announces memory regions (`Register`, `Revoke`).  The end of
+a socket tells of the end of its speaker, be it in order or by SIGKILL.
+
+Paths are opened through ``/proc/self/fd/<directory>/name``: a socket address holds 107 bytes, a
+user's directory may be longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rnic.verbs import RnicError
+
+__all__ = [
+    "Directory",
+    "Hello",
+    "Message",
+    "Register",
+    "Revoke",
+    "close_all",
+    "decode_untrusted",
+    "receive",
+    "same_user",
+]
+
+
+_MAGIC: Final = b"SMCN"
+_VERSION: Final = 1
+_HELLO: Final = 1
+_REGISTER: Final = 2
+_REVOKE: Final = 3
+
+_HEADER: Final = struct.Struct("<4sBBxx")
+_HELLO_BODY: Final = struct.Struct("<16sIII")
+_REGISTER_BODY: Final = struct.Struct("<IIQQ")
+_REVOKE_BODY: Final = struct.Struct("<I")
+_LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
+_MOST_FDS: Final = 3
+_ANCILLARY: Final = socket.CMSG_SPACE(_MOST_FDS * 4)
+_CREDENTIALS: Final = struct.Struct("3i")
+
+_BACKLOG: Final = 1024
+_STALE_AFTER: Final = 60.0
+"""Seconds after which a socket that never got its final name is left over from a crash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a socket: who speaks to whom.
+
+    Descriptors that go with it: the speaker's receive ring, its key page, its doorbell.
+
+    Attributes:
+      gid: the speaker's RNIC.
+      qp_num: the speaker's queue pair.
+      peer_qp_num: the queue pair it speaks to.
+      peer_psn: the sequence number it expects from that one.
+    """
+
+    gid: bytes
+    qp_num: int
+    peer_qp_num: int
+    peer_psn: int
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, _VERSION, _HELLO) + _HELLO_BODY.pack(
+            self.gid, self.qp_num, self.peer_qp_num, self.peer_psn
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """A memory region that the speaker's peer may write into; its memfd goes with it.
+
+    Attributes:
+      rkey: its key, which is also in the key page while it is valid.
+      slot: where in the key page.
+      address: what its first byte is called.
+      length: bytes.
+    """
+
+    rkey: int
+    slot: int
+    address: int
+    length: int
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, _VERSION, _REGISTER) + _REGISTER_BODY.pack(
+            self.rkey, self.slot, self.address, self.length
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    """A memory region is no more; the peer unmaps it."""
+
+    rkey: int
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, _VERSION, _REVOKE) + _REVOKE_BODY.pack(self.rkey)
+
+
+Message = Hello | Register | Revoke
+_FDS: Final = {Hello: 3, Register: 1, Revoke: 0}
+
+
+def decode_untrusted(data: bytes, fds: int) -> Message:
+    """Decode one message that came with ``fds`` descriptors.  Raises ProtocolError."""
+    try:
+        magic, version, kind = _HEADER.unpack_from(data)
+        body = data[_HEADER.size :]
+        if magic != _MAGIC or version != _VERSION:
+            raise ProtocolError("not a software RNIC of this version")
+        message: Message
+        if kind == _HELLO:
+            gid, qp_num, peer_qp_num, psn = _HELLO_BODY.unpack(body)
+            message = Hello(gid=gid, qp_num=qp_num, peer_qp_num=peer_qp_num, peer_psn=psn)
+        elif kind == _REGISTER:
+            rkey, slot, address, length = _REGISTER_BODY.unpack(body)
+            message = Register(rkey=rkey, slot=slot, address=address, length=length)
+        elif kind == _REVOKE:
+            (rkey,) = _REVOKE_BODY.unpack(body)
+            message = Revoke(rkey=rkey)
+        else:
+            raise ProtocolError(f"unknown kind {kind} of a software RNIC's message")
+    except struct.error as problem:
+        raise ProtocolError("a software RNIC's message of a wrong length") from problem
+    if fds != _FDS[type(message)]:
+        raise ProtocolError("a software RNIC's message with a wrong number of descriptors")
+    return message
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Receive one packet and its descriptors, which the caller must close.
+
+    Returns None when nothing is there; an empty packet is the end of the socket.
+    """
+    while True:
+        try:
+            data, ancillary, flags, _ = sock.recvmsg(
+                _LONGEST + 1, _ANCILLARY, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            # The peer closed with something of ours unread; what it said is still to come.
+            continue
+        except OSError:
+            return b"", []
+        break
+    fds: list[int] = []
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4])
+    if flags & socket.MSG_CTRUNC:
+        # More descriptors than any message has; the rest was dropped by the kernel.
+        close_all(fds)
+        return b"", []
+    return data, fds
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors that came with a message."""
+    while fds:
+        os.close(fds.pop())
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid == os.geteuid()
+
+
+class Directory:
+    """The private directory, opened and checked.  Raises RnicError if it is not private."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700, parents=True)
+            # O_NOFOLLOW: a link could lead into a directory of somebody else.
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as problem:
+            raise RnicError(problem.errno, f"the private directory {path}: {problem}") from problem
+        status = os.fstat(self._fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            self.close()
+            raise RnicError(
+                errno.EPERM,
+                f"the private directory {path} must belong to this user and have mode 0700",
+            )
+
+    def listen(self, name: str) -> socket.socket:
+        """A listening socket of that name; it appears only once it can be dialled."""
+        sock = _new_socket()
+        try:
+            sock.bind(self._path(f"new-{name}"))
+            sock.listen(_BACKLOG)
+            os.rename(f"new-{name}", name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except OSError as problem:
+            sock.close()
+            self.remove(f"new-{name}")
+            raise RnicError(problem.errno, f"cannot listen as {name}: {problem}") from problem
+        return sock
+
+    def dial(self, name: str) -> socket.socket:
+        """A socket connected to the listener of that name.  Raises RnicError."""
+        sock = _new_socket()
+        try:
+            sock.connect(self._path(name))
+            if not same_user(sock):
+                raise PermissionError(errno.EPERM, "it belongs to another user")
+        except OSError as problem:
+            sock.close()
+            raise RnicError(problem.errno, f"cannot reach {name}: {problem}") from problem
+        return sock
+
+    def remove(self, name: str) -> None:
+        """Remove a name; one that is gone already is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    def remove_stale(self) -> None:
+        """Remove the sockets that dead processes left behind."""
+        for name in os.listdir(self._fd):
+            if name.startswith("rnic-") or (name.startswith("new-rnic-") and self._old(name)):
+                try:
+                    self.dial(name).close()
+                except RnicError as problem:
+                    if problem.errno == errno.ECONNREFUSED:
+                        self.remove(name)
+
+    def close(self) -> None:
+        """Close the directory.  Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _path(self, name: str) -> str:
+        return f"/proc/self/fd/{self._fd}/{name}"
+
+    def _old(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            made = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
+            return time.time() - made > _STALE_AFTER
+        return False
+
+
+def _new_socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    return sock

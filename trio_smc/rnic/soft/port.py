@@ -1,0 +1,79 @@
+"""What the parts of a software RNIC share: its port, as queue pairs, domains and sockets see it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from trio_smc.rnic.soft.ring import ReceiveRing
+from trio_smc.rnic.verbs import Completion
+
+__all__ = [
+    "Port",
+    "PortUser",
+    "Pushed",
+]
+
+
+class Pushed(Protocol):
+    """What a poll has to look after."""
+
+    def push(self) -> None:
+        """Go on if that is possible now."""
+
+
+class PortUser(Pushed, Protocol):
+    """A queue pair, as its port sees it."""
+
+    qp_num: int
+    ring: ReceiveRing
+
+    def peer_gone(self) -> None:
+        """The peer's end is no more."""
+
+
+class Port(Protocol):
+    """The port of a software RNIC.
+
+    Attributes:
+      done: completions for the next poll.
+      stalled: what the next poll looks after.
+      gone: whose peers have ended.
+      restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
+    """
+
+    gid: bytes
+    port_active: bool
+    send_depth: int
+    done: list[Completion]
+    stalled: dict[Pushed, None]
+    gone: list[PortUser]
+    restless: int
+
+    def look(self) -> None:
+        """Handle what the sockets have, without waiting."""
+
+    def dial(self, gid: bytes) -> socket.socket:
+        """A socket to the RNIC of that GID.  Raises RnicError."""
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
+        """Report ``fd``; ``handler`` gets the epoll events."""
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`."""
+
+    def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
+        """Close a watched socket, or keep it where the other side may not notice yet."""
+
+    def new_rkey(self) -> int:
+        """An RKey that no region has."""
+
+    def free_rkey(self, rkey: int) -> None:
+        """Undo `new_rkey`."""
+
+    def retire(self, user: PortUser) -> None:
+        """A queue pair went to ERR: it needs no polling any more."""
+
+    def forget(self, user: PortUser) -> None:
+        """A queue pair was destroyed."""

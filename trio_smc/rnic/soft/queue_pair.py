@@ -1,0 +1,396 @@
+"""Queue pairs of the software RNIC.
+
+`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `_ring`
+(SEND) and `_softmr` (RDMA WRITE), and `_contact` speaks to the peer's queue pair.
+
+Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
+the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
+posted after it waits behind it.  So the send queue is normally empty, and `_ready` says in one
+look that nothing stands in the way (RTS, port up, peer known, queue empty): it is the peer then.
+`deliver` goes only that way, and so needs no completion.
+
+An error ends the queue pair as verbs do: the request that met it completes with its status, all
+later ones with WR_FLUSH_ERR, posted receives with *one* WR_FLUSH_ERR completion for them all.
+What the peer had sent before is delivered first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from trio_smc.rnic.soft.contact import Contact, Peer
+from trio_smc.rnic.soft.messages import Hello, Message, close_all
+from trio_smc.rnic.soft.regions import SoftProtectionDomain
+from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, SLOTS, ReceiveRing, Sent, ring_doorbell
+from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    DeliveryUnknown,
+    QpState,
+    QueueFull,
+    QueuePair,
+    RnicError,
+    WcOpcode,
+    WcStatus,
+)
+
+if TYPE_CHECKING:
+    from trio_smc.rnic.soft.port import Port
+
+__all__ = [
+    "STALLED",
+    "Request",
+    "SoftQueuePair",
+]
+
+
+_SEND: Final = int(WcOpcode.SEND)
+_WRITE: Final = int(WcOpcode.RDMA_WRITE)
+_RECV: Final = int(WcOpcode.RECV)
+_OK: Final = int(WcStatus.SUCCESS)
+_FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
+_UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
+STALLED: Final = -1
+"""Instead of a `WcStatus`: a request cannot be done yet."""
+
+# Looking a member up in its class costs more than the comparison.
+_RESET: Final = QpState.RESET
+_ERR: Final = QpState.ERR
+
+_UNLIMITED: Final = 1 << 62
+_STATUS_OF: Final = {
+    Sent.DONE: _OK,
+    Sent.NOT_READY: STALLED,
+    Sent.GONE: _UNREACHABLE,
+    Sent.NONSENSE: int(WcStatus.GENERAL_ERR),
+    Sent.UNKNOWN: _UNREACHABLE,
+}
+# Half the price of Completion(...).
+_new: Any = tuple.__new__
+
+
+class Request(NamedTuple):
+    """A work request that could not be done while it was posted."""
+
+    wr_id: int
+    signaled: bool
+    message: bytes | None
+    data: memoryview | None = None
+    more: memoryview | None = None
+    address: int = 0
+    rkey: int = 0
+
+    def kept(self) -> Request:
+        """As it is, but of memory that nobody changes."""
+        return self._replace(data=_kept(self.data), more=_kept(self.more))
+
+
+def _kept(data: memoryview | None) -> memoryview | None:
+    if data is None or type(data.obj) is bytes:
+        return data
+    return memoryview(bytes(data))
+
+
+class SoftQueuePair(QueuePair):
+    """A queue pair; made by `SoftRnic.create_qp`."""
+
+    def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
+        self.qp_num = qp_num
+        self.state = QpState.RESET
+        self.ring = ReceiveRing(qp_num)
+        self._rnic = rnic
+        self._pd = pd
+        self._complete = rnic.done.append
+        try:
+            self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self.ring.close()
+            raise
+        rnic.watch(self._doorbell, select.EPOLLIN | select.EPOLLET, None)
+        self._contact = Contact(rnic, self)
+        self._ready: Peer | None = None
+        self._closed = False
+        self._psn = -1
+        self._peer_name: tuple[bytes, int] | None = None
+        self._queue: deque[Request] = deque()
+
+    # -- states --------------------------------------------------------------------------
+
+    def to_init(self) -> None:
+        self._expect(QpState.RESET)
+        self.state = QpState.INIT
+
+    def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
+        """INIT to RTR.  Raises RnicError also when no such RNIC can be reached."""
+        self._expect(QpState.INIT)
+        if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 1 <= mtu <= 5:
+            raise RnicError(errno.EINVAL, "no such address of a queue pair")
+        self._peer_name = (bytes(gid), qp_num)
+        contact = self._contact
+        if self._rnic.port_active:
+            contact.dial(gid)
+        self.state = QpState.RTR
+        hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
+        contact.say(hello, (self.ring.memory.fd, self._pd.key_page.fd, self._doorbell))
+        for region in self._pd.regions:
+            message, fd = region.announcement()
+            contact.say(message, (fd,))
+        contact.greet_pending()
+        self._rnic.look()
+
+    def to_rts(self, *, psn: int) -> None:
+        self._expect(QpState.RTR)
+        self._psn = psn
+        self.state = QpState.RTS
+        self.refresh()
+
+    def to_err(self) -> None:
+        self._enter_err()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._enter_err()
+        done = self._rnic.done
+        done[:] = [completion for completion in done if completion.qp_num != self.qp_num]
+        self._rnic.unwatch(self._doorbell)
+        os.close(self._doorbell)
+        self.ring.close()
+        self._pd.queue_pairs.discard(self)
+        self._rnic.forget(self)
+
+    # -- work ----------------------------------------------------------------------------
+
+    def post_receive(self, count: int) -> None:
+        state = self.state
+        if state is _RESET or self._closed:
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()} takes no receives")
+        ring = self.ring
+        posted = ring.posted + count
+        if posted - ring.tail > SLOTS:
+            raise QueueFull
+        if state is _ERR:
+            return
+        ring.posted = posted
+        if self._rnic.port_active and ring.tell(posted):
+            self._ring_peer()
+
+    def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
+        if len(data) > RECEIVE_SIZE:
+            raise RnicError(errno.EINVAL, f"a send has at most {RECEIVE_SIZE} bytes")
+        peer = self._ready
+        if peer is not None and not peer.ring.put(data):
+            if signaled:
+                self._complete(_new(Completion, (self.qp_num, _SEND, _OK, wr_id, None)))
+            return
+        self._post(Request(wr_id, signaled, bytes(data)))
+
+    def post_write(
+        self,
+        wr_id: int,
+        data: memoryview,
+        more: memoryview | None,
+        *,
+        address: int,
+        rkey: int,
+        signaled: bool = False,
+    ) -> None:
+        peer = self._ready
+        if (
+            peer is not None
+            and not peer.ring.gone()
+            and not peer.regions.write(data, more, address, rkey)
+        ):
+            if signaled:
+                self._complete(_new(Completion, (self.qp_num, _WRITE, _OK, wr_id, None)))
+            return
+        self._post(Request(wr_id, signaled, None, data, more, address, rkey))
+
+    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+        peer = self._ready
+        if peer is None:
+            return False
+        # What is written before the ring refuses the message is written again, to the same place.
+        if data is not None and (peer.ring.gone() or peer.regions.write(data, None, address, rkey)):
+            return False
+        sent = peer.ring.put(message)
+        if sent == Sent.UNKNOWN:
+            self._enter_err(Request(0, True, message), _UNREACHABLE)
+            raise DeliveryUnknown
+        return not sent
+
+    def write_capacity(self) -> int:
+        return _UNLIMITED
+
+    # -- what the RNIC calls -------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Decide anew whether work can be done while it is posted."""
+        ready = (
+            self.state is QpState.RTS
+            and self._rnic.port_active
+            and not self._queue
+            and not self._contact.unsaid
+            and self._reachable()
+        )
+        self._ready = self._contact.peer if ready else None
+
+    def push(self) -> None:
+        """Do what is queued, as far as the peer has receives posted."""
+        queue = self._queue
+        while queue:
+            request = queue[0]
+            status = self._execute(request)
+            if status == STALLED:
+                self._rnic.stalled[self] = None
+                return
+            queue.popleft()
+            if status:
+                self._enter_err(request, status)
+                return
+            if request.signaled:
+                self._finish(request, _OK)
+        self._rnic.stalled.pop(self, None)
+        self.refresh()
+
+    def port_changed(self) -> None:
+        """The RNIC's port went down or up: peers see it when they post."""
+        if self.state is QpState.ERR:
+            return
+        if self.ring.tell(self.ring.posted if self._rnic.port_active else PORT_DOWN):
+            self._ring_peer()
+        self.refresh()
+        if self._queue:
+            self.push()
+
+    def peer_gone(self) -> None:
+        """The peer's end is no more: take what it sent before, then go to ERR."""
+        self.to_err()
+
+    def broken(self) -> None:
+        """The receive ring makes no sense."""
+        self._complete(Completion(self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
+        self._enter_err()
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's sockets and nothing else."""
+        self._contact.abandon()
+
+    def announce(self, message: Message, fds: tuple[int, ...]) -> None:
+        """Tell the peer of a memory region, before anything that is sent later."""
+        self._contact.say(message, fds)
+        self.refresh()
+
+    def offer(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
+        """A peer said Hello to this queue pair: take it, keep it for later, or refuse it.
+
+        The socket and the descriptors become this queue pair's.
+        """
+        if self.state in (QpState.RESET, QpState.INIT):
+            self._contact.keep(hello, sock, fds)
+        elif self.state is QpState.ERR or self._peer_name != (hello.gid, hello.qp_num):
+            sock.close()
+            close_all(fds)
+        else:
+            self._contact.accept(sock, hello, fds)
+            self.refresh()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _expect(self, state: QpState) -> None:
+        if self.state is not state or self._closed:
+            raise RnicError(errno.EINVAL, f"a queue pair in {self._name()}, not in {state}")
+
+    def _name(self) -> str:
+        return "closed" if self._closed else self.state.value
+
+    def _reachable(self) -> bool:
+        # A packet with an unexpected sequence number is not acknowledged.
+        peer = self._contact.peer
+        return peer is not None and peer.hello.peer_psn == self._psn
+
+    def _post(self, request: Request) -> None:
+        """Post what could not be done at once, or not at all."""
+        if self.state is QpState.ERR and not self._closed:
+            self._finish(request, _FLUSHED)
+            return
+        self._expect(QpState.RTS)
+        if len(self._queue) >= self._rnic.send_depth:
+            raise QueueFull
+        self._queue.append(request)
+        if len(self._queue) == 1:
+            self._ready = None
+            self.push()
+        if self._queue and self._queue[-1] is request:
+            # It may wait for long; a sender that is cancelled meanwhile takes its buffer back.
+            self._queue[-1] = request.kept()
+
+    def _execute(self, request: Request) -> int:
+        """Do one request; returns a `WcStatus` or `STALLED`."""
+        if not self._rnic.port_active:
+            return _FLUSHED
+        contact = self._contact
+        if contact.peer is None:
+            self._rnic.look()
+        contact.speak()
+        peer = contact.peer
+        if peer is None or not self._reachable():
+            return _UNREACHABLE
+        if contact.unsaid:
+            return STALLED
+        if request.message is not None:
+            return _STATUS_OF[peer.ring.put(request.message)]
+        if peer.ring.gone():
+            return _UNREACHABLE
+        if request.rkey not in peer.regions:
+            contact.hear()
+        assert request.data is not None
+        try:
+            return peer.regions.write(request.data, request.more, request.address, request.rkey)
+        except ValueError:
+            return int(WcStatus.LOC_PROT_ERR)  # the memory was released meanwhile
+
+    def _finish(self, request: Request, status: int) -> None:
+        opcode = _WRITE if request.message is None else _SEND
+        self._complete(Completion(self.qp_num, opcode, status, request.wr_id, None))
+
+    def _enter_err(
+        self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
+    ) -> None:
+        """Go to ERR, if not there yet, because of a request that failed or for no such reason.
+
+        Args:
+          failed: taken off the queue; completes with ``status``.
+          quietly: the peer is not told, and notices when it posts.
+        """
+        if self.state is _ERR:
+            return
+        self.state = _ERR
+        self._ready = None
+        ring = self.ring
+        # A port that is down tells nobody.
+        told = self._rnic.port_active and not quietly
+        if ring.shut(CLOSED if told else PORT_DOWN) and told:
+            self._ring_peer()
+        ring.take_untrusted(self._complete)
+        if failed is not None:
+            self._finish(failed, status)
+        for request in self._queue:
+            self._finish(request, _FLUSHED)
+        self._queue.clear()
+        if ring.posted > ring.tail:
+            self._complete(Completion(self.qp_num, _RECV, _FLUSHED, 0, None))
+        self._rnic.retire(self)
+        self._contact.end(quietly=quietly)
+
+    def _ring_peer(self) -> None:
+        if self._contact.peer is None:
+            self._rnic.look()
+        if self._contact.peer is not None:
+            ring_doorbell(self._contact.peer.ring.doorbell)

@@ -1,0 +1,181 @@
+"""Protection domains and memory regions of the software RNIC.
+
+Each protection domain has a *key page*, shared with the peers of its queue pairs: slot i holds the
+RKey of the region registered there, or 0.  A writer looks into it before every write, so a revoked
+RKey fails at once, without a message.  A writer that looked just before may still be copying when
+`SoftMemoryRegion.close` returns; SMC-R asks its peer first (DELETE RKEY, RFC 7609, 3.5.5.2).
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol
+
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rnic.memory import Memory, PeerMemory
+from trio_smc.rnic.soft.messages import Register, Revoke
+from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trio_smc.rnic.soft.messages import Message
+    from trio_smc.rnic.soft.port import Port
+
+__all__ = [
+    "KEY_PAGE_SIZE",
+    "PeerRegions",
+    "SoftMemoryRegion",
+    "SoftProtectionDomain",
+]
+
+
+_KEYS: Final = 1024
+KEY_PAGE_SIZE: Final = _KEYS * 4
+
+_OK: Final = int(WcStatus.SUCCESS)
+_ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
+
+
+class Announces(Protocol):
+    """A queue pair, for the domain it is of."""
+
+    def announce(self, message: Message, fds: tuple[int, ...]) -> None:
+        """Tell its peer."""
+
+
+class SoftMemoryRegion(MemoryRegion):
+    """Memory that is announced to the peers of a protection domain."""
+
+    def __init__(self, pd: SoftProtectionDomain, memory: Memory, rkey: int, slot: int) -> None:
+        self.rkey = rkey
+        # Any number would do: it only has to look like one, page aligned and not from 0.
+        self.address = (1 + secrets.randbits(34)) << 12
+        self.length = memory.size
+        self._memory = memory
+        self._pd = pd
+        self._slot = slot
+
+    def announcement(self) -> tuple[Register, int]:
+        """What peers are told, and the descriptor that goes with it."""
+        message = Register(
+            rkey=self.rkey, slot=self._slot, address=self.address, length=self.length
+        )
+        return message, self._memory.fd
+
+    def close(self) -> None:
+        self._pd.deregister(self, self._slot)
+
+
+class SoftProtectionDomain(ProtectionDomain):
+    """A key page, the regions in it, and the queue pairs whose peers may use them."""
+
+    def __init__(self, rnic: Port, forget: Callable[[SoftProtectionDomain], None]) -> None:
+        self._rnic = rnic
+        self._forget = forget
+        self.queue_pairs: set[Announces] = set()
+        self.key_page = Memory(KEY_PAGE_SIZE, name="trio_smc-keys")
+        self._keys = self.key_page.view.cast("I")
+        self._regions: dict[int, SoftMemoryRegion] = {}
+        self._free = list(range(_KEYS))
+        self._closed = False
+
+    @property
+    def regions(self) -> list[SoftMemoryRegion]:
+        """What is registered now, in the order of registration."""
+        return list(self._regions.values())
+
+    def register(self, memory: Memory) -> SoftMemoryRegion:
+        if self._closed:
+            raise RnicError(errno.EBADF, "the protection domain is closed")
+        if memory.fd < 0:
+            raise RnicError(errno.EFAULT, "the memory is closed")
+        if not self._free:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {_KEYS} regions")
+        slot = self._free.pop()
+        region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
+        self._regions[region.rkey] = region
+        self._keys[slot] = region.rkey
+        message, fd = region.announcement()
+        for qp in tuple(self.queue_pairs):
+            qp.announce(message, (fd,))
+        return region
+
+    def deregister(self, region: SoftMemoryRegion, slot: int) -> None:
+        """Forget a region and tell the peers; what is gone already is left alone."""
+        if self._regions.pop(region.rkey, None) is None:
+            return
+        self._keys[slot] = 0
+        self._free.append(slot)
+        self._rnic.free_rkey(region.rkey)
+        for qp in tuple(self.queue_pairs):
+            qp.announce(Revoke(rkey=region.rkey), ())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._regions or self.queue_pairs:
+            raise RnicError(errno.EBUSY, "the protection domain is in use")
+        self._closed = True
+        self._keys.release()
+        self.key_page.close()
+        self._forget(self)
+
+
+class PeerRegions:
+    """The regions that one peer opened to us: looked up, checked and written into.
+
+    Args:
+      key_page: the peer's key page.
+    """
+
+    __slots__ = ("_key_page", "_keys", "_regions")
+
+    def __init__(self, key_page: PeerMemory) -> None:
+        self._key_page = key_page
+        self._keys = key_page.cast(0, KEY_PAGE_SIZE, "I")
+        # rkey -> view, address, length, slot, memory
+        self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
+
+    def __contains__(self, rkey: int) -> bool:
+        return rkey in self._regions
+
+    def add_untrusted(self, message: Register, fd: int) -> None:
+        """Map a region that the peer announced.  Raises ProtocolError."""
+        if message.slot >= _KEYS or message.rkey == 0 or message.rkey in self._regions:
+            raise ProtocolError("a memory region that cannot be")
+        if len(self._regions) >= _KEYS:
+            raise ProtocolError("more memory regions than a key page holds")
+        memory = PeerMemory.map_untrusted(fd, message.length)
+        self._regions[message.rkey] = (
+            memory.view, message.address, message.length, message.slot, memory
+        )  # fmt: skip
+
+    def discard(self, rkey: int) -> None:
+        """Unmap a region; an unknown one is fine."""
+        known = self._regions.pop(rkey, None)
+        if known is not None:
+            known[4].close()
+
+    def write(self, data: memoryview, more: memoryview | None, address: int, rkey: int) -> int:
+        """Copy into the peer's memory, or nothing at all; returns a `WcStatus`."""
+        known = self._regions.get(rkey)
+        if known is None:
+            return _ACCESS
+        view, base, length, slot, _ = known
+        start = address - base
+        middle = start + len(data)
+        end = middle if more is None else middle + len(more)
+        if start < 0 or end > length or self._keys[slot] != rkey:
+            return _ACCESS
+        view[start:middle] = data
+        if more is not None:
+            view[middle:end] = more
+        return _OK
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for rkey in list(self._regions):
+            self.discard(rkey)
+        self._key_page.close()

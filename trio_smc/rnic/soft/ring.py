@@ -1,0 +1,235 @@
+"""The receive queue of a software queue pair: a ring of slots that the peer writes into.
+
+Theory of operation.  A ring is one memfd that belongs to the receiver and is mapped by exactly
+one sender.  Four words in cache lines of their own steer it, all counting messages from 0:
+
+=========  ===========  =======================================================================
+word       written by   meaning
+=========  ===========  =======================================================================
+HEAD       sender       messages published: slots below it hold data
+POSTED     receiver     receives posted; a sender may publish while HEAD < POSTED.  `PORT_DOWN`
+                        and `CLOSED` instead of a number say that nothing will be received
+ARMED      both         set by a receiver about to sleep; the sender clears it and rings
+WAITING    both         set by a sender without a posted receive; the receiver clears it and rings
+=========  ===========  =======================================================================
+
+A receiver that may sleep does ``ARMED = 1; fence; look at HEAD``; a sender does ``HEAD = n; fence;
+look at ARMED``.  One of the two sees the other, so no wakeup is lost; WAITING and POSTED mirror it.
+The same holds at the end of a receiver: it does ``POSTED = CLOSED; ARMED = 1; fence; take`` and the
+sender, who looks at POSTED again when it finds ARMED set, does not call a message sent that nobody
+may have taken.
+x86-64 keeps stores in order among themselves and loads among themselves, and an aligned 8-byte
+store through a memoryview is one instruction; only a store followed by a load can be swapped.
+Python has no fence, but taking and releasing an uncontended lock executes locked instructions,
+which are full fences there.  Other machines order less, so the RNIC refuses to open on them.
+
+The other side may write anything anywhere in the ring at any time.  Each word is therefore
+compared with what this side knows by itself, and a slot is copied out before it is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from trio_smc.rnic.memory import Memory, PeerMemory
+from trio_smc.rnic.verbs import RECEIVE_SIZE, Completion, WcOpcode
+
+__all__ = [
+    "CLOSED",
+    "PORT_DOWN",
+    "RING_SIZE",
+    "SLOTS",
+    "ReceiveRing",
+    "SendRing",
+    "Sent",
+    "fence",
+    "ring_doorbell",
+]
+
+
+SLOTS: Final = 1024
+"""Receives that can be posted; a power of two."""
+_SLOT_SIZE: Final = 64
+_SLOTS_AT: Final = 4096
+RING_SIZE: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
+
+# Indices of 8-byte words, 64 bytes apart.
+_HEAD: Final = 0
+_POSTED: Final = 8
+_ARMED: Final = 16
+_WAITING: Final = 24
+
+CLOSED: Final = (1 << 64) - 1
+PORT_DOWN: Final = (1 << 64) - 2
+
+# A slot: the message's length, 7 bytes of padding, the message.
+_SLOT: Final = struct.Struct(f"<B7x{RECEIVE_SIZE}s")
+_pack_slot = _SLOT.pack_into
+_unpack_slot = _SLOT.unpack_from
+
+_RECV: Final = int(WcOpcode.RECV)
+_new = tuple.__new__
+
+_lock = threading.Lock()
+_acquire = _lock.acquire
+_release = _lock.release
+
+
+def fence() -> None:
+    """A full memory fence (see above).  Callers are on the Trio thread: never contended."""
+    _acquire()
+    _release()
+
+
+def ring_doorbell(fd: int) -> None:
+    """Wake whoever sleeps on this eventfd.  One whose counter its owner filled stays silent."""
+    with contextlib.suppress(OSError):
+        os.eventfd_write(fd, 1)
+
+
+class Sent:
+    """What became of `SendRing.put`."""
+
+    DONE: Final = 0
+    NOT_READY: Final = 1
+    """No receive is posted (RNR); the peer rings when there is one."""
+    GONE: Final = 2
+    """The peer's queue pair is in ERR or its port is down."""
+    NONSENSE: Final = 3
+    """The peer's words make no sense."""
+    UNKNOWN: Final = 4
+    """Published while the peer's queue pair ended: it may have been taken, or not."""
+
+
+class ReceiveRing:
+    """The receiving end.
+
+    Attributes:
+      head: the word HEAD as a view of one integer; something is there when ``head[0] != tail``.
+      tail: messages taken.
+      posted: receives posted.
+    """
+
+    __slots__ = ("qp_num", "_words", "head", "memory", "posted", "tail")
+
+    def __init__(self, qp_num: int) -> None:
+        self.memory = Memory(RING_SIZE, name="trio_smc-ring")
+        self.qp_num = qp_num
+        self._words = self.memory.view[:_SLOTS_AT].cast("Q")
+        self.head = self._words[_HEAD : _HEAD + 1]
+        self.tail = 0
+        self.posted = 0
+
+    def tell(self, word: int) -> bool:
+        """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
+        words = self._words
+        words[_POSTED] = word
+        _acquire()
+        _release()
+        if words[_WAITING]:
+            words[_WAITING] = 0
+            return True
+        return False
+
+    def shut(self, word: int) -> bool:
+        """As `tell`, for the last time: what a `take_untrusted` after this does not find, the
+        sender has not been told was sent."""
+        words = self._words
+        # In this order: a sender that clears ARMED because it had been set before must find the
+        # word when it looks at POSTED for its next message.
+        words[_POSTED] = word
+        words[_ARMED] = 1
+        return self.tell(word)
+
+    def arm(self) -> None:
+        """Ask for a doorbell at the next message; a `fence` and a look at `head` must follow."""
+        self._words[_ARMED] = 1
+
+    def disarm(self) -> None:
+        """The receiver did not go to sleep after all."""
+        self._words[_ARMED] = 0
+
+    def take_untrusted(self, append: Callable[[Completion], None]) -> bool:
+        """Append a completion for each message that is there; False: the ring makes no sense."""
+        tail = self.tail
+        count: int = self.head[0] - tail
+        if not 0 <= count <= self.posted - tail:
+            return False
+        view = self.memory.view
+        qp_num = self.qp_num
+        for index in range(tail, tail + count):
+            size, data = _unpack_slot(view, _SLOTS_AT + (index & SLOTS - 1) * _SLOT_SIZE)
+            if size > RECEIVE_SIZE:
+                return False
+            self.tail = index + 1
+            append(_new(Completion, (qp_num, _RECV, 0, 0, data[:size])))
+        return True
+
+    def close(self) -> None:
+        """Unmap and close.  Idempotent."""
+        self.head.release()
+        self._words.release()
+        self.memory.close()
+
+
+class SendRing:
+    """The sending end: a peer's ring, and the eventfd that wakes the peer."""
+
+    __slots__ = ("_head", "_memory", "_view", "_words", "doorbell")
+
+    def __init__(self, memory: PeerMemory, doorbell: int) -> None:
+        self._memory = memory
+        self._view = memory.view
+        self._words = memory.cast(0, _SLOTS_AT, "Q")
+        self._head = 0
+        self.doorbell = doorbell
+
+    def put(self, data: bytes) -> int:
+        """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
+        words = self._words
+        head = self._head
+        if not 0 < words[_POSTED] - head <= SLOTS:
+            refused = self._refusal()
+            if refused:
+                return refused
+        _pack_slot(self._view, _SLOTS_AT + (head & SLOTS - 1) * _SLOT_SIZE, len(data), data)
+        self._head = head = head + 1
+        words[_HEAD] = head
+        _acquire()
+        _release()
+        if words[_ARMED]:
+            words[_ARMED] = 0
+            ring_doorbell(self.doorbell)
+            if words[_POSTED] >= PORT_DOWN:
+                return Sent.UNKNOWN
+        return 0
+
+    def _refusal(self) -> int:
+        """Why nothing can be published; `Sent.DONE` when it can after all."""
+        # Announce the wait before the second look (see the theory of operation).
+        self._words[_WAITING] = 1
+        _acquire()
+        _release()
+        posted: int = self._words[_POSTED]
+        if posted == self._head:
+            return Sent.NOT_READY
+        self._words[_WAITING] = 0
+        if 0 < posted - self._head <= SLOTS:
+            return Sent.DONE
+        return Sent.GONE if posted >= PORT_DOWN else Sent.NONSENSE
+
+    def gone(self) -> bool:
+        """Whether the peer says that it will receive nothing."""
+        return bool(self._words[_POSTED] >= PORT_DOWN)
+
+    def close(self) -> None:
+        """Unmap and close the doorbell.  Idempotent."""
+        if self.doorbell >= 0:
+            self._memory.close()
+            os.close(self.doorbell)
+            self.doorbell = -1

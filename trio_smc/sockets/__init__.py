@@ -1,0 +1,1 @@
+"""Sockets of unmodified programs that may become SMC-R: `enable()` and the drop-in socket."""

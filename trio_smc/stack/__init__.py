@@ -1,0 +1,1 @@
+"""What a `Stack` runs and owns: nursery, link groups, RNICs, policy."""

@@ -1,0 +1,123 @@
+"""Who may use SMC-R, and who had better not: settings, load, and what was learned.
+
+A reason found here counts as if there were no RNIC for the connection, so that each way of
+discovery, and a Proposal that comes all the same, is answered as it has to be.
+
+Learned TCP (`Config.learn_short`): setting a connection up costs a round trip and a few hundred
+microseconds more than TCP does, which a connection that carries one small request never earns back.
+After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
+`REST` seconds; then one tries again, and decides for another while.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from trio_smc._base.reasons import FallbackReason
+
+if TYPE_CHECKING:
+    from trio_smc.config.config import Config
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = [
+    "REST",
+    "SHORT",
+    "SHORT_AFTER",
+    "Peer",
+    "ShortConnections",
+    "permitted_rnic",
+]
+
+
+Peer = tuple[str, int]
+"""A peer's address, and the port of the service, whichever side has it."""
+
+SHORT: Final = 64 * 1024
+"""Bytes of both directions together, below which a connection was not worth its set-up."""
+SHORT_AFTER: Final = 16
+REST: Final = 300.0
+_MOST_PEERS: Final = 4096
+
+
+class Chooser(Protocol):
+    """Who knows the RNICs, and what was learned."""
+
+    @property
+    def short_connections(self) -> ShortConnections:
+        """Whose connections were not worth SMC-R."""
+
+    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does."""
+
+
+def permitted_rnic(
+    stack: Chooser, config: Config, local: str, peer: Peer, *names: Peer, busy: bool = False
+) -> Rnic | FallbackReason:
+    """The RNIC for a connection, or why it is to be TCP.
+
+    Args:
+      local: our address.
+      peer: the peer's address and the port of the service.
+      names: whatever else names the connection, for the lists of ``config``.
+      busy: too many handshakes are under way.
+    """
+    if not config.permits(peer, *names):
+        return FallbackReason.NOT_PERMITTED
+    if busy:
+        return FallbackReason.HANDSHAKE_LIMIT
+    if config.learn_short and stack.short_connections.avoids(peer):
+        return FallbackReason.SHORT_CONNECTIONS
+    return stack.rnic_for(local, peer[0])
+
+
+class _Record:
+    __slots__ = ("in_a_row", "until")
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.until = 0.0
+
+
+class ShortConnections:
+    """What one stack learned about the peers it has connections with; bounded.
+
+    Args:
+      clock: seconds of any steady clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._records: OrderedDict[Peer, _Record] = OrderedDict()
+        self._open: dict[object, Peer] = {}
+
+    def avoids(self, peer: Peer) -> bool:
+        """Whether a new connection is to be TCP.  Changes nothing: it is asked more than once."""
+        record = self._records.get(peer)
+        if record is None or record.in_a_row < SHORT_AFTER:
+            return False
+        return self._clock() < record.until
+
+    def opened(self, connection: object, peer: Peer) -> None:
+        """A connection is SMC-R; one that tries again keeps others from it until it has ended."""
+        self._open[connection] = peer
+        record = self._records.get(peer)
+        if record is not None and record.in_a_row >= SHORT_AFTER:
+            record.until = self._clock() + REST
+
+    def closed(self, connection: object, size: int) -> None:
+        """It ended, and carried ``size`` bytes in both directions together."""
+        peer = self._open.pop(connection, None)
+        if peer is None:
+            return
+        if size >= SHORT:
+            self._records.pop(peer, None)
+            return
+        record = self._records.setdefault(peer, _Record())
+        self._records.move_to_end(peer)
+        record.in_a_row += 1
+        if record.in_a_row == SHORT_AFTER:
+            record.until = self._clock() + REST
+        if len(self._records) > _MOST_PEERS:
+            self._records.popitem(last=False)

@@ -1,0 +1,102 @@
+"""One sleeper for the TCP connections of all SMC-R streams.
+
+After the switch to SMC-R a TCP connection carries nothing, but how it ends matters: a reset is an
+abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation.  A Trio task for each
+idle connection would cost more memory than the rest of it; all share one epoll here.
+
+A connection that ends within a moment never gets there, which would cost it two system calls at
+each end.  What comes before it is registered is found then: an epoll says how a new socket is.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+from typing import Final, Protocol
+
+import trio
+
+from trio_smc.host.tcp import unread_bytes
+
+__all__ = [
+    "TcpWatch",
+    "TcpWatcher",
+]
+
+
+_MOMENT: Final = 0.05
+"""Seconds until new connections are registered: how late an early reset may be noticed."""
+
+
+class TcpWatcher(Protocol):
+    """What is told about its TCP connection."""
+
+    def tcp_reset(self) -> None:
+        """It was reset."""
+
+    def tcp_data(self) -> None:
+        """The peer sent bytes on it."""
+
+
+class TcpWatch:
+    """Watches many sockets with one task (`run`)."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watched: dict[int, tuple[trio.socket.SocketType, TcpWatcher]] = {}
+        # Of these, who is not registered yet, and when that will be done.
+        self._new: set[int] = set()
+        self._due = math.inf
+        self._nap = trio.CancelScope()  # around the task's sleep
+
+    def add(self, sock: trio.socket.SocketType, watcher: TcpWatcher) -> None:
+        """Watch ``sock`` until `remove`."""
+        number = sock.fileno()
+        self._watched[number] = (sock, watcher)
+        self._new.add(number)
+        if self._due == math.inf:
+            self._due = self._nap.deadline = trio.current_time() + _MOMENT
+
+    def remove(self, sock: trio.socket.SocketType) -> None:
+        """Must be called before ``sock`` is closed.  Idempotent."""
+        number = sock.fileno()
+        if self._watched.pop(number, None) is None:
+            return
+        if number in self._new:
+            self._new.remove(number)
+        else:
+            self._epoll.unregister(number)
+
+    async def run(self) -> None:
+        """Serve until cancelled; never raises."""
+        while True:
+            with trio.CancelScope(deadline=self._due) as self._nap:
+                await trio.lowlevel.wait_readable(self._epoll.fileno())
+            if trio.current_time() >= self._due:
+                self._register_new()
+            self._look_at_all()
+
+    def _register_new(self) -> None:
+        self._due = math.inf
+        new, self._new = self._new, set()
+        for number in new:
+            # Edge-triggered: a FIN stays readable for ever.
+            self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
+
+    def _look_at_all(self) -> None:
+        # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
+        for number, events in self._epoll.poll(0):
+            entry = self._watched.get(number)
+            if entry is not None:
+                _look(*entry, events)
+
+    def close(self) -> None:
+        """After `run` has ended."""
+        self._epoll.close()
+
+
+def _look(sock: trio.socket.SocketType, watcher: TcpWatcher, events: int) -> None:
+    if events & select.EPOLLERR:
+        watcher.tcp_reset()
+    elif unread_bytes(sock):
+        watcher.tcp_data()

@@ -1,0 +1,1 @@
+"""Diagrams and tables of the state machines, for docs/states."""

@@ -1,0 +1,210 @@
+"""What is drawn of a machine, and its DOT and Mermaid forms.
+
+A diagram shows what happens; what is ignored is left to the tables (``pages``). To keep it
+readable the edges between two states share one arrow, internal edges stand inside their state,
+an event that leads from every state to one and the same is drawn once, from a node
+``any state``, and an arrow and its text have the colour of the state it leads to. All forms are
+text and depend on the table alone, so that they can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from trio_smc.states.table import Edge, Table
+
+
+ANY = "any state"
+START = "start"
+_WIDTH = 34  # characters of a line of actions
+# As many as any machine has states: two arrows of one colour lead to one state.
+_COLOURS = (
+    "#1f5aa6", "#a6401f", "#2b7a3d", "#7a3d91", "#946200", "#0f7a7a", "#a61f5a", "#4d4d4d",
+    "#5f7a00", "#2d2d8a", "#8a5a44",
+)  # fmt: skip
+_SVG = "{http://www.w3.org/2000/svg}"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Edges with the same actions as text: ``event [guards]`` of each, lines of actions.
+
+    ``[else]`` stands for the guards of an unguarded edge that is tried after others.
+    """
+
+    heads: tuple[str, ...]
+    actions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " / ".join(filter(None, (", ".join(self.heads), " ".join(self.actions))))
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The nodes with what they do without leaving, and the arrows with what they carry."""
+
+    name: str
+    initial: str
+    final: frozenset[str]
+    inside: dict[str, tuple[Label, ...]]  # every state
+    arrows: dict[tuple[str, str], tuple[Label, ...]]
+
+
+def picture(table: Table) -> Picture:
+    """Choose what is drawn of ``table``."""
+    inside: dict[str, list[Label]] = {state: [] for state in table.states}
+    arrows: dict[tuple[str, str], list[Label]] = {}
+    everywhere = _everywhere(table)
+    for event, target in everywhere.items():
+        # Actions that differ from state to state are left to the tables.
+        done = {edge.actions for (_, e), row in table.edges.items() for edge in row
+                if e == event and not edge.ignored}  # fmt: skip
+        actions = _wrapped(done.pop()) if len(done) == 1 else ()
+        arrows.setdefault((ANY, target), []).append(Label((event,), actions))
+    for (state, event), row in table.edges.items():
+        for edge in row:
+            if edge.ignored or event in everywhere:
+                continue
+            where = inside[state] if edge.internal else arrows.setdefault((state, edge.target), [])
+            where.append(_label(event, edge, edge is row[0]))
+    return Picture(
+        name=table.name,
+        initial=table.initial,
+        final=table.final,
+        inside={state: _merged(labels) for state, labels in inside.items()},
+        arrows={ends: _merged(labels) for ends, labels in arrows.items()},
+    )
+
+
+def _everywhere(table: Table) -> dict[str, str]:
+    """Events that lead from each state that can be left to the same target, whatever holds."""
+    found = {}
+    alive = [state for state in table.states if state not in table.final]
+    for event in table.events:
+        targets = {
+            None if edge.internal else edge.target
+            for state in alive
+            for edge in table.edges.get((state, event), ())
+        }
+        complete = all((state, event) in table.edges for state in alive)
+        if complete and len(alive) > 3 and len(targets) == 1 and None not in targets:
+            found[event] = str(targets.pop())
+    return found
+
+
+def _label(event: str, edge: Edge, first: bool) -> Label:
+    names = " ".join(map(str, edge.guards)) or ("" if first else "else")
+    guards = f" [{names}]" if names else ""
+    return Label((event + guards,), _wrapped(edge.actions))
+
+
+def _wrapped(actions: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(textwrap.wrap(" ".join(actions), _WIDTH, break_long_words=False))
+
+
+def _merged(labels: list[Label]) -> tuple[Label, ...]:
+    """Join the events that carry the same actions between the same states."""
+    heads: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for label in labels:
+        heads[label.actions] = heads.get(label.actions, ()) + label.heads
+    return tuple(Label(group, actions) for actions, group in heads.items())
+
+
+# --- DOT and SVG -----------------------------------------------------------------------------
+
+
+def _dot_lines(labels: tuple[Label, ...]) -> str:
+    """Labels as graphviz's HTML-like text, left-aligned, actions smaller."""
+    out: list[str] = []
+    for label in labels:
+        out.extend(f'{escape(head)}<BR ALIGN="LEFT"/>' for head in label.heads)
+        out.extend(
+            f'<FONT POINT-SIZE="9" COLOR="gray40">{escape(line)}</FONT><BR ALIGN="LEFT"/>'
+            for line in label.actions
+        )
+    return "".join(out)
+
+
+def _boxed(text: str) -> str:
+    """Text with room around it, so that it does not touch the arrow that it belongs to."""
+    cell = f'<TD ALIGN="LEFT" BALIGN="LEFT">{text}</TD>'
+    return f'<TABLE BORDER="0" CELLBORDER="0" CELLPADDING="3"><TR>{cell}</TR></TABLE>'
+
+
+def dot(table: Table) -> str:
+    """The machine as a graph for graphviz."""
+    drawn = picture(table)
+    lines = [
+        f'digraph "{drawn.name}" {{',
+        '  graph [rankdir=TB, nodesep=0.35, ranksep=0.55, fontname="DejaVu Sans"];',
+        '  node [shape=box, style="rounded,filled", fillcolor="#eef3fb", fontname="DejaVu Sans"];',
+        '  edge [fontsize=10, fontname="DejaVu Sans", arrowsize=0.7];',
+        f'  "{START}" [shape=point, width=0.15, label=""];',
+    ]
+    for state, labels in drawn.inside.items():
+        body = f"<B>{escape(state)}</B>"
+        if labels:
+            small = _dot_lines(labels)
+            body += f'<BR/><FONT POINT-SIZE="10">{small}</FONT>'
+        last = ", peripheries=2" if state in drawn.final else ""
+        lines.append(f'  "{state}" [label=<{body}>{last}];')
+    if any(source == ANY for source, _ in drawn.arrows):
+        lines.append(f'  "{ANY}" [style="rounded,dashed", label=<<I>{ANY}</I>>];')
+    lines.append(f'  "{START}" -> "{drawn.initial}";')
+    colours = dict(zip(table.states, _COLOURS, strict=False))
+    lines += [
+        f'  "{source}" -> "{target}" [color="{colours[target]}", fontcolor="{colours[target]}",'
+        f" label=<{_boxed(_dot_lines(labels))}>];"
+        for (source, target), labels in drawn.arrows.items()
+    ]
+    return "\n".join([*lines, "}", ""])
+
+
+def svg_content(table: Table) -> frozenset[str]:
+    """What an SVG of the machine must show: its states, arrows ``a->b`` and lines of text."""
+    drawn = picture(table)
+    labels = [label for group in (*drawn.inside.values(), *drawn.arrows.values())
+              for label in group]  # fmt: skip
+    nodes = {START, *drawn.inside, *(source for source, _ in drawn.arrows)}
+    arrows = {f"{START}->{drawn.initial}", *(f"{a}->{b}" for a, b in drawn.arrows)}
+    texts = {line for label in labels for line in label.heads + label.actions}
+    return frozenset(nodes | arrows | texts | {drawn.name})
+
+
+def svg_shows(svg: str) -> frozenset[str]:
+    """What a file written by graphviz shows, comparable with ``svg_content``.
+
+    Where things are placed and how lines bend depends on graphviz's version and is left out.
+    """
+    root = ET.fromstring(svg)
+    found = set()
+    for tag in ("title", "text"):
+        for element in root.iter(_SVG + tag):
+            text = re.sub(r"\s+", " ", element.text or "").strip()
+            found.add(text)
+    return frozenset(found - {""})
+
+
+# --- Mermaid ---------------------------------------------------------------------------------
+
+
+def mermaid(table: Table) -> str:
+    """The machine as a Mermaid state diagram."""
+    drawn = picture(table)
+    lines = ["stateDiagram-v2", "    direction TB", f"    [*] --> {drawn.initial}"]
+    names = {ANY: ANY.replace(" ", "_")}
+    if any(source == ANY for source, _ in drawn.arrows):
+        lines.append(f'    state "{ANY}" as {names[ANY]}')
+    for (source, target), labels in drawn.arrows.items():
+        text = "<br/>".join(map(str, labels))
+        lines.append(f"    {names.get(source, source)} --> {target} : {text}")
+    for state, labels in drawn.inside.items():
+        lines += [f"    {state} --> {state} : (stays) {label}" for label in labels]
+    lines += [f"    {state} --> [*]" for state in table.states if state in drawn.final]
+    return "\n".join([*lines, ""])

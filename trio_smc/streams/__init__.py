@@ -1,0 +1,1 @@
+"""What users hold: streams, socket options, views of connections and link groups."""

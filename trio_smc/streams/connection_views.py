@@ -1,0 +1,279 @@
+"""What users see of connections: a read-only view of each, SMC-R and TCP alike.
+
+As the views of link groups, one holds a reference to what it shows and reads everything when
+asked.  Nothing here is on the way of data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from trio_smc._base.reasons import Fallback, Mode
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.streams.group_views import LinkView
+
+if TYPE_CHECKING:
+    import trio
+
+    from trio_smc._base.statistics import StreamStatistics
+    from trio_smc.stack.connection_host import Endpoint
+    from trio_smc.streams.group_views import LinkGroup
+    from trio_smc.streams.smc_socket import SmcSocket
+    from trio_smc.streams.tcp_stream import TcpStream
+
+__all__ = [
+    "ConnectionCursors",
+    "ConnectionView",
+    "RdmaConnection",
+    "TcpConnection",
+    "socket_name",
+]
+
+
+if sys.platform == "linux":  # elsewhere queues are not told
+    import fcntl
+    import termios
+
+# TCP_INFO's first byte (linux/tcp_states.h); the names are those of RFC 9293, 3.3.2.
+_TCP_STATES: Final = (
+    "CLOSED", "ESTABLISHED", "SYN-SENT", "SYN-RECEIVED", "FIN-WAIT-1", "FIN-WAIT-2", "TIME-WAIT",
+    "CLOSED", "CLOSE-WAIT", "LAST-ACK", "LISTEN", "CLOSING",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionCursors:
+    """Where an SMC-R connection stands, in bytes since it began (RFC 7609, 4.3).
+
+    Attributes:
+      produced: written into the peer's RMBE.
+      delivered: of these, known to have arrived there.
+      taken: of these, taken by the peer's application, as far as it told.
+      window: what may still be written before the peer takes more.
+      peer_ring: bytes that the peer's RMBE holds.
+      received: arrived in this side's RMBE.
+      consumed: of these, taken by the application.
+      ring: bytes that this side's RMBE holds.
+      sequence_sent, sequence_received: of the last CDC message completed, and received (4.6.1).
+      alert_token: names the connection in CDC messages to this side (A.4).
+    """
+
+    produced: int
+    delivered: int
+    taken: int
+    window: int
+    peer_ring: int
+    received: int
+    consumed: int
+    ring: int
+    sequence_sent: int
+    sequence_received: int
+    alert_token: int
+
+
+class ConnectionView:
+    """One connection of a stack, as it is now; of `Stack.connections`.
+
+    Closing connections are there too, until nothing is left to do for them.  Two views of one
+    connection are equal.
+    """
+
+    __slots__ = ("_core",)
+    _core: Endpoint | TcpStream
+
+    @property
+    def mode(self) -> Mode:
+        """How its bytes travel."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> str:
+        """Over SMC-R the state as RFC 7609, 4.8 names it ("ACTIVE", "PEERCLOSEWAIT1"; INIT is a
+        handshake that is not finished); else the state of the TCP connection ("ESTABLISHED")."""
+        raise NotImplementedError
+
+    @property
+    def fallback(self) -> Fallback | None:
+        """Why the mode is TCP; None over SMC-R."""
+        return None
+
+    @property
+    def local_address(self) -> tuple[str, int] | None:
+        """Address and port of this side; None before and after the TCP connection is known."""
+        return socket_name(self._socket(), "getsockname")
+
+    @property
+    def peer_address(self) -> tuple[str, int] | None:
+        """Address and port of the other side; None as `local_address`."""
+        return socket_name(self._socket(), "getpeername")
+
+    @property
+    def link_group(self) -> LinkGroup | None:
+        """The link group; None over TCP."""
+        return None
+
+    @property
+    def link(self) -> LinkView | None:
+        """The link this side sends on; None over TCP, and while there is none."""
+        return None
+
+    @property
+    def send_queue(self) -> int:
+        """Bytes sent that the peer has not taken, as far as this side knows: over SMC-R its
+        application, over TCP its system."""
+        raise NotImplementedError
+
+    @property
+    def receive_queue(self) -> int:
+        """Bytes that arrived and were not received by the application."""
+        raise NotImplementedError
+
+    @property
+    def cursors(self) -> ConnectionCursors | None:
+        """Where it stands; None over TCP, and before the peer's RMBE is known."""
+        return None
+
+    def statistics(self) -> StreamStatistics:
+        """Counters of the connection; all zero over TCP."""
+        raise NotImplementedError
+
+    def _socket(self) -> trio.socket.SocketType | None:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConnectionView) and other._core is self._core
+
+    def __hash__(self) -> int:
+        return hash(self._core)
+
+    def __repr__(self) -> str:
+        return f"<connection {self.mode} {self.state} to {self.peer_address}>"
+
+
+class RdmaConnection(ConnectionView):
+    """A connection whose bytes travel by RDMA writes."""
+
+    __slots__ = ("_group",)
+    _core: Endpoint
+
+    def __init__(self, group: LinkGroup, core: Endpoint) -> None:
+        self._group = group
+        self._core = core
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.SMC_R
+
+    @property
+    def state(self) -> str:
+        return self._core.connection.state
+
+    @property
+    def link_group(self) -> LinkGroup:
+        return self._group
+
+    @property
+    def link(self) -> LinkView | None:
+        channel = self._core.connection.channel
+        return LinkView(channel) if isinstance(channel, Link) else None
+
+    @property
+    def send_queue(self) -> int:
+        core = self._core.connection
+        return core.peer_ring - core.window if core.peer_rmbe_known else 0
+
+    @property
+    def receive_queue(self) -> int:
+        return self._core.connection.readable
+
+    @property
+    def cursors(self) -> ConnectionCursors | None:
+        core = self._core.connection
+        if not core.peer_rmbe_known:
+            return None
+        return ConnectionCursors(
+            produced=core.bytes_sent,
+            delivered=core.bytes_sent - core.unacknowledged,
+            taken=core.bytes_sent - self.send_queue,
+            window=core.window,
+            peer_ring=core.peer_ring,
+            received=core.bytes_received,
+            consumed=core.bytes_received - core.readable,
+            ring=core.rmbe.usable,
+            sequence_sent=core.sequence_sent,
+            sequence_received=core.sequence_received,
+            alert_token=core.alert_token,
+        )
+
+    def statistics(self) -> StreamStatistics:
+        return self._core.connection.statistics()
+
+    def _socket(self) -> trio.socket.SocketType | None:
+        return self._core.sock
+
+
+class TcpConnection(ConnectionView):
+    """A connection that stays plain TCP."""
+
+    __slots__ = ()
+    _core: TcpStream
+
+    def __init__(self, core: TcpStream) -> None:
+        self._core = core
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.TCP
+
+    @property
+    def state(self) -> str:
+        with contextlib.suppress(OSError):
+            info = self._core.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            if info[0] < len(_TCP_STATES):
+                return _TCP_STATES[info[0]]
+        return _TCP_STATES[0]
+
+    @property
+    def fallback(self) -> Fallback | None:
+        return self._core.fallback
+
+    @property
+    def send_queue(self) -> int:
+        return _queue(self._core.socket, output=True)
+
+    @property
+    def receive_queue(self) -> int:
+        return _queue(self._core.socket, output=False)
+
+    def statistics(self) -> StreamStatistics:
+        return self._core.statistics()
+
+    def _socket(self) -> trio.socket.SocketType | None:
+        return self._core.socket
+
+
+def socket_name(
+    sock: trio.socket.SocketType | SmcSocket | None, which: Literal["getsockname", "getpeername"]
+) -> tuple[str, int] | None:
+    """Address and port of one end; None when the socket is closed or not connected."""
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            name = getattr(sock, which)()
+            return name[0], name[1]
+    return None
+
+
+def _queue(sock: trio.socket.SocketType, *, output: bool) -> int:
+    """Bytes in a queue of a TCP socket (tcp(7), SIOCOUTQ and SIOCINQ)."""
+    if sys.platform != "linux":
+        return 0
+    with contextlib.suppress(OSError):
+        request = termios.TIOCOUTQ if output else termios.FIONREAD
+        answer = fcntl.ioctl(sock.fileno(), request, bytes(4))
+        return int(struct.unpack("i", answer)[0])
+    return 0

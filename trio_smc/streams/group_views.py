@@ -1,0 +1,203 @@
+"""What users see of link groups: read-only views.
+
+A view holds one reference to the core it shows and reads everything from it when asked, so it is
+always up to date and costs nothing before.  Two views of one group are equal.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trio_smc.datapath.rmb import Rmb
+    from trio_smc.rendezvous.links import group as group_core
+    from trio_smc.rendezvous.links import link as link_core
+    from trio_smc.rnic.verbs import Rnic
+
+__all__ = [
+    "LinkGroup",
+    "LinkGroupKind",
+    "LinkView",
+    "RmbView",
+]
+
+
+class LinkGroupKind(StrEnum):
+    """How well a link group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
+
+    SINGLE = "single"
+    ASYMMETRIC = "asymmetric"
+    SYMMETRIC = "symmetric"
+
+
+class LinkView:
+    """One link of a group, as it is now."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: link_core.Link) -> None:
+        self._core = core
+
+    @property
+    def number(self) -> int:
+        """The number the server gave it, unique within the group (RFC 7609, 3.5.1.5)."""
+        return self._core.number
+
+    @property
+    def state(self) -> str:
+        """INIT, CONFIRMING, ACTIVE, TESTING, LEAVING or DOWN; see `trio_smc.states.link`."""
+        return self._core.state
+
+    @property
+    def rnic(self) -> Rnic:
+        """The RNIC of this side."""
+        return self._core.rnic
+
+    @property
+    def user_id(self) -> int:
+        """This side's link user ID, 32 bits; for display only (A.3.1)."""
+        return self._core.user_id
+
+    @property
+    def peer_user_id(self) -> int:
+        """The peer's link user ID; 0 before the link is confirmed."""
+        return self._core.peer_user_id
+
+    @property
+    def connections(self) -> int:
+        """How many connections send on the link, closing ones included."""
+        return self._core.load
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinkView) and other._core is self._core
+
+    def __hash__(self) -> int:
+        return hash(self._core)
+
+    def __repr__(self) -> str:
+        return f"<link {self.number} {self.state} on {self.rnic.name}>"
+
+
+class RmbView:
+    """One RMB of this side, as it is now."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: Rmb) -> None:
+        self._core = core
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of each element: 16 KiB << n."""
+        return self._core.element_size
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has, 1 to 255."""
+        return len(self._core.elements)
+
+    @property
+    def in_use(self) -> int:
+        """How many of them serve a connection."""
+        return sum(element.in_use for element in self._core.elements)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RmbView) and other._core is self._core
+
+    def __hash__(self) -> int:
+        return hash(self._core)
+
+    def __repr__(self) -> str:
+        return f"<RMB {self.in_use}/{self.elements} elements of {self.element_size} bytes>"
+
+
+class LinkGroup:
+    """A link group of a stack (RFC 7609, 2.2): everything shared by its connections to one peer.
+
+    A read-only view, from `Stack.link_groups` or `SmcStream.link_group`; it may outlive the
+    group, whose `state` is "GONE" then.
+    """
+
+    __slots__ = ("_check", "_core")
+
+    def __init__(self, core: group_core.LinkGroup, check: Callable[[], None]) -> None:
+        self._core = core
+        self._check = check
+
+    @property
+    def role(self) -> Literal["client", "server"]:
+        """Which side of the first TCP connection this stack was."""
+        return "client" if self._core.client else "server"
+
+    @property
+    def peer_id(self) -> bytes:
+        """The peer's 8-byte peer ID."""
+        return self._core.peer_id
+
+    @property
+    def kind(self) -> LinkGroupKind:
+        """Single, asymmetric or symmetric link group."""
+        return LinkGroupKind(self._core.kind)
+
+    @property
+    def state(self) -> str:
+        """FORMING, SINGLE, ASYMMETRIC, SYMMETRIC, TERMINATING or GONE.
+
+        See `trio_smc.states.link_group`.
+        """
+        return self._core.state
+
+    @property
+    def links(self) -> tuple[LinkView, ...]:
+        """The links that are not down, by number."""
+        links = sorted(self._core.links.items())
+        return tuple(LinkView(core) for _, core in links if core.state != "DOWN")
+
+    @property
+    def rmbs(self) -> tuple[RmbView, ...]:
+        """This side's RMBs, oldest first."""
+        if self._core.state == "GONE":
+            return ()
+        return tuple(RmbView(rmb) for rmb in self._core.own_rmbs.pool.rmbs)
+
+    def delete_link(self, number: int) -> None:
+        """Delete one link in order; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+
+        A group whose last link is deleted ends, and its connections are reset.  Returns at once;
+        does nothing while a request of this side to delete a link is under way.
+
+        Args:
+          number: of a link in `links`.
+
+        Raises:
+          ValueError: the group has no such link.
+          RuntimeError: called in a forked child.
+        """
+        self._check()
+        if all(link.number != number for link in self.links):
+            raise ValueError(f"the link group has no link {number}")
+        self._core.delete_link(number)
+
+    def terminate(self) -> None:
+        """End the group in order: its connections are reset, then its links are deleted.
+
+        New connections to the peer form a new group.  Returns at once; idempotent (RFC 7609,
+        3.5.4).
+
+        Raises:
+          RuntimeError: called in a forked child.
+        """
+        self._check()
+        self._core.terminate()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinkGroup) and other._core is self._core
+
+    def __hash__(self) -> int:
+        return hash(self._core)
+
+    def __repr__(self) -> str:
+        return f"<LinkGroup {self.kind} {self.state} as {self.role} of {self.peer_id.hex()}>"

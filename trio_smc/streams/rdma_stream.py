@@ -1,0 +1,618 @@
+"""`RdmaStream`, the SMC-R stream: a thin layer over the connection core, which never waits.
+
+Checkpoints: every call is a full Trio checkpoint, as the stream contract wants.  A call that
+parks has been one by that; one that finds everything ready yields once
+(`Config(checkpoints="amortised")`: cancellation is checked always, yielding only now and then).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+import os
+import time
+import warnings
+from typing import TYPE_CHECKING, Final
+
+import trio
+from trio.lowlevel import Abort, RaiseCancelT
+
+from trio_smc._base.reasons import Mode
+from trio_smc._base.statistics import StreamStatistics
+from trio_smc.streams.smc_socket import SmcSocket
+from trio_smc.streams.socket_options import StreamOptions
+from trio_smc.streams.stream import OVER, SmcStream, UrgentState, flat, some_bytes, writable
+from trio_smc.streams.tcp_stream import _inline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+    from trio_smc.config.config import Config
+    from trio_smc.datapath.connection import Connection
+    from trio_smc.stack.connection_host import Endpoint
+    from trio_smc.stack.groups import StackCore
+    from trio_smc.streams.socket_options import Inherited
+
+__all__ = [
+    "URGENT",
+    "RdmaCalls",
+    "RdmaStream",
+    "RdmaUrgent",
+]
+
+
+URGENT: Final = "on_urgent"
+"""The core's waiter."""
+
+
+class RdmaUrgent:
+    """The receiving methods of `RdmaStream`, whose attributes these are."""
+
+    _core: Connection
+    _closed: bool
+    _urgent_busy = False
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait for urgent data (RFC 7609, 4.7.5, 4.7.6)."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                match self._core.urgent:
+                    case "pending":
+                        return "pending"
+                    case "present":
+                        return "present"
+                if self._core.urgent_over:
+                    self._take_urgent()
+                    raise trio.EndOfChannel(OVER)
+                await self._park(URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    async def receive_urgent(self) -> bytes:
+        """Receive the urgent byte."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                if self._core.urgent_inline:
+                    raise _inline()
+                byte = self._take_urgent()
+                if byte is not None:
+                    return bytes((byte,))
+                if self._core.urgent_over:
+                    raise trio.EndOfChannel(OVER)
+                await self._park(URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    def _take_urgent(self) -> int | None:
+        try:
+            return self._core.receive_urgent()
+        except OSError as error:
+            raise self._translated(error) from error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._urgent_busy:
+            raise trio.BusyResourceError("another task waits for urgent data on this stream")
+        self._urgent_busy = True
+        try:
+            yield
+        finally:
+            self._urgent_busy = False
+
+    async def _park(self, waiter: str) -> bool:
+        raise NotImplementedError
+
+    def _translated(self, error: OSError) -> Exception:
+        raise NotImplementedError
+
+
+_READER: Final = "on_readable"
+_WRITER: Final = "on_writable"
+
+
+class RdmaCalls:
+    """Methods of `RdmaStream`, whose attributes these are."""
+
+    _core: Connection
+    _closed: bool
+    _sending: bool
+    _receiving: bool
+    _strict: bool
+
+    async def send_some(self, view: memoryview) -> int:
+        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
+
+        Returns:
+          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `SmcStream.send_all`.
+        """
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while True:
+                if self._closed or self._core.write_closed:
+                    raise trio.ClosedResourceError("the stream was closed for sending")
+                sent = self._send_some(view, False) if view else 0
+                if sent or not view:
+                    # The caller may change its buffer from now on, and may not wait any more.
+                    self._core.keep_copies()
+                    return sent
+                await self._park(_WRITER)
+        finally:
+            self._sending = False
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """See `SmcStream.receive_some_into`."""
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            with writable(buffer) as view:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                parked = False
+                while True:
+                    if self._closed:
+                        raise trio.ClosedResourceError("the stream was closed")
+                    try:
+                        size = self._core.receive_into(view)
+                    except OSError as error:
+                        raise self._translated(error) from error
+                    if size or self._core.at_eof:
+                        break
+                    parked = await self._park(_READER) or parked
+            if not parked and (self._strict or self._is_due()):
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            return size
+        finally:
+            self._receiving = False
+
+    async def peek_some(self, max_bytes: int) -> bytes:
+        """What `receive_some` would return, left where it is; same errors."""
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while True:
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+                try:
+                    data = self._core.peek(max_bytes)
+                except OSError as error:
+                    raise self._translated(error) from error
+                if data or self._core.at_eof:
+                    return data
+                await self._park(_READER)
+        finally:
+            self._receiving = False
+
+    def shut_down_writing(self) -> None:
+        """`SmcStream.send_eof` without its checkpoint.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError: as there.
+        """
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        if self._core.error is not None:
+            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._core.shutdown_write()
+
+    def close(self) -> None:
+        """`SmcStream.aclose` without the wait: what was sent still arrives.  Idempotent."""
+        if not self._closed:
+            self._close_now()
+
+    async def _park(self, waiter: str) -> bool:
+        raise NotImplementedError
+
+    def _send_some(self, view: memoryview, urgent: bool) -> int:
+        raise NotImplementedError
+
+    def _is_due(self) -> bool:
+        raise NotImplementedError
+
+    def _close_now(self) -> None:
+        raise NotImplementedError
+
+    def _translated(self, error: OSError) -> Exception:
+        raise NotImplementedError
+
+
+_DEFAULT_RECEIVE: Final = 65536
+# What each call needs, looked up once.
+_sleep: Final = trio.lowlevel.wait_task_rescheduled
+_yield: Final = trio.lowlevel.cancel_shielded_checkpoint
+_check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
+_current_task: Final = trio.lowlevel.current_task
+_reschedule: Final = trio.lowlevel.reschedule
+_ABORTED: Final = Abort.SUCCEEDED
+_YIELD_EVERY_CALLS: Final = 32
+_CROWD: Final = 8
+"""So many waiting tasks are better served together, when the last of them parks again."""
+_YIELD_EVERY_NS: Final = 200_000
+_SELDOM: Final = 16
+# Waiters of the core; `URGENT` is another.
+
+
+def _nothing() -> None:
+    """A waiter of somebody who is awake: that it is gone says that it was called."""
+
+
+class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
+    """A connection whose bytes travel by RDMA writes."""
+
+    mode = Mode.SMC_R
+    fallback = None
+    socket: SmcSocket
+    _closed = True  # until there is something to close
+
+    def __init__(
+        self, stack: StackCore, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+    ) -> None:
+        self.socket = SmcSocket(sock)
+        self.link_group = stack.view(endpoint.group)
+        self._endpoint = endpoint
+        self._core = core = endpoint.connection
+        core.tell_later = stack.pump.flush_soon
+        self._pump = stack.pump
+        self._drain = stack.pump.drain
+        self._token = trio.lowlevel.current_trio_token()
+        self._closed = False
+        self._sending = False
+        self._receiving = False
+        self._strict = config.checkpoints == "strict"
+        self._misses = 0  # readers that found nothing since a turn of others brought something
+        # For amortised checkpoints: the scheduler's pass of the last call, the calls in it, when
+        # the first was.
+        self._pass = 0
+        self._calls = 0
+        self._since = 0
+        self._options = StreamOptions(
+            self._core,
+            endpoint.group,
+            sock,
+            stack.timers,
+            None if self._strict else stack.pump.flush_later,
+        )
+
+    def inherit(self, options: Inherited) -> None:
+        """Act on the options that the TCP connection came with."""
+        self._options.inherit(options)
+
+    def __del__(self) -> None:
+        """A stream that nobody closed is reset."""
+        endpoint = self._endpoint
+        if self._closed or endpoint.abandoned:
+            return
+        # The collector may run in any thread, and in the middle of anything.
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(endpoint.forgotten)
+        warnings.warn(f"unclosed stream {self!r}", ResourceWarning, source=self, stacklevel=1)
+
+    # --- sending ---------------------------------------------------------------------------
+
+    async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of ``data``, its last byte as urgent; see `SmcStream.send_urgent`."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._closed or self._core.write_closed:
+                raise trio.ClosedResourceError("the stream was closed for sending")
+            parked = await self._send_view(some_bytes(data), urgent=True)
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+        finally:
+            self._sending = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of ``data``; returns when it is written or safely kept.
+
+        Raises:
+          trio.ClosedResourceError: this side closed or shut down the stream.
+          trio.BrokenResourceError: the connection failed, or the peer has closed it.
+          trio.BusyResourceError: another task is sending.
+        """
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await _check_cancelled()
+            if self._closed or self._core.write_closed:
+                raise trio.ClosedResourceError("the stream was closed for sending")
+            parked = False
+            if type(data) is bytes and data:
+                # Bytes that fit, the usual case, need none of `_send_view`'s care.
+                view = memoryview(data)
+                try:
+                    sent = self._core.send(view)
+                except OSError as error:
+                    raise self._translated(error) from error
+                if sent < len(data):
+                    parked = await self._send_view(view, sent)
+            elif view := flat(data):
+                parked = await self._send_view(view)
+            else:
+                self._check_sendable()
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+        finally:
+            self._sending = False
+
+    async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
+        """Send all of it; True when that took waiting.  ``sent``: of a first try, -1: none."""
+        core = self._core
+        parked = False
+        rest = view
+        try:
+            if sent < 0:
+                sent = self._send_some(rest, urgent)
+            while sent < len(rest):
+                rest = rest[sent:]
+                parked = await self._park(_WRITER) or parked
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+                sent = self._send_some(rest, urgent)
+            while core.borrowed:
+                parked = await self._park(_WRITER) or parked
+        finally:
+            if urgent:
+                core.withdraw_urgent()  # unless all of it is sent
+            # The caller may change or resize its buffer, whatever happened here.
+            if core.borrowed:
+                core.keep_copies()
+            if type(view.obj) is not bytes:
+                rest.release()
+                view.release()
+        return parked
+
+    def _send_some(self, view: memoryview, urgent: bool) -> int:
+        try:
+            return self._core.send_urgent(view) if urgent else self._core.send(view)
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def _check_sendable(self) -> None:
+        core = self._core
+        if core.error is not None or core.got_closed:
+            raise trio.BrokenResourceError("the connection is broken") from core.error
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await _check_cancelled()
+            core = self._core
+            if self._closed:
+                raise trio.ClosedResourceError("the stream was closed")
+            parked = False
+            while not (core.can_send or core.write_closed or core.got_closed or core.error):
+                parked = await self._park(_WRITER) or parked
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+        finally:
+            self._sending = False
+
+    async def send_eof(self) -> None:
+        """Tell the peer that nothing more will be sent (RFC 7609, 4.8.1); idempotent."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint()
+        finally:
+            self._sending = False
+        self.shut_down_writing()
+
+    # --- receiving -------------------------------------------------------------------------
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Receive at least one byte and at most ``max_bytes``; b"" at the end of the stream.
+
+        Raises:
+          trio.ClosedResourceError: this side closed the stream.
+          trio.BrokenResourceError: the connection failed.
+          trio.BusyResourceError: another task is receiving.
+        """
+        if max_bytes is None:
+            max_bytes = _DEFAULT_RECEIVE
+        else:
+            max_bytes = operator.index(max_bytes)
+            if max_bytes < 1:
+                raise ValueError("max_bytes must be >= 1")
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            await _check_cancelled()
+            parked = False
+            while True:
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+                try:
+                    data = self._core.receive(max_bytes)
+                except OSError as error:
+                    raise self._translated(error) from error
+                if data or self._core.at_eof:
+                    break
+                parked = await self._park(_READER) or parked
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+            return data
+        finally:
+            self._receiving = False
+
+    # --- ending ----------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close: what was sent still arrives, then the peer sees the end (RFC 7609, 4.8.1).
+
+        Returns when own data and the end have reached the peer's memory, so that this process may
+        exit at once; not when the peer has closed too.
+        With unread data the connection is reset instead.  Under cancellation it still closes.
+        SO_LINGER bounds the wait; with 0 s it makes this an `abort`.
+        """
+        if self._closed:
+            await trio.lowlevel.checkpoint()
+            return
+        patience = self._begin_ending()
+        parked = False
+        try:
+            if patience is None:
+                parked = await self._wait_for_end()
+            else:
+                with trio.move_on_after(patience):
+                    parked = await self._wait_for_end()
+        finally:
+            if not parked:
+                await trio.lowlevel.checkpoint()
+
+    def close_forcefully(self) -> None:
+        """`trio.aclose_forcefully` without the checkpoint."""
+        if not self._closed:
+            self._begin_ending()
+
+    def _begin_ending(self) -> int | None:
+        patience = self._options.linger
+        self._endpoint.lingers = patience is not None
+        if patience == 0:
+            self.abort()
+        else:
+            self._close_now()
+        return patience
+
+    async def _wait_for_end(self) -> bool:
+        parked = False
+        while self._core.ending:
+            parked = await self._park(_WRITER) or parked
+        return parked
+
+    def _close_now(self) -> None:
+        self._closed = True
+        self._endpoint.closed_by_user = True
+        self._drain()
+        self._core.close()
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        # The core wakes them when its state changes; a close that waits for data changes none.
+        core = self._core
+        for waiter in (_READER, _WRITER, URGENT):
+            wake = getattr(core, waiter)
+            if wake is not None:
+                setattr(core, waiter, None)
+                wake()
+
+    def abort(self) -> None:
+        """Reset the connection at once (RFC 7609, 4.8.2)."""
+        self._closed = True
+        self._endpoint.closed_by_user = True
+        self._core.abort()
+
+    def statistics(self) -> StreamStatistics:
+        """Counters of this connection."""
+        return self._core.statistics()
+
+    def setsockopt(
+        self, level: int, option: int, value: int | Buffer | None, length: int | None = None
+    ) -> None:
+        """Set a socket option; docs/socket-options.md says what each does."""
+        self._check_descriptor()
+        self._options.set(level, option, value, length)
+
+    def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """The value of a socket option."""
+        self._check_descriptor()
+        return self._options.get(level, option, buffersize)
+
+    def _check_descriptor(self) -> None:
+        if self._closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def is_readable(self) -> bool:
+        """Whether there is data, the end or an error; looks at completions first."""
+        self._drain()
+        core = self._core
+        return bool(self._closed or core.readable or core.at_eof or core.error is not None)
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    async def _park(self, waiter: str) -> bool:
+        """Wait until the core calls its ``waiter``; False if it did before others had a turn.
+
+        Where many read, each finds nothing and has it when the others had their turn.  Letting
+        them run takes half of what sleeping does, so a reader tries that first; one of whom that
+        brought nothing only now and then.  With strict checkpoints its last call has let them run.
+        """
+        core, pump = self._core, self._pump
+        setattr(core, waiter, _nothing)
+        core.tell()  # may call the waiter, too
+        if waiter is _READER and pump.waiting and not self._strict:
+            if not self._misses % _SELDOM:
+                await _yield()
+                if core.on_readable is None:
+                    self._misses = 0
+                    return True
+            self._misses += 1
+        if pump.waiting < _CROWD or not pump.awake:
+            self._drain()
+        if getattr(core, waiter) is None:
+            return False
+        if not pump.waiting:
+            pump.try_spin(lambda: getattr(core, waiter) is None)
+            if getattr(core, waiter) is None:
+                return False
+
+        task = _current_task()
+
+        def wake() -> None:
+            pump.awake += 1
+            _reschedule(task)
+
+        def abort(_: RaiseCancelT) -> Abort:
+            setattr(core, waiter, None)
+            return _ABORTED
+
+        setattr(core, waiter, wake)
+        pump.waiting += 1
+        try:
+            await _sleep(abort)
+            pump.awake -= 1
+        finally:
+            pump.waiting -= 1
+        return True
+
+    def _is_due(self) -> bool:
+        """Whether an amortised checkpoint is to be a full one: its task is at it for long."""
+        now = time.perf_counter_ns()
+        if self._pass != self._pump.passes:
+            # Whatever it did in between, others had their turn.
+            self._pass = self._pump.passes
+            self._calls = 1
+            self._since = now
+            return False
+        self._calls += 1
+        return self._calls >= _YIELD_EVERY_CALLS or now - self._since >= _YIELD_EVERY_NS
+
+    def _translated(self, error: OSError) -> Exception:
+        if self._closed or self._endpoint.abandoned:
+            return trio.ClosedResourceError("the stream was closed")
+        return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")
+
+
+# See `SmcStream`.
+trio.SocketStream.register(RdmaStream)

@@ -1,0 +1,248 @@
+"""`TcpStream`: a connection that stays plain TCP, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket as stdlib_socket
+from typing import TYPE_CHECKING, Final, Literal
+
+import trio
+
+from trio_smc._base.reasons import Fallback, Mode
+from trio_smc._base.statistics import StreamStatistics
+from trio_smc.host.tcp import close_with_reset
+from trio_smc.streams.stream import OVER, SmcStream, UrgentState, some_bytes, writable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+
+__all__ = [
+    "TcpStream",
+    "TcpUrgent",
+    "as_stream_errors",
+]
+
+
+class TcpStream(SmcStream):
+    """Plain TCP, and why."""
+
+    mode = Mode.TCP
+    link_group = None
+    socket: trio.socket.SocketType
+
+    def __init__(
+        self, sock: trio.socket.SocketType, fallback: Fallback, *, urgent_inline: bool = False
+    ) -> None:
+        self.socket = sock
+        self.fallback = fallback
+        self._stream = trio.SocketStream(sock)
+        self._urgent = TcpUrgent(sock, urgent_inline)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """As `trio.SocketStream.send_all`."""
+        if self._urgent.sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As `trio.SocketStream.wait_send_all_might_not_block`."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        """As `trio.SocketStream.send_eof`."""
+        await self._stream.send_eof()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """As `trio.SocketStream.receive_some`."""
+        return await self._stream.receive_some(max_bytes)
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """As `trio.socket.SocketType.recv_into`, with a stream's errors."""
+        with writable(buffer) as view, as_stream_errors(self.socket):
+            return await self.socket.recv_into(view)
+
+    async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
+        """By MSG_OOB."""
+        await self._urgent.send(self._stream, some_bytes(data))
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait for the exceptional condition of the socket."""
+        return await self._urgent.wait()
+
+    async def receive_urgent(self) -> bytes:
+        """By MSG_OOB."""
+        return await self._urgent.receive()
+
+    async def aclose(self) -> None:
+        """As `trio.SocketStream.aclose`."""
+        self._urgent.closing()
+        await self._stream.aclose()
+
+    def statistics(self) -> StreamStatistics:
+        """All zero."""
+        return StreamStatistics()
+
+    def setsockopt(
+        self, level: int, option: int, value: int | Buffer | None, length: int | None = None
+    ) -> None:
+        """As `trio.SocketStream.setsockopt`."""
+        if length is None and value is not None:
+            self._stream.setsockopt(level, option, value)
+        else:
+            # It knows what is wrong with the rest of the combinations.
+            self._stream.setsockopt(level, option, value, length)  # type: ignore[arg-type]
+
+    def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """As `trio.SocketStream.getsockopt`."""
+        return self._stream.getsockopt(level, option, buffersize)
+
+    def is_readable(self) -> bool:
+        """As `trio.socket.SocketType.is_readable`."""
+        return self.socket.fileno() < 0 or self.socket.is_readable()
+
+    def abort(self) -> None:
+        """Close with RST."""
+        self._urgent.closing()
+        close_with_reset(self.socket)
+
+
+# See `SmcStream`.
+trio.SocketStream.register(TcpStream)
+
+
+_LOOK: Final = stdlib_socket.MSG_OOB | stdlib_socket.MSG_DONTWAIT
+_FAILED: Final = select.EPOLLERR | select.EPOLLHUP
+
+
+class TcpUrgent:
+    """Urgent data of a TCP socket.
+
+    Args:
+      sock: the connected socket; stays its owner's.
+      inline: leave the urgent byte in the stream (SO_OOBINLINE).
+    """
+
+    def __init__(self, sock: trio.socket.SocketType, inline: bool) -> None:
+        self._sock = sock
+        self._epoll: select.epoll | None = None
+        self._sending = False
+        if inline:
+            with contextlib.suppress(OSError):  # the peer is gone: whoever reads will know
+                sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE, 1)
+
+    @property
+    def sending(self) -> bool:
+        """Whether an urgent byte waits to be sent."""
+        return self._sending
+
+    def closing(self) -> None:
+        """Call before the socket is closed: wakes whoever waits."""
+        if self._epoll is not None:
+            trio.lowlevel.notify_closing(self._epoll.fileno())
+
+    async def send(self, stream: trio.SocketStream, data: memoryview) -> None:
+        """Send ``data``, its last byte as urgent; ``stream`` is that of the socket."""
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            # One byte alone: of a partial send each part would end in an urgent byte.
+            await stream.send_all(data[:-1])
+            with as_stream_errors(self._sock):
+                await self._sock.send(data[-1:], stdlib_socket.MSG_OOB)
+        finally:
+            self._sending = False
+
+    async def wait(self) -> UrgentState:
+        """Wait until the kernel has the urgent byte, or knows that one is coming."""
+        await trio.lowlevel.checkpoint()
+        with self._watching() as epoll:
+            while True:
+                if self._present(epoll):
+                    return "present"
+                if not self._inline() and self._receive(stdlib_socket.MSG_PEEK) == "pending":
+                    return "pending"
+                await self._sleep(epoll)
+
+    async def receive(self) -> bytes:
+        """Receive the urgent byte, waiting for it."""
+        await trio.lowlevel.checkpoint()
+        with self._watching() as epoll:
+            while True:
+                if self._inline():
+                    raise _inline()
+                found = self._receive()
+                if isinstance(found, bytes):
+                    return found
+                if not self._present(epoll):
+                    await self._sleep(epoll)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[select.epoll]:
+        if self._epoll is not None:
+            raise trio.BusyResourceError("another task waits for urgent data on this stream")
+        if self._sock.fileno() < 0:
+            raise trio.ClosedResourceError("the stream was closed")
+        with select.epoll() as self._epoll:
+            try:
+                self._epoll.register(self._sock.fileno(), select.EPOLLPRI | select.EPOLLRDHUP)
+                with as_stream_errors(self._sock):
+                    yield self._epoll
+            finally:
+                self._epoll = None
+
+    @staticmethod
+    async def _sleep(epoll: select.epoll) -> None:
+        await trio.lowlevel.wait_readable(epoll.fileno())
+
+    @staticmethod
+    def _present(epoll: select.epoll) -> bool:
+        """Whether the byte is there; raises when it can never be."""
+        for _, events in epoll.poll(0):
+            if events & select.EPOLLPRI:
+                return True
+            if events & _FAILED:
+                # Not asked what: the one who reads or writes has to learn it.
+                raise trio.BrokenResourceError("the connection is broken")
+            raise trio.EndOfChannel(OVER)
+        return False
+
+    def _inline(self) -> bool:
+        return bool(self._sock.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE))
+
+    def _receive(self, flags: int = 0) -> bytes | Literal["pending", "none"]:
+        """Ask the kernel for the byte."""
+        # Trio's recv would wait for data that is not urgent.
+        raw = stdlib_socket.socket(fileno=self._sock.fileno())
+        try:
+            return raw.recv(1, _LOOK | flags) or "none"
+        except BlockingIOError:
+            return "pending"
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return "none"
+        finally:
+            raw.detach()
+
+
+def _inline() -> OSError:
+    return OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: urgent data stays in the stream")
+
+
+@contextlib.contextmanager
+def as_stream_errors(sock: trio.socket.SocketType) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise
+        if sock.fileno() < 0 or error.errno == errno.EBADF:
+            raise trio.ClosedResourceError("the stream was closed") from error
+        raise trio.BrokenResourceError(f"the connection is broken: {error}") from error

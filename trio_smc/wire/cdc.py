@@ -1,0 +1,247 @@
+"""Connection Data Control messages, the control half of the data path (RFC 7609, A.4).
+
+Every RDMA write is followed by one of these 44-byte messages, so this codec is on the hot path:
+:func:`pack` and :func:`unpack_untrusted` are one ``struct`` call on plain integers each, and
+that is what senders and receivers use.  :class:`CdcMessage` is the same message as a value, for
+captures, tests and whoever needs the reserved bytes; ``decode_untrusted`` makes one.
+
+========  ==========================================================================
+offset    field (big-endian)
+========  ==========================================================================
+0         type, 0xFE
+1         length, 44
+2-3       sequence number: the first is 1; wraps to 0
+4-7       alert token of the *receiver*
+10-11     producer cursor wrap sequence number
+12-15     producer cursor, bytes
+18-19     consumer cursor wrap sequence number
+20-23     consumer cursor, bytes
+24        producer flags: WRITER_BLOCKED ... FAILOVER_VALIDATION
+25        connection flags: SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
+========  ==========================================================================
+
+Bytes 8-9, 16-17 and 26-43 are reserved, and so are the flag bits without a name.  Whether cursors
+lie in the ring and whether the token is anybody's is not the codec's to know: see
+``trio_smc.datapath``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from trio_smc._base.errors import ProtocolError
+
+__all__ = [
+    "ABNORMAL_CLOSE",
+    "CDC_SIZE",
+    "CDC_TYPE",
+    "CONNECTION_CLOSED",
+    "FAILOVER_VALIDATION",
+    "HEADER",
+    "LAYOUT",
+    "SENDING_DONE",
+    "UPDATE_REQUESTED",
+    "URGENT_PENDING",
+    "URGENT_PRESENT",
+    "WRITER_BLOCKED",
+    "CdcMessage",
+    "MessageMissing",
+    "decode_untrusted",
+    "pack",
+    "unpack_untrusted",
+]
+
+
+CDC_TYPE = 0xFE
+"""First byte of every CDC message; no LLC message starts with it (RFC 7609, A.3)."""
+CDC_SIZE = 44
+"""Bytes in a CDC message, always."""
+HEADER = CDC_TYPE << 8 | CDC_SIZE
+"""Type and length as the first item of :data:`LAYOUT`."""
+
+LAYOUT = struct.Struct(">HHI2xHI2xHIBB18x")
+"""Header, sequence, alert token, producer wrap, producer cursor, consumer wrap, consumer cursor,
+producer flags, connection flags.  Reserved bytes are written as zero and skipped."""
+
+# Producer flags, byte 24.
+WRITER_BLOCKED = 0x80  # B
+URGENT_PENDING = 0x40  # P
+URGENT_PRESENT = 0x20  # U
+UPDATE_REQUESTED = 0x10  # R: send your consumer cursor at once
+FAILOVER_VALIDATION = 0x08  # F: only token and sequence number count (4.6.1)
+
+# Connection flags, byte 25.
+SENDING_DONE = 0x80  # D
+CONNECTION_CLOSED = 0x40  # C
+ABNORMAL_CLOSE = 0x20  # A
+
+_RESERVED = struct.Struct(">8x2s6x2s8x18s")
+_RESERVED_SIZE = 22
+_pack = LAYOUT.pack
+_unpack = LAYOUT.unpack
+
+
+class MessageMissing(ProtocolError):
+    """A failover validation message names one that did not arrive before it (4.6.1).
+
+    That may still wait to be taken from another link: the peer's RNIC had its acknowledgement,
+    but links have no order between them.
+    """
+
+
+def pack(
+    sequence: int,
+    alert_token: int,
+    producer_wrap: int,
+    producer_cursor: int,
+    consumer_wrap: int,
+    consumer_cursor: int,
+    producer_flags: int = 0,
+    connection_flags: int = 0,
+) -> bytes:
+    """The 44 bytes of one CDC message.
+
+    Parameters:
+      sequence: 16 bits.
+      alert_token: the receiver's token for this connection, 32 bits.
+      producer_wrap, consumer_wrap: 16 bits.
+      producer_cursor, consumer_cursor: bytes from the start of the RMBE, 32 bits.
+      producer_flags, connection_flags: 8 bits each.
+
+    Raises:
+      struct.error: a value does not fit its field.
+    """
+    return _pack(
+        HEADER,
+        sequence,
+        alert_token,
+        producer_wrap,
+        producer_cursor,
+        consumer_wrap,
+        consumer_cursor,
+        producer_flags,
+        connection_flags,
+    )
+
+
+def unpack_untrusted(
+    data: bytes | bytearray | memoryview,
+) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """The receive path's decoder: the nine items of :data:`LAYOUT`, ``HEADER`` first.
+
+    Reserved bytes are ignored, as RFC 7609, A.4 has it; reserved flag bits stay in the flags.
+
+    Raises:
+      ProtocolError: not 44 bytes, or not type 0xFE with length 44.
+    """
+    try:
+        items: tuple[int, int, int, int, int, int, int, int, int] = _unpack(data)
+    except struct.error:
+        raise ProtocolError(f"CDC message of {len(data)} bytes instead of {CDC_SIZE}") from None
+    if items[0] != HEADER:
+        raise ProtocolError(
+            f"CDC message with type {items[0] >> 8:#04x} and length byte {items[0] & 0xFF}"
+        )
+    return items
+
+
+class CdcMessage:
+    """One CDC message as a value (RFC 7609, A.4, figure 41).
+
+    Parameters:
+      sequence, alert_token, producer_wrap, producer_cursor, consumer_wrap, consumer_cursor,
+        producer_flags, connection_flags: as in :func:`pack`.
+      reserved: the 22 reserved bytes (8-9, 16-17, 26-43) as a peer sent them.
+    """
+
+    __slots__ = (
+        "alert_token",
+        "connection_flags",
+        "consumer_cursor",
+        "consumer_wrap",
+        "producer_cursor",
+        "producer_flags",
+        "producer_wrap",
+        "reserved",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        sequence: int,
+        alert_token: int,
+        producer_wrap: int = 0,
+        producer_cursor: int = 0,
+        consumer_wrap: int = 0,
+        consumer_cursor: int = 0,
+        producer_flags: int = 0,
+        connection_flags: int = 0,
+        reserved: bytes = bytes(_RESERVED_SIZE),
+    ) -> None:
+        self.sequence = sequence
+        self.alert_token = alert_token
+        self.producer_wrap = producer_wrap
+        self.producer_cursor = producer_cursor
+        self.consumer_wrap = consumer_wrap
+        self.consumer_cursor = consumer_cursor
+        self.producer_flags = producer_flags
+        self.connection_flags = connection_flags
+        self.reserved = reserved
+
+    def _items(self) -> tuple[int, int, int, int, int, int, int, int]:
+        return (
+            self.sequence,
+            self.alert_token,
+            self.producer_wrap,
+            self.producer_cursor,
+            self.consumer_wrap,
+            self.consumer_cursor,
+            self.producer_flags,
+            self.connection_flags,
+        )
+
+    def encode(self) -> bytes:
+        """The 44 bytes on the wire.
+
+        Raises:
+          struct.error: an integer does not fit its field.
+          ValueError: ``reserved`` is not 22 bytes.
+        """
+        message = pack(*self._items())
+        reserved = self.reserved
+        if len(reserved) != _RESERVED_SIZE:
+            raise ValueError(f"a CDC message has {_RESERVED_SIZE} reserved bytes")
+        if not any(reserved):
+            return message
+        return b"".join(
+            (message[:8], reserved[:2], message[10:16], reserved[2:4], message[18:26], reserved[4:])
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CdcMessage):
+            return NotImplemented
+        return self._items() == other._items() and self.reserved == other.reserved
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return (
+            f"CdcMessage(sequence={self.sequence}, alert_token={self.alert_token:#x}, "
+            f"producer={self.producer_wrap}:{self.producer_cursor}, "
+            f"consumer={self.consumer_wrap}:{self.consumer_cursor}, "
+            f"producer_flags={self.producer_flags:#04x}, "
+            f"connection_flags={self.connection_flags:#04x})"
+        )
+
+
+def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
+    """Decode one CDC message; ``encode`` of the value gives the same bytes again.
+
+    Parameters:
+      data: exactly the message, 44 bytes.
+
+    Raises:
+      ProtocolError: not 44 bytes, or not type 0xFE with length 44.
+    """
+    items = unpack_untrusted(data)
+    return CdcMessage(*items[1:], reserved=b"".join(_RESERVED.unpack(data)))
