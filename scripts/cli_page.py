@@ -64,7 +64,7 @@ def _peer() -> Iterator[dict[str, int]]:
         tempfile.TemporaryDirectory(prefix="smc-") as directory,
         mock.patch.dict(os.environ, XDG_RUNTIME_DIR=directory),
         subprocess.Popen(
-            [sys.executable, "-m", "tests.tools_peer", "pair"],
+            [sys.executable, "-m", "tests.tools.tools_peer", "pair"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

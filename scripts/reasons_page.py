@@ -33,7 +33,7 @@ other one; a remedy that is for the peer then says so. A **diagnosis word** is t
 over the wire in an SMC Decline (RFC 7609, A.2.4); the words are those of Linux, so that its tools
 can explain ours.
 
-Every reason below is brought about by `tests/test_check_reasons.py`, which holds that
+Every reason below is brought about by `tests/tools/test_check_reasons.py`, which holds that
 `trio-smc check` explains it as it stands here.
 """
 _WORDS = """

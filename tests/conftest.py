@@ -17,7 +17,7 @@ import pytest
 
 import trio_smc
 from tests import hangs, leaks
-from tests.api_peers import HOST, QUICK
+from tests.api.api_peers import HOST, QUICK
 from trio_smc import SmcListener, Stack
 
 _SEED = pytest.StashKey[int]()

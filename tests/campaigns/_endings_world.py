@@ -8,7 +8,7 @@ then only 4.4.2 protects it.
 
 from __future__ import annotations
 
-from tests.datapath_pair import FakeChannel, FakeHost
+from tests.datapath.datapath_pair import FakeChannel, FakeHost
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb, Rmbe
 from trio_smc.rnic.memory import Memory

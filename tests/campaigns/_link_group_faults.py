@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from tests.link_group_rules import is_sound
-from tests.link_group_world import GroupWorld, Stream
-from tests.memory_rnic import Fate, MemoryRnic, PlainQueuePair
-from tests.rendezvous_pair import Side
+from tests.rendezvous.links.link_group_rules import is_sound
+from tests.rendezvous.links.link_group_world import GroupWorld, Stream
+from tests.rendezvous.rendezvous_pair import Side
+from tests.rnic.memory_rnic import Fate, MemoryRnic, PlainQueuePair
 from trio_smc.rendezvous.links.group import LinkGroup
 
 __all__ = ["FAULTS", "GENTLE", "Faults"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from tests.datapath_pair import FakeChannel, Pair
+from tests.datapath.datapath_pair import FakeChannel, Pair
 
 __all__ = ["Moves", "crowd"]
 

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from tests.campaigns._moves import Moves, crowd
 from tests.campaigns._options import parse
-from tests.datapath_pair import Cdc, FakeChannel, Pair
+from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
 

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests import wire_vectors as vectors
 from tests.campaigns._options import parse
+from tests.wire import vectors
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages as local

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from tests.campaigns._endings_world import Broken, World
 from tests.campaigns._options import parse
-from tests.datapath_pair import Cdc
+from tests.datapath.datapath_pair import Cdc
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.states.connection import CONNECTION

@@ -40,8 +40,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.campaigns._options import parse
-from tests.memory_rnic import PlainQueuePair
-from tests.rendezvous_pair import SIZE, Call, End, Side, World
+from tests.rendezvous.rendezvous_pair import SIZE, Call, End, Side, World
+from tests.rnic.memory_rnic import PlainQueuePair
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Origin
 from trio_smc.datapath.connection import Connection

@@ -49,9 +49,9 @@ from dataclasses import dataclass, field
 from tests.campaigns._cases import Outcome, run_cases, tell
 from tests.campaigns._link_group_faults import FAULTS, GENTLE, Faults
 from tests.campaigns._options import parse
-from tests.link_group_rules import agreement, kind_of
-from tests.link_group_world import SIZES, GroupWorld, Stream
-from tests.memory_rnic import Fate
+from tests.rendezvous.links.link_group_rules import agreement, kind_of
+from tests.rendezvous.links.link_group_world import SIZES, GroupWorld, Stream
+from tests.rnic.memory_rnic import Fate
 from trio_smc.config.config import Config
 from trio_smc.rendezvous.links.group import LinkGroup
 

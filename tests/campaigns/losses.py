@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from tests.campaigns._cases import Outcome, run_cases, tell
 from tests.campaigns._options import parse
-from tests.link_group_world import SIZES, GroupWorld, Stream
-from tests.memory_rnic import Fate, PlainQueuePair
+from tests.rendezvous.links.link_group_world import SIZES, GroupWorld, Stream
+from tests.rnic.memory_rnic import Fate, PlainQueuePair
 from trio_smc.rnic.verbs import QpState
 from trio_smc.wire.cdc import CDC_TYPE, FAILOVER_VALIDATION, decode_untrusted
 

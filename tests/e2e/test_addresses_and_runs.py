@@ -11,7 +11,7 @@ import trio
 
 import trio_smc
 from tests.ports import reserved_port
-from tests.stream_pairs import SMALL_RING, open_pairs, smc_config
+from tests.streams.stream_pairs import SMALL_RING, open_pairs, smc_config
 from trio_smc import Config, SmcStream
 
 LOOPBACK_NAMES = ["127.0.0.1", "::1", "localhost", "127.1.2.3"]

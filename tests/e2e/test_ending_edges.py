@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from tests.e2e.actor import End, join, open_ends
-from tests.stream_pairs import SMALL_RING
+from tests.streams.stream_pairs import SMALL_RING
 
 SLOW = {"receive_buffer": SMALL_RING, "close_timeout": 60, "shutdown_timeout": 10}
 SOON = 0.3

@@ -15,7 +15,7 @@ import trio_smc
 from tests import leaks
 from tests.e2e.processes import Peer, open_peer
 from tests.ports import reserved_port
-from tests.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
+from tests.streams.stream_pairs import HOST, SMALL_RING, Pairs, open_pairs, smc_config
 from trio_smc import SmcStream, Stack
 from trio_smc.streams.rdma_stream import RdmaStream
 

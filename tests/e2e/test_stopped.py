@@ -12,7 +12,7 @@ import trio_smc
 from tests.e2e.bytes_by_position import Text
 from tests.e2e.peer import HEADER
 from tests.e2e.processes import Peer, open_peer
-from tests.stream_pairs import HOST, cancelled_when_it_waits
+from tests.streams.stream_pairs import HOST, cancelled_when_it_waits
 from trio_smc import SmcStream
 
 SEED = 1

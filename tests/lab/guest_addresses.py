@@ -21,7 +21,7 @@ from typing import Final, Self
 
 import pytest
 
-from tests.rnic_contract import End, make_end
+from tests.rnic.contract import End, make_end
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.verbs import QpState, Rnic, RnicError
 

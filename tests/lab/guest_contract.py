@@ -1,4 +1,4 @@
-"""Runs in one guest, by pytest: a RoCE RNIC fulfils the contract of `tests.rnic_contract`.
+"""Runs in one guest, by pytest: a RoCE RNIC fulfils the contract of `tests.rnic.contract`.
 
 The devices rxe0 on mac0 and rxe1 on mac1 must reach each other; `tests.lab.runner.contract` makes
 them.  Every test of the contract runs here as it is; what soft-RoCE could not do would have to be
@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from tests.rnic_contract import (
+from tests.rnic.contract import (
     PATIENCE,
     End,
     RnicContract,

@@ -21,7 +21,7 @@ import trio
 
 import trio_smc
 from tests.lab.verbs_side import Control
-from tests.option_wire import SYN, SYN_ACK, Wire
+from tests.rendezvous.discovery.option_wire import SYN, SYN_ACK, Wire
 from trio_smc import Config, FallbackReason, Mode, SmcStream, VerbsRnic
 from trio_smc.rendezvous.discovery.option_program import OPTION
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.api_peers import accept
+from tests.api.api_peers import accept
 from tests.lab import captures
-from tests.tshark_reader import capture, require_tshark
+from tests.wire.tshark_reader import capture, require_tshark
 from trio_smc.wire import clc, llc
 
 DECLINE = clc.Decline(peer_id=bytes(8), diagnosis=0x03030000)

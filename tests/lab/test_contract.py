@@ -8,7 +8,7 @@ import pytest
 
 from tests.lab import guest_contract, runner
 from tests.lab.telling import told
-from tests.rnic_contract import RnicContract
+from tests.rnic.contract import RnicContract
 
 
 @pytest.mark.lab

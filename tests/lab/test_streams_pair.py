@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import tshark_reader
 from tests.lab import runner
 from tests.lab.telling import told
+from tests.wire import tshark_reader
 
 STEPS = (
     "option_on_the_wire", "strict", "ipv6", "vlan", "never_an_unrelated_port", "pnet_table",

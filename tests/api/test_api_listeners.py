@@ -1,0 +1,442 @@
+"""`open_listeners` and `serve`: like Trio's, and no client does any harm to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+from tests.api.api_peers import (
+    ASSUME,
+    HOST,
+    PATIENCE,
+    QUICK,
+    accept,
+    address_of,
+    all_freed,
+    check_serves,
+    check_talk,
+    close_all,
+    plain_client,
+    proposal,
+    read_clc,
+    read_exactly,
+    read_to_end,
+)
+from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
+from trio_smc.wire import clc
+
+# --- as Trio's ---------------------------------------------------------------------------------
+
+
+async def test_all_addresses(stack: Stack) -> None:
+    listeners = await stack.open_listeners(0)
+    families = {listener.socket.family for listener in listeners}
+    assert families == {socket.AF_INET, socket.AF_INET6}
+    for listener in listeners:
+        assert listener.socket.getsockname()[1] != 0
+        await check_serves(stack, listener)
+    await close_all(*listeners)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", b"127.0.0.1", "localhost"])
+async def test_one_host(host: str | bytes, stack: Stack) -> None:
+    listeners = await stack.open_listeners(0, host=host, backlog=7)
+    for listener in listeners:
+        await check_serves(stack, listener)
+    await close_all(*listeners)
+
+
+async def test_an_ipv6_wildcard_that_takes_ipv4(stack: Stack) -> None:
+    with trio.socket.socket(socket.AF_INET6) as sock:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        await sock.bind(("::", 0))
+        sock.listen()
+        async with SmcListener(stack, sock, QUICK) as listener:
+            port = sock.getsockname()[1]
+            async with await stack.open_stream(HOST, port) as stream:
+                assert stream.mode is Mode.SMC_R
+                accepted = await listener.accept()
+                assert accepted.socket.getpeername()[0] == "::ffff:127.0.0.1"
+                await close_all(accepted)
+
+
+async def test_the_port_is_taken(stack: Stack, listener: SmcListener) -> None:
+    host, port = address_of(listener)
+    with pytest.raises(OSError, match="in use") as caught:
+        await stack.open_listeners(port, host=host)
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+async def test_wrong_arguments(stack: Stack) -> None:
+    with pytest.raises(TypeError):
+        await stack.open_listeners("80")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="directory belongs to the stack"):
+        await stack.open_listeners(0, config=Config(directory="/nowhere"))
+
+
+async def test_serve(stack: Stack) -> None:
+    async def echo(stream: SmcStream) -> None:
+        async for data in stream:
+            await stream.send_all(data)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio_smc.serve, echo, 0, host=HOST))
+        assert [type(listener) for listener in listeners] == [SmcListener]
+        async with await trio_smc.open_stream(*address_of(listeners[0])) as stream:
+            assert stream.mode is Mode.SMC_R
+            await stream.send_all(b"echo")
+            assert await read_exactly(stream, 4) == b"echo"
+        async with await plain_client(listeners[0]) as plain:
+            await plain.send_all(b"echo")
+            assert await read_exactly(plain, 4) == b"echo"
+        nursery.cancel_scope.cancel()
+    with pytest.raises(trio.ClosedResourceError):
+        await listeners[0].accept()
+
+
+async def test_handlers_in_another_nursery(stack: Stack) -> None:
+    handling = trio.Event()
+
+    async def handler(stream: SmcStream) -> None:
+        handling.set()
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as handlers, trio.open_nursery() as nursery:
+        [listener] = await nursery.start(
+            partial(stack.serve, handler, 0, host=HOST, handler_nursery=handlers)
+        )
+        async with await stack.open_stream(*address_of(listener)):
+            await handling.wait()
+            assert len(handlers.child_tasks) == 1
+            nursery.cancel_scope.cancel()
+            handlers.cancel_scope.cancel()
+
+
+async def test_a_handler_that_fails_ends_the_server(stack: Stack) -> None:
+    async def handler(stream: SmcStream) -> None:
+        raise LookupError("handler")
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            [listener] = await nursery.start(partial(stack.serve, handler, 0, host=HOST))
+            await (await stack.open_stream(*address_of(listener))).aclose()
+            await trio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await run()
+    assert caught.group_contains(LookupError)
+
+
+@pytest.mark.parametrize("says", ["nothing", "proposal"])
+async def test_closed_while_serving_a_handshake(stack: Stack, says: str) -> None:
+    """Whoever is in a handshake is reset at once, and no handler runs."""
+
+    async def handler(stream: SmcStream) -> None:
+        raise AssertionError("nobody has shaken hands")
+
+    async with trio.open_nursery() as nursery:
+        serve = partial(stack.serve, handler, 0, host=HOST, config=ASSUME)
+        with pytest.RaisesGroup(pytest.RaisesGroup(trio.ClosedResourceError)):
+            async with trio.open_nursery() as serving:
+                [listener] = await serving.start(serve)
+                client = await plain_client(listener)
+                if says == "proposal":
+                    await client.send_all(proposal().encode())
+                    assert isinstance(await read_clc(client), clc.Accept)
+                await trio.testing.wait_all_tasks_blocked()
+                await listener.aclose()
+        with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
+            await client.receive_some()
+        await client.aclose()
+        nursery.cancel_scope.cancel()
+    await all_freed(stack)
+
+
+# --- accept --------------------------------------------------------------------------------------
+
+
+async def test_one_task_at_a_time(stack: Stack, listener: SmcListener) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listener.accept)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(trio.BusyResourceError):
+            await listener.accept()
+        nursery.cancel_scope.cancel()
+    await check_serves(stack, listener)
+
+
+async def test_a_cancelled_accept_loses_nothing(stack: Stack, listener: SmcListener) -> None:
+    stream = await stack.open_stream(*address_of(listener))
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await listener.accept()
+    assert scope.cancelled_caught
+    await close_all(stream, await listener.accept())
+
+
+async def test_closed_while_accepting(stack: Stack, listener: SmcListener) -> None:
+    async def accept_one() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await listener.accept()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept_one)
+        await trio.testing.wait_all_tasks_blocked()
+        await listener.aclose()
+    await listener.aclose()
+    await accept_one()
+
+
+@pytest.mark.parametrize("parked", [False, True])
+async def test_the_socket_is_closed_under_it(
+    parked: bool, stack: Stack, listener: SmcListener
+) -> None:
+    if parked:
+        await trio.testing.wait_all_tasks_blocked()
+    listener.socket.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await listener.accept()
+    [other] = await stack.open_listeners(0, host=HOST)
+    async with other:
+        await check_serves(stack, other)
+
+
+async def test_the_socket_fails(
+    stack: Stack, listener: SmcListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener.socket.shutdown(socket.SHUT_RDWR)
+    with trio.fail_after(PATIENCE), pytest.raises(trio.ClosedResourceError):
+        await listener.accept()
+    assert "failed" in caplog.text
+
+
+async def test_closing_ends_what_was_not_accepted(stack: Stack, listener: SmcListener) -> None:
+    stream = await stack.open_stream(*address_of(listener))
+    plain = await plain_client(listener)
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    await listener.aclose()
+    with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
+        await stream.receive_some()
+    assert isinstance(await read_to_end(plain), ConnectionResetError)
+    await close_all(stream, plain)
+    await all_freed(stack)
+
+
+async def test_closing_ends_handshakes() -> None:
+    async with trio_smc.open_stack(ASSUME) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        plain = await plain_client(listener)
+        await plain.send_all(proposal().encode())
+        assert isinstance(await read_clc(plain), clc.Accept)
+        await listener.aclose()
+        assert isinstance(await read_to_end(plain), ConnectionResetError)
+        await plain.aclose()
+        await all_freed(stack)
+
+
+# --- connections that go wrong -------------------------------------------------------------------
+
+
+HOSTILE = [
+    clc.EYE_CATCHER + bytes(100),
+    clc.EYE_CATCHER + b"\xff" * 100,
+    proposal().encode()[:-1] + b"?",
+    proposal().encode() * 2,
+    accept().encode(),
+    proposal().encode() + accept().encode(),
+]
+
+
+@pytest.mark.parametrize("sent", HOSTILE, ids=range(len(HOSTILE)))
+async def test_a_failed_handshake_stops_nothing(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with trio_smc.open_stack(ASSUME) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        plain = await plain_client(listener)
+        await plain.send_all(sent)
+        answer = await read_to_end(plain)
+        assert isinstance(answer, OSError) or answer[:4] == clc.EYE_CATCHER
+        await plain.aclose()
+        await check_serves(stack, listener)
+        assert stack.statistics().handshakes_failed == 1
+        await all_freed(stack)
+        await listener.aclose()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_random_bytes_stop_nothing(
+    rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with trio_smc.open_stack(ASSUME) as stack, trio.open_nursery() as nursery:
+        received: list[bytes] = []
+
+        async def handler(stream: SmcStream) -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                data = await read_to_end(stream)
+                received.append(data if isinstance(data, bytes) else b"")
+
+        [listener] = await nursery.start(partial(stack.serve, handler, 0, host=HOST))
+        for _ in range(100):
+            data = bytearray(proposal().encode())
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            async with await plain_client(listener) as plain:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await plain.send_all(data[: rng.randrange(1, len(data) + 1)])
+        async with await stack.open_stream(*address_of(listener)) as stream:
+            assert stream.mode is Mode.SMC_R
+        await all_freed(stack)
+        nursery.cancel_scope.cancel()
+    for handed in received:
+        assert not handed.startswith(clc.EYE_CATCHER), "CLC bytes reached the application"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_defect_costs_one_connection(
+    stack: Stack, listener: SmcListener, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def broken(**options: object) -> None:
+        raise LookupError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trio_smc.connecting.accept.ServerNegotiation", broken)
+        with pytest.raises(ConnectionResetError):
+            await stack.open_stream(*address_of(listener))
+    assert "LookupError: a defect" in caplog.text
+    await check_serves(stack, listener)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Every attempt to open one fails with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def accept_at_last(listener: SmcListener) -> tuple[SmcStream, int]:
+    """The next stream, and how many errors came before it."""
+    errors = 0
+    with trio.fail_after(PATIENCE):
+        while True:
+            try:
+                return await listener.accept(), errors
+            except OSError:
+                errors += 1
+
+
+async def test_out_of_descriptors(stack: Stack, listener: SmcListener) -> None:
+    with socket.socket() as plain:
+        with no_descriptors():
+            plain.connect(address_of(listener))
+            for _ in range(2):
+                with trio.fail_after(PATIENCE), pytest.raises(OSError, match="open") as caught:
+                    await listener.accept()
+                assert caught.value.errno == errno.EMFILE
+        with trio.fail_after(PATIENCE):
+            await (await accept_at_last(listener))[0].aclose()
+    await check_serves(stack, listener)
+
+
+async def test_capacity_errors_do_not_pile_up(
+    stack: Stack, listener: SmcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+    accept = socket.socket.accept
+
+    def counted(self: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal tries
+        tries += 1
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", counted)
+    with socket.socket() as plain:
+        with no_descriptors(), trio.fail_after(PATIENCE):
+            plain.connect(address_of(listener))
+            while tries < 3:  # noqa: ASYNC110  # a counter
+                await trio.sleep(0.01)
+        stream, errors = await accept_at_last(listener)
+        assert errors == 1
+        await stream.aclose()
+
+
+async def test_serve_goes_on_after_capacity_errors(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(stream: SmcStream) -> None:
+        await stream.send_all(b"here")
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(stack.serve, handler, 0, host=HOST))
+        with socket.socket() as plain:
+            with no_descriptors():
+                plain.connect(address_of(listener))
+                with trio.fail_after(PATIENCE):
+                    while "EMFILE" not in caplog.text:  # noqa: ASYNC110
+                        await trio.sleep(0.01)
+            plain.setblocking(False)
+            with trio.fail_after(PATIENCE):
+                await trio.lowlevel.wait_readable(plain)
+            assert plain.recv(10) == b"here"
+        nursery.cancel_scope.cancel()
+
+
+async def test_max_handshakes() -> None:
+    """Silent clients fill the slots; the next one waits in the backlog until one leaves."""
+    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    async with trio_smc.open_stack(config) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        silent = [await plain_client(listener) for _ in range(2)]
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(check_serves, stack, listener)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert stack.statistics().connections == 0
+            await silent[0].aclose()
+        await close_all(silent[1], listener)
+
+
+async def test_streams_that_nobody_accepts_are_bounded(stack: Stack) -> None:
+    [listener] = await stack.open_listeners(0, host=HOST, config=Config(max_handshakes=3))
+    clients = [await plain_client(listener) for _ in range(5)]
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    fallbacks = ("local", FallbackReason.PEER_NOT_CAPABLE)
+    assert stack.statistics().fallbacks == {fallbacks: 3}
+    with trio.fail_after(PATIENCE):
+        streams = [await listener.accept() for _ in range(5)]
+    # Those that came together may be accepted in any order.
+    accepted = {stream.socket.getpeername(): stream for stream in streams}
+    for client in clients:
+        await check_talk(client, accepted[client.socket.getsockname()])
+    await close_all(*clients, *streams, listener)
+
+
+async def test_require_smc(caplog: pytest.LogCaptureFixture) -> None:
+    async with trio_smc.open_stack(Config(receive_buffer=16384, require_smc=True)) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        async with await plain_client(listener) as plain:
+            assert await read_to_end(plain) == b""
+        await check_serves(stack, listener)
+        statistics = stack.statistics()
+        assert statistics.refused == 1
+        assert statistics.fallbacks == {("local", "peer-not-capable"): 1}
+        assert "SMC-R is required: the peer did not announce SMC-R" in caplog.text
+        await listener.aclose()

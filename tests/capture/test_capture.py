@@ -1,0 +1,452 @@
+"""Captures of our own: what is in them, who reads them, and what a bad disk costs."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import trio
+
+import trio_smc
+from scripts import ladders
+from tests.streams.stream_pairs import HOST, smc_config
+from tests.wire import tshark_reader as tshark
+from trio_smc import Stack
+from trio_smc._base.reasons import Fallback
+from trio_smc.capture import file as capture_file
+from trio_smc.capture import frames, pcapng
+from trio_smc.capture.dissection import Seen, Write, dissect
+from trio_smc.wire import clc, llc
+from trio_smc.wire.cdc import CdcMessage
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "kernel-two-links.pcap"
+SECRET = b"what nobody else should read"
+
+
+def packets_of(path: Path) -> list[pcapng.Packet]:
+    with path.open("rb") as file:
+        return list(pcapng.read(file))
+
+
+def seen_in(path: Path) -> list[Seen]:
+    return list(dissect(packets_of(path)))
+
+
+class Heard:
+    """An observer that keeps messages, and the length of writes."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.writes: list[tuple[int, int, int]] = []
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        self.messages.append(message)
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        self.messages.append(message)
+
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        self.messages.append(message)
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        self.writes.append((address, rkey, len(data)))
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        pass
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        pass
+
+
+async def echo(stream: trio_smc.SmcStream) -> None:
+    async with stream:
+        async for data in stream:
+            await stream.send_all(data)
+
+
+@asynccontextmanager
+async def echo_port() -> AsyncIterator[int]:
+    """The port of an echo server in a stack of its own."""
+    async with trio_smc.open_stack(smc_config()) as server, trio.open_nursery() as nursery:
+        [listener] = await server.open_listeners(0, host=HOST)
+        nursery.start_soon(trio.serve_listeners, echo, [listener])
+        yield listener.socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+async def talk(stack: Stack, port: int, data: bytes) -> None:
+    """Send data to the echo server and take it back."""
+    with trio.fail_after(20):
+        async with await stack.open_stream(HOST, port) as stream, trio.open_nursery() as nursery:
+            assert stream.mode is trio_smc.Mode.SMC_R
+            nursery.start_soon(stream.send_all, data)
+            left = len(data)
+            while left:
+                left -= len(await stream.receive_some(left))
+
+
+async def captured(path: Path, *, payload: int = 0, data: bytes = SECRET, times: int = 2) -> Heard:
+    """Write a capture of a client's stack; what an observer beside it heard."""
+    heard = Heard()
+    async with echo_port() as port:
+        config = smc_config(capture=path, capture_payload=payload)
+        async with trio_smc.open_stack(config) as stack:
+            stack.add_observer(heard)
+            for _ in range(times):
+                await talk(stack, port, data)
+    return heard
+
+
+# --- frames ------------------------------------------------------------------------------------
+
+
+def test_invariant_crc_is_a_kernels() -> None:
+    checked = 0
+    for packet in packets_of(GOLDEN):
+        if packet.data[23] == 17:  # UDP
+            assert frames.invariant_crc(packet.data[14:-4]) == packet.data[-4:]
+            checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize("size", range(8))
+@pytest.mark.parametrize("version", [4, 6])
+def test_a_write_with_data_of_any_size_is_read_again(size: int, version: int) -> None:
+    source, target = (bytes([n]) * (4 if version == 4 else 16) for n in (1, 2))
+    frame = frames.roce_frame(
+        source_mac=bytes(6), target_mac=bytes(6), source=source, target=target,
+        opcode=frames.RDMA_WRITE_ONLY, target_qp=0xABCDEF, psn=7,
+        payload=frames.reth(1 << 63, 0xFFFFFFFF, 77) + bytes(size),
+    )  # fmt: skip
+    [seen] = dissect([pcapng.Packet(5, pcapng.ETHERNET, frame, len(frame))])
+    assert seen.event == Write(1 << 63, 0xFFFFFFFF, 77)
+    assert (seen.time, seen.target.number, seen.source.address) == (5, 0xABCDEF, source)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def test_pcapng_round_trip() -> None:
+    packets = [
+        pcapng.Packet(1_700_000_000_123_456_789 + n, pcapng.ETHERNET, bytes([n]) * n, n + 3)
+        for n in range(9)
+    ]
+    parts = [pcapng.packet(each.time, each.data, each.length) for each in packets]
+    file = pcapng.header("a test", "none") + b"".join(parts) + pcapng.statistics(5, 77)
+    assert list(pcapng.read(io.BytesIO(file))) == packets
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize(("magic", "unit"), [(0xA1B2C3D4, 1000), (0xA1B23C4D, 1)])
+def test_pcap_of_either_byte_order_and_clock(order: str, magic: int, unit: int) -> None:
+    head = struct.pack(order + "IHHiIII", magic, 2, 4, 0, 0, 65535, 1)
+    body = struct.pack(order + "IIII", 12, 34, 3, 9) + b"abc"
+    [packet] = pcapng.read(io.BytesIO(head + body))
+    assert packet == pcapng.Packet(12_000_000_000 + 34 * unit, 1, b"abc", 9)
+
+
+def test_a_file_cut_off_anywhere_says_so_after_its_whole_packets() -> None:
+    begin, part = pcapng.header("a", "b"), pcapng.packet(5, b"some bytes", 10)
+    file = begin + part + part
+    [section] = struct.unpack_from("<I", begin, 4)
+    whole = {section: 0, len(begin): 0, len(begin) + len(part): 1, len(file): 2}
+    for size in range(len(file) + 1):
+        count, damage = _read_as_far_as_it_goes(file[:size])
+        assert (damage == "") is (size in whole), size
+        assert count == max([0, *(n for end, n in whole.items() if end <= size)])
+        assert "\n" not in damage
+
+
+def _read_as_far_as_it_goes(data: bytes) -> tuple[int, str]:
+    """How many packets come out, and what is wrong after them."""
+    count = 0
+    try:
+        for _ in pcapng.read(io.BytesIO(data)):
+            count += 1
+    except pcapng.DamagedCapture as damage:
+        return count, str(damage)
+    return count, ""
+
+
+def test_whole_blocks() -> None:
+    parts = [pcapng.header("a", "b"), pcapng.packet(5, b"abc", 3), pcapng.statistics(1, 2)]
+    file = b"".join(parts)
+    [section] = struct.unpack_from("<I", file, 4)
+    ends = [0, section, len(parts[0]), len(parts[0] + parts[1]), len(file)]
+    for size in range(len(file) + 1):
+        assert pcapng.whole_blocks_untrusted(file[:size]) == max(e for e in ends if e <= size)
+    for length in (0, 8, 13, 1 << 31):
+        with pytest.raises(trio_smc.ProtocolError, match=str(length)):
+            pcapng.whole_blocks_untrusted(file + struct.pack("<II", 6, length))
+
+
+def test_damaged_files_raise_nothing_else(rng: random.Random) -> None:
+    whole = GOLDEN.read_bytes()
+    pieces = [pcapng.packet(p.time, p.data, p.length) for p in packets_of(GOLDEN)]
+    modern = pcapng.header("a", "b") + b"".join(pieces)
+    outcomes: Counter[str] = Counter()
+    for _ in range(300):
+        damaged = bytearray(rng.choice((whole, modern)))
+        for _ in range(rng.choice((1, 10, 1000))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        try:
+            outcomes["read"] += bool(list(dissect(pcapng.read(io.BytesIO(damaged)))))
+        except pcapng.DamagedCapture:
+            outcomes["damaged"] += 1
+    assert outcomes["read"] > 10
+    assert outcomes["damaged"] > 10
+
+
+# --- a stack's ---------------------------------------------------------------------------------
+
+
+async def test_the_file_has_all_that_an_observer_hears(tmp_path: Path) -> None:
+    path = tmp_path / "capture.pcapng"
+    heard = await captured(path, data=bytes(40_000))
+    events = [each.event for each in seen_in(path)]
+    messages = [each.encode() for each in events if isinstance(each, _MESSAGES)]
+    assert messages == heard.messages
+    assert [tuple(each) for each in events if isinstance(each, Write)] == heard.writes
+    assert sum(length for _, _, length in heard.writes) == 80_000
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+_MESSAGES = (
+    clc.Proposal, clc.Accept, clc.Confirm, clc.Decline, llc.ConfirmLink, llc.AddLink,
+    llc.AddLinkContinuation, llc.DeleteLink, llc.ConfirmRkey, llc.ConfirmRkeyContinuation,
+    llc.DeleteRkey, llc.TestLink, CdcMessage,
+)  # fmt: skip
+
+
+async def test_a_stack_that_talks_to_itself_is_heard_once(tmp_path: Path) -> None:
+    path = tmp_path / "capture.pcapng"
+    async with (
+        trio_smc.open_stack(smc_config(capture=path)) as stack,
+        trio.open_nursery() as nursery,
+    ):
+        [listener] = await stack.open_listeners(0, host=HOST)
+        nursery.start_soon(trio.serve_listeners, echo, [listener])
+        await talk(stack, listener.socket.getsockname()[1], SECRET)
+        nursery.cancel_scope.cancel()
+    count = Counter(type(each.event).__name__ for each in seen_in(path))
+    assert (count["Proposal"], count["Accept"], count["Confirm"]) == (1, 1, 1)
+    assert (count["ConfirmLink"], count["Write"]) == (2, 2)
+
+
+@pytest.mark.parametrize("payload", [0, 4, 4096])
+async def test_data_is_kept_only_as_asked(tmp_path: Path, payload: int) -> None:
+    path = tmp_path / "capture.pcapng"
+    await captured(path, payload=payload, times=1)
+    begin = SECRET[:4]
+    kept = [packet.data for packet in packets_of(path) if begin in packet.data]
+    # Behind the data comes the frame's checksum: any four bytes, so also those that were not kept.
+    assert {data[data.index(begin) : -4] for data in kept} == ({SECRET[:payload]} - {b""})
+    assert path.read_bytes().count(begin) == len(kept) == (payload > 0)
+
+
+@pytest.mark.tshark
+async def test_wireshark_finds_nothing_wrong(tmp_path: Path) -> None:
+    tshark.require_tshark()
+    path = tmp_path / "capture.pcapng"
+    heard = await captured(path, payload=16, data=bytes(40_000))
+    assert len(await read_by_wireshark(path)) == len(heard.messages)
+
+
+@pytest.mark.tshark
+async def test_wireshark_finds_nothing_wrong_with_a_failover(tmp_path: Path) -> None:
+    tshark.require_tshark()
+    path = tmp_path / "capture.pcapng"
+    path.write_bytes((await ladders.converse(tmp_path / "private"))[0])
+    read = await read_by_wireshark(path)
+    assert len(read) == sum(isinstance(each.event, _MESSAGES) for each in seen_in(path))
+    assert Counter(read).keys() >= {"1", "2", "3", "4", "254"}
+
+
+async def read_by_wireshark(path: Path) -> list[str]:
+    """The type of each message; fails when tshark finds anything wrong, but for what is known."""
+    checks = [f"{name}.check_checksum:TRUE" for name in ("ip", "tcp", "udp")]
+    options = [part for check in checks for part in ("-o", check)]
+    run = await trio.run_process(
+        ["tshark", "--disable-protocol", "rpcordma", *options, "-r", path, "-T", "pdml"],
+        capture_stdout=True,
+        capture_stderr=True,
+        stdin=b"",
+    )
+    found: list[str] = []
+    for packet in ET.fromstring(run.stdout).iter("packet"):
+        protocols = {proto.get("name"): proto for proto in packet.findall("proto")}
+        wrong = [
+            field.get("show", "")
+            for field in packet.iter("field")
+            if field.get("name") == "_ws.expert.message"
+        ]
+        assert "tcp" in protocols or "infiniband" in protocols
+        if "smc" not in protocols:
+            assert not wrong
+            continue
+        kind, value = next(
+            (name, field.get("show", ""))
+            for field in protocols["smc"].iter("field")
+            if (name := field.get("name", "")) in ("smc.clc_msg", "smc.llc_msg")
+        )
+        found.append(str(int(value, 0)))
+        # Known: a Proposal without a growth area is read as if it had one.
+        proposal = (kind, found[-1]) == ("smc.clc_msg", "1")
+        assert wrong == (["Malformed Packet (Exception occurred)"] if proposal else [])
+    return found
+
+
+# --- bad disks ---------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_costs_the_capture_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "capture.pcapng"
+    room = 4001  # not at the end of a block
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") != str(path):
+            return write(fd, data)
+        left = room - path.stat().st_size
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data[:left])
+
+    monkeypatch.setattr(os, "write", full)
+    async with echo_port() as port, trio_smc.open_stack(smc_config(capture=path)) as stack:
+        with trio.fail_after(20):
+            while "trio_smc capture" in {each.name for each in threading.enumerate()}:
+                await talk(stack, port, SECRET)
+        await talk(stack, port, SECRET)
+    said = [each for each in caplog.records if each.name == "trio_smc.capture"]
+    assert [each.levelno for each in said] == [logging.ERROR]
+    assert str(path) in said[0].getMessage()
+    assert packets_of(path)
+    assert room - 300 < path.stat().st_size < room
+
+
+async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    path = tmp_path / "capture.pcapng"
+    put = capture_file.FileCapture._put
+
+    def slow(self: capture_file.FileCapture, blocks: list[bytes]) -> None:
+        gate.wait(20)
+        put(self, blocks)
+
+    monkeypatch.setattr(capture_file.FileCapture, "_put", slow)
+    monkeypatch.setattr(capture_file, "_MOST_WAITING", 3000)
+    async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
+        capture = capture_file.FileCapture(stack, path)
+        try:
+            for _ in range(5):
+                await talk(stack, port, SECRET)
+        finally:
+            gate.set()
+            capture.end()
+            capture.join(20)
+    assert capture.dropped > 0
+    assert path.stat().st_size < 10_000
+    [at] = [n for n in range(0, path.stat().st_size, 4)
+            if path.read_bytes()[n : n + 8] == struct.pack("<II", 5, 40)]  # fmt: skip
+    assert struct.unpack_from("<Q", path.read_bytes(), at + 24) == (capture.dropped,)
+    assert packets_of(path)
+
+
+async def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(capture_file.FileCapture, "_put", lambda self, blocks: gate.wait(20))
+    path = tmp_path / "capture.pcapng"
+    try:
+        with trio.fail_after(10):
+            async with echo_port() as port:
+                config = smc_config(capture=path, shutdown_timeout=0.1)
+                async with trio_smc.open_stack(config) as stack:
+                    await talk(stack, port, SECRET)
+        assert "its disk does not answer" in caplog.text
+    finally:
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "trio_smc capture":
+                await trio.to_thread.run_sync(thread.join, 20)
+
+
+def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "capture.pcapng"
+    program = f"""
+        import trio, trio_smc
+        from tests.test_capture import echo_port, smc_config, talk
+        async def main():
+            async with echo_port() as port:
+                async with trio_smc.open_stack(smc_config(capture={str(path)!r})) as stack:
+                    while True:
+                        await talk(stack, port, b"x" * 1000)
+        trio.run(main)
+    """
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(private)}
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment
+    ) as process:
+        try:
+            _wait_for_size(path, 20_000)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    shutil.rmtree(private)  # sockets of a process that could not tidy up
+    count = Counter(type(each.event).__name__ for each in seen_in(path))
+    assert count["Write"] > 10
+    assert count["Accept"] > 1
+
+
+def _wait_for_size(path: Path, size: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size >= size:
+            return
+        time.sleep(0.02)
+    raise AssertionError("nothing was captured")
+
+
+async def test_paths_that_cannot_be(tmp_path: Path) -> None:
+    async def refusal(path: Path) -> int | None:
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is looked at
+            async with trio_smc.open_stack(smc_config(capture=path)):
+                raise AssertionError("it opened")
+        return caught.value.errno
+
+    os.mkfifo(tmp_path / "fifo")
+    assert await refusal(tmp_path / "missing" / "file") == errno.ENOENT
+    assert await refusal(tmp_path) == errno.EISDIR
+    assert await refusal(tmp_path / "fifo") == errno.ENXIO
+    os.unlink(tmp_path / "fifo")
+    assert await refusal(Path("/dev/null")) == errno.EINVAL
+    path = tmp_path / "capture.pcapng"
+    async with trio_smc.open_stack(smc_config(capture=path)):
+        assert await refusal(path) == errno.EBUSY
+    async with trio_smc.open_stack(smc_config(capture=path)):
+        pass
+    assert packets_of(path) == []

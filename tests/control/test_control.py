@@ -1,0 +1,349 @@
+"""The control protocol: bad input costs who sent it, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.api.api_peers import QUICK
+from tests.tools.tools_processes import LIMIT, command_here, one_line
+from trio_smc import Config, ProtocolError, Stack
+from trio_smc.control import protocol as control
+from trio_smc.tools.client import Snapshot, take_snapshots
+from trio_smc.tools.errors import ToolError
+from trio_smc.tools.shape import SHAPES, check_untrusted
+
+GOOD = control.encode({"want": ["statistics"]})
+
+
+@contextlib.asynccontextmanager
+async def a_stack(**settings: Any) -> AsyncIterator[tuple[Stack, Path]]:
+    """A stack, and the path of its control socket."""
+    async with trio_smc.open_stack(Config(**settings) if settings else QUICK) as stack:
+        directory = stack.config.private_directory() / control.DIRECTORY
+        [name] = [name for name in os.listdir(directory) if name.startswith(f"{os.getpid()}-")]
+        yield stack, directory / name
+
+
+async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str, Any]]:
+    """What the stack says to a client that sends these bytes."""
+    data = bytearray()
+    with trio.fail_after(LIMIT):
+        async with await trio.open_unix_socket(str(path)) as stream:
+            with contextlib.suppress(trio.BrokenResourceError):
+                for piece in pieces:
+                    await stream.send_all(piece)
+                if end:
+                    await stream.send_eof()
+            with contextlib.suppress(trio.BrokenResourceError):
+                async for received in stream:
+                    data += received
+    messages = []
+    while data:
+        length = control.length_untrusted(bytes(data[:4]), control.REPLY_LIMIT)
+        messages.append(control.decode_untrusted(bytes(data[4 : 4 + length])))
+        del data[: 4 + length]
+    return messages
+
+
+# --- the stack's side ----------------------------------------------------------------------------
+
+
+async def test_an_answer_is_made_of_parts() -> None:
+    async with a_stack() as (stack, path):
+        [process, statistics, end] = await answer(path, GOOD)
+        assert (process["part"], process["data"]["stack"]) == ("process", stack.peer_id.hex())
+        assert (statistics["part"], statistics["data"]["connections"]) == ("statistics", 0)
+        assert (end["part"], end["version"]) == ("end", control.VERSION)
+        # Byte by byte is as good.
+        assert len(await answer(path, *(bytes((byte,)) for byte in GOOD))) == 3
+        # What it does not know it leaves out.
+        newer = control.encode({"want": ["statistics", "horoscope"], "more": {"new": 1}})
+        assert [each["part"] for each in await answer(path, newer)] == [
+            "process", "statistics", "end",
+        ]  # fmt: skip
+
+
+async def test_the_socket_is_the_users_alone() -> None:
+    async with a_stack() as (_, path):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+    assert not path.exists()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "said"),
+    [
+        (struct.pack("!I", 0), "of 0 bytes"),
+        (struct.pack("!I", control.REQUEST_LIMIT + 1), "of 4097 bytes"),
+        (b"\xff" * 4, "of 4294967295 bytes"),
+        (framed(b"{"), "not JSON"),
+        (framed(b"\xff\xfe"), "not JSON"),
+        (framed(b"[" * 4000), "not JSON"),
+        (framed(b"1" * 4096), "not a JSON object"),
+        (framed(b"[]"), "not a JSON object"),
+        (framed(b"{}"), "version None"),
+        (framed(b'{"version": 2}'), "version 2"),
+        (framed(b'{"version": true}'), "version True"),
+        (framed(b'{"version": 1}'), "without a list"),
+        (framed(b'{"version": 1, "want": [1]}'), "without a list"),
+        (framed(b'{"version": 1, "want": "rnics"}'), "without a list"),
+    ],
+)
+async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None:
+    async with a_stack() as (_, path):
+        [refusal] = await answer(path, request_bytes)
+        assert refusal["part"] == "error"
+        assert said in refusal["data"]
+        assert len(await answer(path, GOOD)) == 3, "the next client is answered"
+
+
+async def test_random_requests(rng: random.Random) -> None:
+    async with a_stack() as (_, path):
+        for _ in range(100):
+            data = bytearray(GOOD)
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            said = await answer(path, bytes(data[: rng.randrange(len(data) + 1)]), end=True)
+            assert not said or said[-1]["part"] in ("end", "error")
+        assert len(await answer(path, GOOD)) == 3
+
+
+async def test_silent_clients_hold_up_nobody_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trio_smc.control.server._PATIENCE", 0.5)
+    async with a_stack() as (_, path), contextlib.AsyncExitStack() as clients:
+        for _ in range(12):
+            await clients.enter_async_context(await trio.open_unix_socket(str(path)))
+        assert len(await answer(path, GOOD)) == 3
+
+
+async def test_a_defect_costs_one_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: object) -> None:
+        raise RuntimeError("a defect")
+
+    async with a_stack() as (stack, path):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stack, "statistics", broken)
+            said = await answer(path, GOOD)
+        assert (said[-1]["part"], "see its log" in said[-1]["data"]) == ("error", True)
+        assert "a defect" in caplog.text
+        assert len(await answer(path, GOOD)) == 3
+        assert stack.failure is None
+
+
+async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_stack() as (_, path):
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+            assert await answer(path, GOOD) == []
+        assert len(await answer(path, GOOD)) == 3
+
+
+async def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o755)
+    async with trio_smc.open_stack(Config(directory=tmp_path)) as stack:
+        assert not stack.attached
+        assert os.listdir(tmp_path) == []
+
+
+async def test_a_directory_may_be_deeper_than_a_socket_name_is_long(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    async with trio_smc.open_stack(Config(directory=deep)) as stack:
+        [snapshot] = await trio.to_thread.run_sync(take_snapshots, deep, ("rnics",))
+        assert snapshot.stack == stack.peer_id.hex()
+        assert [each["name"] for each in snapshot.rnics] == [each.name for each in stack.rnics]
+
+
+async def test_a_long_list_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_smc.control.snapshot.PIECE", 2)
+    request = control.encode({"want": ["listeners"]})
+    async with a_stack() as (stack, path):
+        for _ in range(5):
+            await stack.open_listeners(0, host="127.0.0.1")
+        pieces = [m["data"] for m in await answer(path, request) if m["part"] == "listeners"]
+        assert [len(piece) for piece in pieces] == [2, 2, 1]
+        told = [name for piece in pieces for name in piece]
+        assert told == [list(name) for name in stack.listening_addresses]
+
+
+async def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
+    async with a_stack() as (_, path):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert (await trio.to_thread.run_sync(os.waitpid, child, 0))[1] == 0
+        assert len(await answer(path, GOOD)) == 3
+
+
+# --- the asking side -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def liar(directory: Path, reply: Callable[[socket.socket], None]) -> Iterator[None]:
+    """A control socket of this process at which somebody else answers."""
+    import threading
+
+    place = directory / control.DIRECTORY
+    place.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    path = place / f"{os.getpid()}-0"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client, contextlib.suppress(OSError):
+                client.recv(4096)
+                reply(client)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(LIMIT)
+            path.unlink()
+
+
+def process_part(**changes: object) -> bytes:
+    data = {"pid": 1, "stack": "00", "uptime": 0} | changes
+    return control.encode({"part": "process", "data": data})
+
+
+END = control.encode({"part": "end", "data": None})
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (b"", "it ends after 0 of 4 bytes"),
+        (b"\0\0\0\x09{", "it ends after 1 of 9 bytes"),
+        (b"\xff\xff\xff\xff", "4294967295 bytes"),
+        (framed(b"nonsense"), "not JSON"),
+        (END, "it ended before it began"),
+        (process_part() + framed(b'{"version": 9}'), "version 9 where 1 is spoken"),
+        (process_part(uptime="long") + END, "process.uptime is of the wrong kind"),
+        (process_part() + control.encode({"part": "statistics", "data": []}), "is no object"),
+        (process_part() + control.encode({"part": "connections", "data": {}}), "is no list"),
+        (process_part() + control.encode({"part": "connections", "data": [{}]}), "has no mode"),
+        (process_part() + control.encode({"part": "error", "data": "no, thanks"}), "no, thanks"),
+    ],
+)
+def test_damaged_answers_are_one_line_and_code_2(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], reply: bytes, said: str
+) -> None:
+    with liar(runtime_directory / "trio-smc", lambda client: client.sendall(reply)):
+        line = one_line(command_here(capsys, "ss"))
+    assert line.startswith(f"trio-smc: process {os.getpid()} gave a damaged answer: ")
+    assert said in line
+
+
+def valid(shape: Any) -> Any:
+    """A value of a shape."""
+    match shape:
+        case dict():
+            return {name: valid(inner) for name, inner in shape.items()}
+        case [inner]:
+            return [valid(inner)]
+        case tuple():
+            return shape[0]()
+        case type():
+            return shape()
+    return valid(shape.shape)
+
+
+def spoil(value: Any, rng: random.Random) -> Any:
+    """The same with one thing that is not as it should be."""
+    if isinstance(value, dict) and value:
+        name = rng.choice(sorted(value))
+        if rng.random() < 0.2:
+            return {key: inner for key, inner in value.items() if key != name}
+        return value | {name: spoil(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        return [spoil(value[0], rng)]
+    return rng.choice([each for each in (1.5j, b"", object()) if type(each) is not type(value)])
+
+
+@pytest.mark.parametrize("part", SHAPES)
+def test_shapes(part: str, rng: random.Random) -> None:
+    good = valid(SHAPES[part])
+    check_untrusted(good, SHAPES[part], part)
+    for _ in range(200):
+        with pytest.raises(ProtocolError, match=part):
+            check_untrusted(spoil(good, rng), SHAPES[part], part)
+
+
+async def test_what_a_stack_says_has_the_shape_that_is_asked_for() -> None:
+    """The two descriptions of an answer agree; `json` sees what the other process would."""
+    async with a_stack() as (stack, path):
+        [listener] = await stack.open_listeners(0, host="127.0.0.1")
+        stream = await stack.open_stream(*listener.socket.getsockname())
+        other = await listener.accept()
+        everything = control.encode({"want": list(control.PARTS)})
+        told = {m["part"]: m["data"] for m in await answer(path, everything)}
+        assert told.keys() == {"process", *control.PARTS, "end"}
+        for part, shape in SHAPES.items():
+            assert told[part], part
+            check_untrusted(json.loads(json.dumps(told[part])), shape, part)
+        await stream.aclose()
+        await other.aclose()
+
+
+async def test_newer_parts_are_passed_over(runtime_directory: Path) -> None:
+    reply = process_part() + control.encode({"part": "horoscope", "data": 1}) + END
+    directory = runtime_directory / "trio-smc"
+    with liar(directory, lambda client: client.sendall(reply)):
+        [snapshot] = take_snapshots(directory, ())
+    assert isinstance(snapshot, Snapshot)
+    assert (snapshot.pid, snapshot.stack) == (os.getpid(), "00")
+
+
+def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ToolError, match="belongs to user"):
+        take_snapshots(tmp_path, ())
+
+
+@pytest.mark.parametrize("arguments", [["ss"], ["rnic"], ["capture", "-o", "x"]])
+def test_a_process_of_somebody_else(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    pid = [str(os.getpid())] if arguments[0] == "capture" else ["--pid", str(os.getpid())]
+    said = one_line(command_here(capsys, *arguments, *pid))
+    assert f"process {os.getpid()} is user {owner}'s, and answers nobody else" in said
+
+
+def test_an_answer_of_somebody_else(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = runtime_directory / "trio-smc"
+    monkeypatch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+    with (
+        liar(directory, lambda client: None),
+        pytest.raises(ToolError, match="gave a damaged answer: it is user"),
+    ):
+        take_snapshots(directory, ())

@@ -1,0 +1,420 @@
+"""CDC messages that cannot be true: a typed error, this connection aborted, nothing else."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.datapath.datapath_pair import Cdc, Pair, arrive
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.connection import Connection
+from trio_smc.wire import cdc
+
+RING = 16384
+TOKEN = 0xA1  # of B, which is attacked
+ABORTED = ("PEERABORTWAIT", "PROCESSABORT")
+
+
+@pytest.fixture(params=[False, True], ids=["linux", "rfc"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two open connections; A has sent 1000 bytes and B 500, all taken and told."""
+    made = Pair((RING, RING), (request.param, request.param))
+    made.a.send(memoryview(bytes(1000)))
+    made.settle()
+    made.b.receive(1000)
+    made.b.send(memoryview(bytes(500)))
+    made.settle()
+    made.a.receive(500)
+    made.a.send(memoryview(b"x"))
+    made.settle()
+    made.b.receive(1)
+    made.ab.log.clear()
+    made.ba.log.clear()
+    yield made
+    made.close()
+
+
+def message(
+    pair: Pair,
+    *,
+    producer: tuple[int, int] = (0, 1001),
+    consumer: tuple[int, int] = (0, 500),
+    sequence: int = 3,
+    flags: int = 0,
+    endings: int = 0,
+) -> bytes:
+    """A message to B; (wrap, bytes in the ring) as they stand unless given otherwise."""
+    first = pair.b.rmbe.first
+    return cdc.pack(
+        sequence,
+        TOKEN,
+        producer[0],
+        producer[1] + first,
+        consumer[0],
+        consumer[1] + first,
+        flags,
+        endings,
+    )
+
+
+@pytest.mark.rfc("4.3/1")
+def test_the_message_as_it_stands_is_accepted(pair: Pair) -> None:
+    pair.b.on_cdc_untrusted(message(pair))
+    assert pair.b.state == "ACTIVE"
+    assert (pair.b.readable, pair.b.window) == (0, pair.a.rmbe.usable)
+    assert pair.b.cdcs_received == 3
+
+
+NOW = (0, 1001), (0, 500)  # producer, consumer
+LIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "producer behind the element": ((0, RING), NOW[1]),
+    "producer far behind the element": ((0, 0xFFFF_0000), NOW[1]),
+    "producer back by one": ((0, 1000), NOW[1]),
+    "producer beyond the window": ((1, 1002), NOW[1]),  # granted: up to 1:1001 or 1:1000
+    "producer two rings on": ((2, 1001), NOW[1]),
+    "producer a wrap back": ((0xFFFF, 1001), NOW[1]),
+    "consumer behind the element": (NOW[0], (0, RING)),
+    "consumer back": (NOW[0], (0, 499)),
+    "consumer beyond what was sent": (NOW[0], (0, 501)),
+    "consumer a ring on": (NOW[0], (1, 500)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_lie_aborts_the_connection(
+    pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    woken: list[str] = []
+    pair.b.on_readable = lambda: woken.append("reader")
+    pair.b.on_writable = lambda: woken.append("writer")
+    with pytest.raises(ProtocolError, match="cursor"):
+        pair.b.on_cdc_untrusted(message(pair, producer=lie[0], consumer=lie[1]))
+    assert pair.b.state in ABORTED
+    assert sorted(woken) == ["reader", "writer"]
+    assert [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)] == [
+        cdc.ABNORMAL_CLOSE
+    ]
+    assert pair.hosts[1].calls == ["reset_tcp"]
+    assert pair.hosts[1].timer is not None
+    with pytest.raises(ConnectionAbortedError) as caught:
+        pair.b.receive(1)
+    assert isinstance(caught.value.__cause__, ProtocolError)
+    with pytest.raises(ConnectionAbortedError):
+        pair.b.send(memoryview(b"x"))
+    # And the peer, if it is one after all, is told and ends too.
+    pair.settle()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert pair.a.error
+    assert pair.a.error.errno == errno.ECONNRESET
+
+
+@pytest.mark.rfc("A.4/8")
+def test_the_whole_window_may_be_used_and_no_byte_more(pair: Pair) -> None:
+    usable = pair.b.rmbe.usable
+    # B has told 1000 of the 1001 bytes it took.
+    wrap, offset = divmod(1000 + usable, usable)
+    pair.b.on_cdc_untrusted(message(pair, producer=(wrap, offset)))
+    assert pair.b.readable == usable - 1
+    with pytest.raises(ProtocolError, match="cursor"):
+        pair.b.on_cdc_untrusted(message(pair, sequence=4, producer=(wrap, offset + 1)))
+
+
+def test_a_cursor_in_the_eye_catcher_is_refused(pair: Pair) -> None:
+    wanted = "outside" if pair.b.rmbe.first else "not within"  # without one, it lies behind us
+    with pytest.raises(ProtocolError, match=wanted):
+        pair.b.on_cdc_untrusted(cdc.pack(3, TOKEN, 0, 3, 0, 500 + pair.b.rmbe.first))
+
+
+@pytest.mark.parametrize("size", [0, 1, 43, 45])
+def test_a_message_of_another_size_is_refused(pair: Pair, size: int) -> None:
+    with pytest.raises(ProtocolError):
+        pair.b.on_cdc_untrusted(bytes(size))
+    assert pair.b.state in ABORTED
+
+
+@pytest.mark.rfc("A.4/4")
+@pytest.mark.parametrize(
+    ("sequence", "stale"),
+    [(1, True), (2, False), (3, False), (0x8001, False), (0x8002, True), (0xFFFF, True)],
+)
+def test_a_stale_sequence_number_is_discarded_and_counted(
+    pair: Pair, sequence: int, stale: bool
+) -> None:
+    """Serial arithmetic over 16 bits; B has seen 2, and the same again is accepted."""
+    pair.b.on_cdc_untrusted(
+        message(pair, sequence=sequence, producer=(0, 1101), endings=cdc.SENDING_DONE)
+    )
+    assert pair.b.stale_cdcs == stale
+    assert pair.b.readable == (0 if stale else 100)
+    assert pair.b.state == ("ACTIVE" if stale else "APPCLOSEWAIT1")
+
+
+@pytest.mark.rfc("4.3/2", "A.4/5")
+def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
+    for sequence in (0x7000, 0xE000, 0xFFFF, 0, 1):
+        pair.b.on_cdc_untrusted(message(pair, sequence=sequence))
+    assert pair.b.stale_cdcs == 0
+    assert pair.b.sequence_received == 1
+
+
+@pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
+def test_data_after_the_end_of_the_data_is_a_lie(pair: Pair, ending: int) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), endings=ending))
+    assert pair.b.readable == 10
+    with pytest.raises(ProtocolError, match="end of the data"):
+        pair.b.on_cdc_untrusted(message(pair, sequence=4, producer=(0, 1012), endings=ending))
+    assert pair.b.state in ABORTED
+
+
+def test_repeated_and_late_endings_change_nothing(pair: Pair) -> None:
+    pair.b.on_cdc_untrusted(message(pair, endings=cdc.CONNECTION_CLOSED))
+    states = list(pair.hosts[1].states)
+    for sequence, endings in ((4, cdc.CONNECTION_CLOSED), (5, cdc.SENDING_DONE), (6, 0)):
+        pair.b.on_cdc_untrusted(message(pair, sequence=sequence, endings=endings))
+    assert pair.hosts[1].states == states
+    assert pair.b.state == "APPCLOSEWAIT1"
+
+
+def test_nothing_reaches_an_aborted_connection(pair: Pair) -> None:
+    pair.b.abort()
+    # Data and cursors, even impossible ones, are of no interest now (4.8.2, 1A).
+    pair.b.on_cdc_untrusted(message(pair, producer=(7, 7), endings=cdc.SENDING_DONE))
+    assert pair.b.state == "PEERABORTWAIT"
+    pair.b.on_cdc_untrusted(message(pair, sequence=4, endings=cdc.ABNORMAL_CLOSE))
+    assert pair.b.state == "CLOSED"
+    pair.b.on_cdc_untrusted(message(pair, sequence=5, producer=(7, 7)))
+    assert pair.hosts[1].calls == ["reset_tcp"]
+    pair.ba.deliver()
+    pair.ba.complete()
+    pair.b.on_cdc_untrusted(message(pair, sequence=6, producer=(7, 7)))
+    assert pair.b.stale_cdcs == 1
+    assert pair.hosts[1].calls == ["reset_tcp", "closed"]
+
+
+def test_all_flags_at_once_are_an_abort(pair: Pair) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), flags=0xF7, endings=0xFF))
+    assert pair.b.state == "PROCESSABORT"
+    with pytest.raises(ConnectionResetError):
+        pair.b.receive(1)
+
+
+BOTH = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
+
+
+@pytest.mark.parametrize("new", [1, 2, 500])
+def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1001 + new), flags=BOTH))
+    assert pair.b.urgent == "present"
+    assert pair.b.state == "ACTIVE"
+    assert len(pair.b.receive(1000)) == new - 1 if new > 1 else pair.b.receive(1) == b""
+    assert pair.b.receive_urgent() == 0
+    assert not pair.b.unread
+
+
+def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
+    with pytest.raises(ProtocolError, match="urgent"):
+        pair.b.on_cdc_untrusted(message(pair, flags=cdc.URGENT_PRESENT))
+    assert pair.b.state in ABORTED
+    assert pair.b.urgent == "none"
+
+
+def test_urgent_data_before_any_data_is_a_lie() -> None:
+    fresh = Pair()
+    with pytest.raises(ProtocolError, match="urgent"):
+        fresh.b.on_cdc_untrusted(cdc.pack(1, TOKEN, 0, 0, 0, 0, BOTH))
+    assert fresh.b.state in ABORTED
+    fresh.close()
+
+
+def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
+    """U without a byte that is new, but with one that nobody has read."""
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011)))
+    assert pair.b.readable == 10
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), sequence=4, flags=BOTH))
+    assert (pair.b.urgent, pair.b.readable) == ("present", 9)
+    assert len(pair.b.receive(100)) == 9
+    assert not pair.b.unread
+
+
+def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
+    """Some peers leave P and U set until the mark was reached, or until they send again."""
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), flags=BOTH))
+    assert pair.b.receive_urgent() == 0
+    for sequence in (4, 5):
+        pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH))
+        assert pair.b.urgent == "none"
+    assert len(pair.ba.log) == 1, "the mark was told"
+    assert pair.b.state == "ACTIVE"
+
+
+def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
+    pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), flags=BOTH))
+    with pytest.raises(ProtocolError, match="urgent"):
+        pair.b.on_cdc_untrusted(message(pair, producer=(0, 1012), sequence=4))
+    assert pair.b.state in ABORTED
+    with pytest.raises(ConnectionAbortedError):
+        pair.b.receive_urgent()
+
+
+def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
+    for sequence in range(3, 50):
+        flags = cdc.URGENT_PENDING
+        pair.b.on_cdc_untrusted(message(pair, sequence=sequence, flags=flags))
+        assert pair.b.urgent == "pending"
+    assert pair.ba.log == []
+    pair.b.on_cdc_untrusted(message(pair, sequence=50))
+    assert pair.b.urgent == "none"
+
+
+# --- failover validation ---------------------------------------------------------------------
+
+
+@pytest.mark.rfc("4.6.1/4", "A.4/14")
+def test_a_validation_message_is_only_compared(pair: Pair) -> None:
+    """Ruling on 4.6.1: its cursors and flags mean nothing."""
+    pair.b.on_cdc_untrusted(
+        message(
+            pair,
+            sequence=2,
+            producer=(9, 9),
+            consumer=(9, 9),
+            flags=cdc.FAILOVER_VALIDATION | cdc.WRITER_BLOCKED,
+            endings=0xFF,
+        )
+    )
+    assert pair.b.state == "ACTIVE"
+    assert (pair.b.sequence_received, pair.b.readable) == (2, 0)
+    assert pair.ba.log == []
+
+
+@pytest.mark.rfc("A.4/15")
+@pytest.mark.parametrize(("sequence", "lost"), [(1, False), (2, False), (3, True), (0, False)])
+def test_a_message_missing_after_a_failover_is_a_loss(
+    pair: Pair, sequence: int, lost: bool
+) -> None:
+    bad = message(pair, sequence=sequence, flags=cdc.FAILOVER_VALIDATION)
+    if lost:
+        with pytest.raises(ProtocolError, match="lost"):
+            arrive(pair.b, bad)
+        assert pair.b.state in ABORTED
+        assert pair.hosts[1].calls == ["reset_tcp"]
+    else:
+        pair.b.on_cdc_untrusted(bad)
+        assert pair.b.state == "ACTIVE"
+
+
+# --- the eye catcher -------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("4.2/3", "4.4.1/4", "4.4.1/5")
+@pytest.mark.parametrize("noticed_by", ["message", "receive", "peek", "receive_into"])
+def test_an_overwritten_eye_catcher_resets_the_connection(
+    noticed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair((RING, RING), (True, True))
+    try:
+        pair.a.send(memoryview(b"0123456789"))
+        pair.settle()
+        pair.memories[1].view[2] ^= 0xFF
+        if noticed_by == "message":
+            pair.a.send(memoryview(b"more"))
+            with pytest.raises(ProtocolError, match="eye catcher"):
+                pair.ab.deliver()
+        else:
+            call = getattr(pair.b, noticed_by)
+            argument = bytearray(5) if noticed_by == "receive_into" else 5
+            caplog.set_level(logging.WARNING, "trio_smc")
+            with pytest.raises(ConnectionAbortedError) as caught:
+                call(argument)
+            assert "eye catcher" in str(caught.value.__cause__)
+            assert "eye catcher" in caplog.text
+        assert pair.b.state == "PEERABORTWAIT"
+        pair.settle()
+        assert pair.states() == ("CLOSED", "CLOSED")
+    finally:
+        pair.close()
+
+
+# --- before the rendezvous is complete -------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", [(1, 0), (0, 1), (0, 5)])
+def test_a_consumer_cursor_before_anything_was_sent_is_a_lie(consumer: tuple[int, int]) -> None:
+    pair = Pair((RING, RING), connect=False)
+    try:
+        with pytest.raises(ProtocolError, match="before anything was sent"):
+            pair.b.on_cdc_untrusted(cdc.pack(1, TOKEN, 0, 0, *consumer))
+        assert pair.b.state == "CLOSED"
+        assert pair.hosts[1].calls == ["reset_tcp", "closed"]
+    finally:
+        pair.close()
+
+
+# --- anything at all -------------------------------------------------------------------------
+
+
+def mutated(rng: random.Random, good: bytes) -> bytes:
+    """Random bytes, or the good message with some fields or bits changed."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return bytes([0xFE, 44]) + rng.randbytes(42)
+    data = bytearray(good)
+    if kind == 1:
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(44)] ^= 1 << rng.randrange(8)
+    elif kind == 2:
+        start, size = rng.choice([(2, 2), (10, 2), (12, 4), (18, 2), (20, 4), (24, 1), (25, 1)])
+        data[start : start + size] = rng.randbytes(size)
+    else:
+        start, size = rng.choice([(12, 4), (20, 4)])
+        near = int.from_bytes(data[start : start + size], "big") + rng.randint(-5, 5)
+        data[start : start + size] = (near % (1 << 32)).to_bytes(4, "big")
+    return bytes(data)
+
+
+def check_sane(connection: Connection) -> None:
+    assert 0 <= connection.readable <= connection.rmbe.usable
+    assert connection.window >= 0
+    if connection.state == "ACTIVE":
+        assert connection.error is None
+
+
+def test_mutated_messages_end_at_most_their_own_connection(rng: random.Random) -> None:
+    aborted = survived = 0
+    for _ in range(400):
+        victim, bystander = Pair((4096, 4096)), Pair((4096, 4096))
+        often = rng.choice([0.05, 0.5])
+        try:
+            for step in range(12):
+                for pair in (victim, bystander):
+                    text = memoryview(bytes([step]) * rng.randint(1, 3000))
+                    if pair.a.state == "ACTIVE":
+                        pair.a.send(text)
+                if victim.ab.raw and rng.random() < often:
+                    try:
+                        arrive(victim.b, mutated(rng, victim.ab.raw[-1]))
+                    except ProtocolError:
+                        assert victim.b.state in (*ABORTED, "CLOSED")
+                try:
+                    victim.settle()
+                except ProtocolError:
+                    # What was mutated was believed, and contradicts the true message.
+                    assert victim.b.state in (*ABORTED, "CLOSED")
+                victim.ab.queue.clear()
+                bystander.settle()
+                check_sane(victim.b)
+                if victim.b.error is None:
+                    victim.b.receive(2000)
+                bystander.b.receive(2000)
+            assert bystander.states() == ("ACTIVE", "ACTIVE")
+            aborted += victim.b.error is not None
+            survived += victim.b.error is None
+        finally:
+            victim.close()
+            bystander.close()
+    assert aborted > 100
+    assert survived > 50

@@ -1,0 +1,601 @@
+"""Figures 22 and 23 of RFC 7609 edge by edge: two cores back to back, both ends looked at.
+
+Each test bears the number of its arrow, or of the paragraph of 4.8.1 and 4.8.2 that tells it. What
+one core does on every edge of the whole table is in test_connection_endings; here the two agree.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+
+from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, Pair, Write
+from trio_smc.datapath.connection import Connection
+from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
+
+D, C, A = SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
+RING = 16384
+PW1, PW2, AW1, AW2 = "PEERCLOSEWAIT1", "PEERCLOSEWAIT2", "APPCLOSEWAIT1", "APPCLOSEWAIT2"
+APPFIN, PEERFIN = "APPFINCLOSEWAIT", "PEERFINCLOSEWAIT"
+PEERABORT, PROCESS = "PEERABORTWAIT", "PROCESSABORT"
+FIN, RST = ["close_tcp", "closed"], ["reset_tcp", "closed"]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair((RING, RING))
+    yield made
+    made.close()
+
+
+def send(connection: Connection, data: bytes) -> None:
+    assert connection.send(memoryview(data)) == len(data)
+
+
+def flags(channel: FakeChannel) -> list[int]:
+    """Connection flags of the messages posted."""
+    return [entry.endings for entry in channel.log if isinstance(entry, Cdc)]
+
+
+def ended(pair: Pair, a: list[str] = FIN, b: list[str] = FIN) -> None:
+    """Both are CLOSED, by these calls to their hosts, without a timer."""
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert [host.calls for host in pair.hosts] == [a, b]
+    assert [host.timer for host in pair.hosts] == [None, None]
+
+
+def fire(pair: Pair, side: int) -> None:
+    assert pair.hosts[side].timer == CLOSE_TIMEOUT
+    pair.hosts[side].timer = None
+    pair.connections[side].on_timer()
+
+
+# --- figure 22 -------------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("4.8.1/1")
+def test_fig22_1_and_2_from_closed_to_active() -> None:
+    pair = Pair((RING, RING), connect=False)
+    assert pair.states() == ("INIT", "INIT")
+    pair.know(0)
+    pair.know(1)
+    pair.a.established()
+    pair.b.established()
+    assert pair.states() == ("ACTIVE", "ACTIVE")
+    assert pair.a.can_send
+    pair.close()
+
+
+@pytest.mark.rfc("4.8.1/6")
+def test_fig22_active_close_3a_by_close(pair: Pair) -> None:
+    pair.a.close()
+    assert pair.a.state == PW1
+    assert flags(pair.ab) == [C]
+    assert pair.hosts[0].timer == CLOSE_TIMEOUT
+
+
+@pytest.mark.rfc("4.8.1/6")
+def test_fig22_active_close_3a_by_shutdown(pair: Pair) -> None:
+    pair.a.shutdown_write()
+    assert pair.a.state == PW1
+    assert flags(pair.ab) == [D]
+    assert pair.hosts[0].timer is None, "a half closer may wait as long as it likes"
+    send(pair.b, b"still")
+    pair.settle()
+    assert pair.a.receive(9) == b"still"
+
+
+@pytest.mark.rfc("4.8.1/5", "4.8.1/6")
+@pytest.mark.parametrize("how", ["close", "shutdown_write"])
+def test_fig22_active_close_3a_pending_until_the_data_is_sent(pair: Pair, how: str) -> None:
+    send(pair.a, b"under way")
+    getattr(pair.a, how)()
+    assert pair.a.state == "ACTIVE"
+    assert flags(pair.ab) == [0]
+    pair.settle()
+    assert pair.a.state == PW1
+    assert flags(pair.ab) == [0, C if how == "close" else D]
+    assert pair.b.receive(99) == b"under way"
+    assert pair.b.at_eof
+
+
+@pytest.mark.rfc("4.8.1/4")
+def test_fig22_active_close_3a_with_unread_data_is_abnormal(pair: Pair) -> None:
+    send(pair.b, b"nobody reads this")
+    pair.settle()
+    pair.a.close()
+    assert pair.a.state == PEERABORT
+    pair.settle()
+    ended(pair, RST, FIN)
+    with pytest.raises(ConnectionResetError):
+        pair.b.receive(1)
+
+
+@pytest.mark.rfc("4.8.1/7")
+def test_fig22_active_close_3b(pair: Pair) -> None:
+    pair.a.shutdown_write()
+    pair.settle()
+    send(pair.b, b"last")
+    pair.b.shutdown_write()
+    pair.settle()
+    assert pair.states() == (PW2, AW2)
+    assert pair.a.receive(9) == b"last"
+    assert pair.a.at_eof
+
+
+@pytest.mark.rfc("4.8.1/2", "4.8.1/3", "4.8.1/8", "4.4.2/1")
+@pytest.mark.parametrize("state", [PW1, PW2])
+def test_fig22_active_close_3c(pair: Pair, state: str) -> None:
+    """The application has closed, too: to CLOSED at once."""
+    if state == PW2:
+        pair.a.shutdown_write()
+        pair.b.shutdown_write()
+        pair.settle()
+    pair.a.close()
+    pair.settle()
+    assert pair.a.state == state
+    pair.b.close()
+    assert pair.hosts[0].calls == [], "the element is in use until the peer is done"
+    pair.settle()
+    ended(pair)
+
+
+@pytest.mark.rfc("4.8.1/9")
+@pytest.mark.parametrize("state", [PW1, PW2])
+def test_fig22_active_close_3c_and_3d_by_way_of_app_fin_close_wait(pair: Pair, state: str) -> None:
+    pair.a.shutdown_write()
+    pair.settle()
+    if state == PW2:
+        pair.b.shutdown_write()
+        pair.settle()
+    assert pair.a.state == state
+    pair.b.close()
+    pair.settle()
+    assert pair.states() == (APPFIN, PEERFIN)
+    assert pair.a.at_eof
+    assert pair.hosts[0].timer is None
+    pair.a.close()
+    assert pair.a.state == "CLOSED"
+    pair.settle()
+    ended(pair)
+
+
+@pytest.mark.rfc("4.8.1/10")
+@pytest.mark.parametrize("how", ["close", "shutdown_write"])
+def test_fig22_passive_close_4a(pair: Pair, how: str) -> None:
+    woken: list[str] = []
+    pair.b.on_readable = lambda: woken.append("reader")
+    getattr(pair.a, how)()
+    pair.settle()
+    assert pair.b.state == AW1
+    assert woken == ["reader"]
+    assert pair.b.at_eof
+
+
+@pytest.mark.rfc("4.8.1/11")
+def test_fig22_passive_close_4a_with_data_to_be_written_is_a_reset(pair: Pair) -> None:
+    send(pair.b, b"not delivered")
+    pair.a.close()
+    pair.ab.deliver()
+    assert pair.b.state == PROCESS
+    assert pair.hosts[1].calls == ["reset_tcp"]
+    pair.settle()
+    ended(pair, FIN, RST)
+    with pytest.raises(ConnectionAbortedError):
+        pair.b.send(memoryview(b"x"))
+
+
+@pytest.mark.rfc("4.8.1/12")
+def test_fig22_passive_close_4b(pair: Pair) -> None:
+    pair.a.shutdown_write()
+    pair.settle()
+    send(pair.b, b"more")
+    pair.b.shutdown_write()
+    assert pair.b.state == AW1, "pending"
+    pair.settle()
+    assert pair.states() == (PW2, AW2)
+    assert flags(pair.ba) == [0, D]
+
+
+@pytest.mark.rfc("4.8.1/13")
+@pytest.mark.parametrize("state", [AW1, AW2])
+def test_fig22_passive_close_4c_to_closed(pair: Pair, state: str) -> None:
+    """The peer has said C already."""
+    pair.a.close()
+    pair.settle()
+    if state == AW2:
+        pair.b.shutdown_write()
+        pair.settle()
+    assert pair.b.state == state
+    pair.b.close()
+    assert pair.b.state == "CLOSED"
+    pair.settle()
+    ended(pair)
+    assert flags(pair.ba) == ([C] if state == AW1 else [D, D | C])
+
+
+@pytest.mark.rfc("4.8.1/13", "4.8.1/14")
+@pytest.mark.parametrize("state", [AW1, AW2])
+def test_fig22_passive_close_4c_and_4d_by_way_of_peer_fin_close_wait(
+    pair: Pair, state: str
+) -> None:
+    pair.a.shutdown_write()
+    pair.settle()
+    if state == AW2:
+        pair.b.shutdown_write()
+        pair.settle()
+    assert pair.b.state == state
+    pair.b.close()
+    assert pair.b.state == PEERFIN
+    assert pair.hosts[1].timer == CLOSE_TIMEOUT
+    pair.settle()
+    assert pair.a.state == APPFIN
+    pair.a.close()
+    pair.settle()
+    ended(pair)
+
+
+@pytest.mark.rfc("4.8.1/18")
+def test_fig22_both_close_at_once(pair: Pair) -> None:
+    """The last note of 4.8.1: both follow path 3."""
+    pair.a.close()
+    pair.b.close()
+    assert pair.states() == (PW1, PW1)
+    pair.settle()
+    ended(pair)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_fig22_both_shut_down_at_once(pair: Pair, first: str) -> None:
+    pair.a.shutdown_write()
+    pair.b.shutdown_write()
+    assert pair.states() == (PW1, PW1)
+    pair.settle()
+    assert pair.states() == (PW2, PW2)
+    one, other = (pair.a, pair.b) if first == "a" else (pair.b, pair.a)
+    one.close()
+    pair.settle()
+    assert (one.state, other.state) == (PW2, APPFIN)
+    other.close()
+    pair.settle()
+    ended(pair)
+
+
+@pytest.mark.rfc("4.8.1/15", "4.8.1/16", "4.8.1/17")
+@pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
+def test_fig22_the_timer_of_one_who_waits_for_ever(pair: Pair, state: str) -> None:
+    """4.8.1, note on stranded states: TCP is reset, nothing is written, the peer is told by TCP."""
+    if state == PW2:
+        pair.a.shutdown_write()
+        pair.settle()
+    if state != PW1:
+        pair.b.shutdown_write()
+        pair.settle()
+    pair.a.close()
+    pair.settle()
+    assert pair.a.state == state
+    posted = len(pair.ab.log)
+    fire(pair, 0)
+    assert pair.a.state == "CLOSED"
+    assert pair.hosts[0].calls == RST
+    assert len(pair.ab.log) == posted
+    pair.b.tcp_reset()
+    pair.settle()
+    assert pair.b.state == "CLOSED"
+    assert pair.hosts[1].calls == RST
+    assert pair.b.error
+    assert pair.b.error.errno == errno.ECONNRESET
+
+
+@pytest.mark.rfc("4.8.2/1")
+def test_fig22_a_close_that_never_gets_its_data_across(pair: Pair) -> None:
+    """4.8.2, second bullet: the termination has stalled."""
+    send(pair.a, b"x" * RING)
+    pair.a.close()
+    fire(pair, 0)
+    assert pair.a.state == PEERABORT
+    pair.settle()
+    ended(pair, RST, FIN)
+    with pytest.raises(ConnectionResetError):
+        pair.b.receive(1)
+
+
+@pytest.mark.rfc("4.4.2/1", "4.8.1/3")
+def test_fig22_the_element_goes_back_when_both_are_done(pair: Pair) -> None:
+    send(pair.b, b"first")
+    pair.settle()
+    assert pair.a.receive(9) == b"first"
+    pair.a.shutdown_write()
+    pair.settle()
+    for _ in range(3):
+        send(pair.b, b"the peer may still write")
+        pair.settle()
+        assert pair.a.receive(99) == b"the peer may still write"
+        assert "closed" not in pair.hosts[0].calls + pair.hosts[1].calls
+    pair.b.close()
+    pair.settle()
+    assert "closed" not in pair.hosts[0].calls + pair.hosts[1].calls
+    pair.a.close()
+    pair.settle()
+    ended(pair)
+
+
+# --- figure 23 -------------------------------------------------------------------------------
+
+# How the two get into a state in which C was not sent by a: steps, and then a's state.
+WAYS = {
+    "ACTIVE": "",
+    PW1: "a.shutdown_write",
+    PW2: "a.shutdown_write b.shutdown_write",
+    APPFIN: "a.shutdown_write b.close",
+    AW1: "b.shutdown_write",
+    "APPCLOSEWAIT1 after C": "b.close",
+    AW2: "b.shutdown_write a.shutdown_write",
+    "APPCLOSEWAIT2 after C": "b.close a.shutdown_write",
+}
+TOLD = {AW1 + " after C", AW2 + " after C", APPFIN}
+
+
+def lead(pair: Pair, state: str) -> None:
+    for step in WAYS[state].split():
+        side, call = step.split(".")
+        getattr(getattr(pair, side), call)()
+        pair.settle()
+    assert pair.a.state == state.partition(" ")[0]
+
+
+@pytest.mark.rfc("4.8.2/3", "4.8.2/5", "4.8.2/6")
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+def test_fig23_active_abort_1a_and_1b(pair: Pair, state: str) -> None:
+    lead(pair, state)
+    pair.a.abort()
+    assert pair.a.state == PEERABORT
+    assert flags(pair.ab)[-1] & A
+    assert pair.hosts[0].calls == ["reset_tcp"]
+    assert pair.hosts[0].timer == CLOSE_TIMEOUT
+    with pytest.raises(ConnectionAbortedError):
+        pair.a.receive(1)
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+@pytest.mark.parametrize("state", sorted(TOLD))
+def test_fig23_active_abort_1a_of_a_peer_that_is_done(pair: Pair, state: str) -> None:
+    """Its answer is not waited for: it has said C."""
+    lead(pair, state)
+    pair.a.abort()
+    assert pair.a.state == PROCESS
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+@pytest.mark.rfc("4.8.2/4")
+def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
+    pair.a.abort()
+    send(pair.b, b"new data")
+    pair.b.shutdown_write()
+    pair.ba.deliver()
+    assert pair.a.state == PEERABORT
+    assert pair.a.bytes_received == 0
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+@pytest.mark.rfc("4.8.2/7")
+def test_fig23_active_abort_timer(pair: Pair) -> None:
+    """4.8.2 (1): the element is free after a time, whatever becomes of the peer."""
+    pair.a.abort()
+    fire(pair, 0)
+    assert pair.a.state == "CLOSED"
+    assert pair.hosts[0].calls == RST
+
+
+@pytest.mark.rfc("4.8.2/9", "4.8.2/11")
+@pytest.mark.parametrize("state", [state for state in WAYS if state not in TOLD])
+def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
+    lead(pair, state)
+    if state in ("ACTIVE", PW1):
+        send(pair.b, b"unread")
+    pair.ba.deliver()
+    pair.b.abort()
+    pair.ba.deliver()
+    assert pair.a.state == PROCESS
+    with pytest.raises(ConnectionResetError):
+        pair.a.receive(1)
+    assert flags(pair.ab)[-1] & A
+    assert pair.hosts[0].calls == [], "the peer resets TCP itself"
+    pair.settle()
+    ended(pair, FIN, RST)
+
+
+@pytest.mark.rfc("4.8.2/9")
+def test_fig23_passive_abort_2a_wakes_everybody(pair: Pair) -> None:
+    woken: list[str] = []
+    pair.b.on_readable = lambda: woken.append("reader")
+    pair.b.on_writable = lambda: woken.append("writer")
+    pair.b.on_urgent = lambda: woken.append("urgent")
+    pair.a.abort()
+    pair.settle()
+    assert sorted(woken) == ["reader", "urgent", "writer"]
+
+
+@pytest.mark.rfc("4.8.2/10")
+def test_fig23_passive_abort_2a_purges_both_directions(pair: Pair) -> None:
+    send(pair.b, b"to be sent")
+    send(pair.a, b"to be read")
+    pair.ab.deliver()
+    pair.a.abort()
+    pair.ab.deliver()
+    assert pair.b.readable == 0
+    assert not pair.b.unsent
+    assert list(pair.b.replay()) == []
+
+
+@pytest.mark.rfc("4.8.2/11")
+def test_fig23_passive_abort_2b_waits_for_no_application(pair: Pair) -> None:
+    pair.a.abort()
+    pair.settle()
+    ended(pair, RST, FIN)
+    assert pair.b.error, "its application has not looked yet"
+
+
+def test_fig23_passive_abort_timer(pair: Pair) -> None:
+    """A send that never completes does not keep the element either."""
+    pair.a.abort()
+    pair.ab.deliver()
+    assert pair.b.state == PROCESS
+    fire(pair, 1)
+    assert pair.b.state == "CLOSED"
+    assert pair.hosts[1].calls == RST
+
+
+@pytest.mark.rfc("4.8.2/12")
+def test_fig23_tcp_reset_starts_an_abort(pair: Pair) -> None:
+    """The end of 4.8.2."""
+    pair.a.tcp_reset()
+    assert pair.a.state == PEERABORT
+    assert flags(pair.ab) == [A]
+    assert pair.a.error
+    assert pair.a.error.errno == errno.ECONNRESET
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+@pytest.mark.rfc("4.8.2/12")
+def test_fig23_tcp_reset_after_the_peers_abort_changes_nothing(pair: Pair) -> None:
+    pair.a.abort()
+    pair.ab.deliver()
+    pair.b.tcp_reset()
+    assert pair.b.state == PROCESS
+    assert flags(pair.ba) == [A]
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+def test_fig23_tcp_reset_on_both_sides(pair: Pair) -> None:
+    """Somebody between the two resets TCP: both are active."""
+    pair.a.tcp_reset()
+    pair.b.tcp_reset()
+    assert pair.states() == (PEERABORT, PEERABORT)
+    pair.settle()
+    ended(pair, RST, RST)
+
+
+@pytest.mark.rfc("4.8.2/13")
+def test_fig23_both_abort_at_once(pair: Pair) -> None:
+    """The end of 4.8.2: each takes the other's A as the answer, and answers none."""
+    pair.a.abort()
+    pair.b.abort()
+    assert pair.states() == (PEERABORT, PEERABORT)
+    pair.settle()
+    ended(pair, RST, RST)
+    assert flags(pair.ab) == flags(pair.ba) == [A]
+
+
+@pytest.mark.rfc("4.8.2/8", "A.4/17")
+@pytest.mark.parametrize("state", [PW1, PW2, PEERFIN])
+def test_fig23_not_after_c(pair: Pair, state: str) -> None:
+    """ "Any state (before setting PeerConnectionClosed indicator in peer's RMBE)": nothing can
+    follow C, so an abort after it is TCP's alone."""
+    if state == PW2:
+        pair.a.shutdown_write()
+        pair.settle()
+    if state != PW1:
+        pair.b.shutdown_write()
+        pair.settle()
+    pair.a.close()
+    pair.settle()
+    assert pair.a.state == state
+    posted = len(pair.ab.log)
+    pair.a.abort()
+    assert pair.a.state == PEERABORT
+    assert len(pair.ab.log) == posted
+    assert pair.hosts[0].calls == ["reset_tcp"]
+    pair.b.tcp_reset()
+    pair.settle()
+    ended(pair, RST, RST)
+
+
+@pytest.mark.parametrize("first", ["close", "abort"])
+def test_fig23_close_against_abort(pair: Pair, first: str) -> None:
+    """C and A cross: each is the other's answer."""
+    pair.a.close()
+    pair.b.abort()
+    channels = (pair.ab, pair.ba) if first == "close" else (pair.ba, pair.ab)
+    for channel in channels:
+        channel.deliver()
+    pair.settle()
+    ended(pair, FIN, RST)
+    assert (flags(pair.ab), flags(pair.ba)) == ([C], [A])
+
+
+@pytest.mark.rfc("4.8.2/2")
+def test_fig23_abort_with_a_full_link(pair: Pair) -> None:
+    """A is owed, and the element kept, until there is room for it."""
+    pair.ab.room = 0
+    pair.a.abort()
+    pair.settle()
+    assert pair.states() == (PEERABORT, "ACTIVE")
+    pair.ab.room = 1 << 20
+    pair.ab.complete()
+    pair.settle()
+    ended(pair, RST, FIN)
+
+
+@pytest.mark.rfc("4.8.2/2")
+def test_fig23_abort_with_writes_under_way(pair: Pair) -> None:
+    """They arrive before A, so none meets an element that was given back."""
+    send(pair.a, b"x" * 1000)
+    pair.a.abort()
+    while pair.ab.queue:
+        assert pair.hosts[1].calls == []
+        pair.ab.deliver(1)
+    assert pair.b.state == PROCESS
+    pair.settle()
+    ended(pair, RST, FIN)
+    assert isinstance(pair.ab.log[0], Write)
+
+
+# --- 4.8.3 and 4.4.2 -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", WAYS)
+def test_no_link_is_left(pair: Pair, state: str) -> None:
+    """4.8.3: both reset TCP, nothing can be sent; what came whole can still be read."""
+    lead(pair, state)
+    for connection in (pair.a, pair.b):
+        connection.links_lost()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert pair.hosts[0].calls == RST
+    assert pair.a.error
+    assert pair.a.error.errno == errno.ECONNABORTED
+
+
+@pytest.mark.rfc("4.4.2/3")
+@pytest.mark.parametrize("state", WAYS)
+def test_the_peer_gave_the_element_to_another(pair: Pair, state: str) -> None:
+    """4.4.2: no write and no message goes to it any more."""
+    lead(pair, state)
+    posted = len(pair.ab.log)
+    pair.a.rmbe_conflict()
+    assert pair.a.state == "CLOSED"
+    assert pair.hosts[0].calls == RST
+    assert len(pair.ab.log) == posted
+
+
+@pytest.mark.rfc("4.4.2/4")
+def test_the_peer_gave_the_element_to_another_and_data_is_unread(pair: Pair) -> None:
+    """4.4.2: the data is not looked at any more, and its element is free."""
+    send(pair.b, b"not read")
+    pair.settle()
+    assert pair.a.readable == 8
+    woken: list[str] = []
+    pair.a.on_readable = lambda: woken.append("reader")
+    pair.a.rmbe_conflict()
+    assert woken == ["reader"]
+    with pytest.raises(ConnectionResetError):
+        pair.a.receive(100)
+    assert pair.a.readable == 0
+    assert pair.hosts[0].calls == RST

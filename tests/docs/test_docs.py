@@ -1,0 +1,159 @@
+"""The pages: generated ones are as they would be generated, and the checker of links notices."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import trio_smc
+from scripts import check_docs, performance_page, reasons_page
+from trio_smc.tools.commands import load
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GOOD = '<h1 id="top">A page</h1><a href="#top">up</a><a href="other.html#there">on</a>'
+OTHER = '<h1 id="there">Another</h1><img src="picture.svg"><a href="https://example.org/">out</a>'
+
+
+def test_the_page_of_reasons_is_as_generated() -> None:
+    assert reasons_page.main(["--check"]) == 0, "python -m scripts.reasons_page"
+
+
+def test_every_reason_is_explained_in_the_code() -> None:
+    assert set(reasons_page.explanations()) == set(trio_smc.FallbackReason)
+
+
+def site(directory: Path, **changes: str) -> Path:
+    """Two pages and a picture."""
+    pages = {"index.html": GOOD, "other.html": OTHER, "picture.svg": "<svg/>"}
+    for name, text in (pages | changes).items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def test_good_links(tmp_path: Path) -> None:
+    assert check_docs.wrong_links(site(tmp_path)) == []
+    assert check_docs.main([str(tmp_path), "--no-browser"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('<a href="nowhere.html">x</a>', "nowhere.html leads nowhere"),
+        ('<a href="#nowhere">x</a>', "#nowhere has no such anchor"),
+        ('<a href="other.html#here">x</a>', "other.html#here has no such anchor"),
+        ('<img src="missing.svg">', "missing.svg leads nowhere"),
+        ('<a href="../elsewhere.html">x</a>', "../elsewhere.html leads nowhere"),
+        ('<script src="https://example.org/x.js"></script>', "from the network"),
+        ('<link rel="stylesheet" href="//example.org/x.css">', "from the network"),
+    ],
+)
+def test_bad_links(
+    tmp_path: Path, text: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = site(tmp_path / "", **{"index.html": GOOD + text})
+    [line] = check_docs.wrong_links(directory)
+    assert line.startswith("index.html: ")
+    assert line.endswith(wrong)
+    assert check_docs.main([str(directory), "--no-browser"]) == 1
+    assert line in capsys.readouterr().out
+
+
+def test_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_docs.main([str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "has no pages" in line
+
+
+def test_the_reference_names_everything_public() -> None:
+    text = (DOCS / "api.md").read_text()
+    named = set(re.findall(r"^\.\. auto\w+:: (?:trio_smc\.)?(\w+)$", text, re.MULTILINE))
+    assert named >= set(trio_smc.__all__)
+
+
+@pytest.mark.parametrize("source", sorted((DOCS / "figures").glob("*.dot")), ids=lambda p: p.stem)
+def test_drawn_figures_are_as_their_source_says(source: Path) -> None:
+    """What dot draws, apart from where it puts it."""
+    drawn = source.with_suffix(".svg").read_text()
+    again = subprocess.run(["dot", "-Tsvg", source], capture_output=True, check=True, text=True)
+    assert words_of(drawn) == words_of(again.stdout), "make figures"
+
+
+def words_of(svg: str) -> list[str]:
+    """The titles and texts of a drawing, in order."""
+    return re.findall(r"<(?:text|title)[^>]*>([^<]*)<", svg)
+
+
+def test_the_numbers_of_the_page_are_those_measured() -> None:
+    assert performance_page.main(["--check"]) == 0, "make performance"
+    drawn = performance_page.PLOT.read_text()
+    content = json.loads(performance_page.NUMBERS.read_text())
+    for name in content["ratios"]:
+        metric, _, transport = name.partition(" | ")
+        assert f">{metric}<" in drawn, "make performance"
+        assert f">{transport}<" in drawn, "make performance"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(name: str) -> None:
+    """Those of the pages are followed by scripts/check_docs.py."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
+    lost = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert lost == []
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = (DOCS / "index.md").read_text()
+    trees = "\n".join(re.findall(r"```{toctree}\n(.*?)```", contents, re.DOTALL))
+    listed = set(re.findall(r"^(?!:)(\S+)$", trees, re.MULTILINE))
+    assert listed == {page.stem for page in DOCS.glob("*.md")} - {"index"} | {"states/index"}
+
+
+def all_pages() -> str:
+    """Everything that a reader reads."""
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *DOCS.glob("*.md")]
+    return "\n".join(page.read_text() for page in pages)
+
+
+def test_commands_that_pages_name_are_there() -> None:
+    text = all_pages()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE))
+    assert len(named) > 10
+    assert named <= targets
+    ours = r"python -m ((?:benchmarks|examples|scripts|tests|trio_smc)(?:\.\w+)*)"
+    modules = set(re.findall(ours, text))
+    assert len(modules) > 10
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    commands = set(re.findall(r"(?:`|^    )trio-smc ([a-z]+)", text, re.MULTILINE))
+    assert len(commands) > 10
+    assert commands <= {command.NAME for command in load()}
+
+
+def test_settings_that_the_operating_guide_shows(tmp_path: Path) -> None:
+    text = (DOCS / "operating.md").read_text()
+    [block] = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "smc.toml").write_text(block)
+    assert trio_smc.load_config(tmp_path / "smc.toml") != trio_smc.Config()
+    times = re.findall(r"`(\w+)` (\d+) s\b", text)
+    assert len(times) > 5
+    assert [(name, getattr(trio_smc.Config(), name)) for name, _ in times] == [
+        (name, float(seconds)) for name, seconds in times
+    ]
+
+
+def test_python_on_the_pages_can_be_parsed() -> None:
+    found = 0
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for block in re.findall(
+            r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            found += 1
+    assert found > 5

@@ -1,0 +1,180 @@
+"""What the README shows and `examples/` and `benchmarks/` hold works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from benchmarks import cpu, limits
+from benchmarks.__main__ import parse
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 160
+"""Seconds after which a program hangs.  Two benchmarks at a time, each with up to nine processes,
+took 30 seconds on two cores that had other things to do."""
+
+pytestmark = pytest.mark.timeout(LIMIT + 20)
+
+
+def run(*arguments: str) -> str:
+    """Run Python in the project's directory; return its output, or fail with it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_readme_program_runs_over_smc_r() -> None:
+    program = re.search(
+        r"```python\n(import trio\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert program is not None
+    said = run("-c", program[1])
+    assert said.splitlines() == ["bytes travel over smc-r", "b'HELLO'"]
+
+
+async def test_the_echo_examples_talk() -> None:
+    server = await trio.lowlevel.open_process(
+        [sys.executable, "-u", "examples/echo_server.py", "0"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    try:
+        with trio.fail_after(LIMIT):
+            said = b""
+            while b"\n" not in said:
+                said += await server.stdout.receive_some()
+            port = said.split()[-1].decode()
+            client = await trio.run_process(
+                [sys.executable, "examples/echo_client.py", port, "127.0.0.1"],
+                cwd=ROOT,
+                capture_stdout=True,
+            )
+    finally:
+        # As Ctrl-C does: a server ended by force could not remove its sockets' names.
+        server.send_signal(signal.SIGINT)
+        await server.wait()
+        await server.stdout.aclose()
+    assert client.stdout == b"hello over smc-r - no fallback\n"
+
+
+def test_the_demo_moves_a_file_over_smc_r() -> None:
+    said = run("examples/demo.py", "--mib", "9", "--rounds", "1")
+    assert "mode        smc-r\n" in said
+    assert "4 of 4 copies have it" in said
+    ratios = [float(ratio) for ratio in re.findall(r"SMC-R/TCP (\d+\.\d+)", said)]
+    assert len(ratios) == 2
+    assert all(ratio > 0 for ratio in ratios)
+
+
+def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples import demo
+
+    def result(sha256: str) -> list[dict[str, object]]:
+        return [
+            {"event": "result", "transport": t, "way": w, "seconds": 1.0, "sha256": sha256}
+            for t in demo.NAMES
+            for w in demo.WAYS
+        ]
+
+    smc = {"event": "mode", "transport": "smc", "mode": "smc-r", "fallback": None}
+    tcp = {"event": "mode", "transport": "smc", "mode": "tcp", "fallback": "no RNIC"}
+    assert demo.report([smc, *result("aa")], "aa", 1)
+    assert not demo.report([smc, *result("bb")], "aa", 1)
+    assert not demo.report([smc, tcp, *result("aa")], "aa", 1)
+    assert "mode        tcp: no RNIC" in capsys.readouterr().out
+
+
+def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    picture = tmp_path / "ratios.svg"
+    names = "tcp,unix,uvloop,smc-r,limit,limit-steps,limit-ring"
+    options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
+    said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
+    content = json.loads(numbers.read_text())
+    metrics = {metric.name for workload in WORKLOADS.values() for metric in workload.metrics}
+    measured: dict[str, set[str]] = {}
+    for key, ratio in content["ratios"].items():
+        metric, name = key.split(" | ")
+        measured.setdefault(name, set()).add(metric)
+        assert ratio > 0
+    streams = {each for each in metrics if each.startswith(("streaming", "processor time"))}
+    round_trips = {each for each in metrics if each.startswith("64 B round trip")}
+    others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
+    limits = {"limit": streams | round_trips, "limit-steps": streams, "limit-ring": streams}
+    assert measured == {**others, **limits}
+    assert "NOT smc-r" not in said
+    assert "opening and accepting" in picture.read_text()
+
+
+@pytest.mark.parametrize("measure", [limits.copies, limits.steps])
+def test_a_limit_is_measured_although_its_time_is_over(
+    measure: Callable[[int, float], list[float]],
+) -> None:
+    """A busy machine may let the process stand still right after its clock has started."""
+    assert measure(4096, 0.0)[0] > 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not JSON", "[]", "{}", '{"ratios": {"a": "b"}}', "directory"]
+)
+def test_a_baseline_that_is_none(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.mkdir() if content == "directory" else path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--baseline", str(path)])
+    with pytest.raises(SystemExit) as exited:
+        parse()
+    assert exited.value.code == 2
+    assert f"--baseline {path}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_how_cost_grows(tmp_path: Path) -> None:
+    numbers = tmp_path / "growth.json"
+    options = ("--most=1", "--repetitions=1", "--parts=connections,links", "--plots", str(tmp_path))
+    run("-m", "benchmarks.growth", *options, "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    assert set(content) == {"connections", "links"}
+    assert all(cost > 0 for part in content.values() for cost in part["1"].values())
+    assert "connections" in (tmp_path / "growth-connections.svg").read_text()
+
+
+def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")
+    said = run("-m", "benchmarks", *options, "--transports=tcp,smc-r", "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    assert said.count("2 x 1 interleaved rounds") == 2
+    for part in (content, content["not pinned"]):
+        assert len(part["runs"]) == 2
+        low, high = part["spread"]["64 B round trip, p50 | smc-r"]
+        assert 0 < low <= part["ratios"]["64 B round trip, p50 | smc-r"] <= high
+
+
+def test_the_processor_time_of_every_measure() -> None:
+    said = run("-m", "benchmarks.cpu", "--repetitions=1", "--transports=tcp,smc-r")
+    lines = said.splitlines()[1:]
+    assert len(lines) == len(cpu.MEASURES)
+    assert all(float(number) > 0 for line in lines for number in line.split()[-2:])

@@ -1,0 +1,243 @@
+"""What a failover must survive, by name: two whole stacks, one connection, one failure each
+(RFC 7609, 2.3, 4.6).  `tests.campaigns.failover` mixes all of it, between two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rendezvous.links.llc_wire import Stage
+from tests.rendezvous.rendezvous_pair import World, exchange
+from tests.rnic.memory_rnic import Fate, PlainQueuePair
+from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous.links.link import Link
+
+BOTH_ENDS = pytest.mark.parametrize("place", [0, 1])
+SURVIVABLE = pytest.mark.parametrize("fate", [Fate.LOST, Fate.UNACKNOWLEDGED])
+DATA = b"a few bytes that matter"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World(tells_death=False) as world:
+        yield world
+
+
+def ends(stage: Stage, place: int) -> tuple[Connection, Connection]:
+    """This end's connection, and the peer's."""
+    return stage.call.connections[place], stage.call.connections[1 - place]
+
+
+def queue_pair(connection: Connection) -> PlainQueuePair:
+    """What the connection posts to."""
+    link = connection.channel
+    assert isinstance(link, Link)
+    assert isinstance(link.qp, PlainQueuePair)
+    return link.qp
+
+
+def strike(connection: Connection, fate: Fate, *, write: bool = False) -> None:
+    """The connection's next write, or its next message, meets its fate."""
+    qp = queue_pair(connection)
+    while (qp.work[0].message is None) is not write:
+        qp.execute()
+    qp.execute(fate)
+
+
+@BOTH_ENDS
+@SURVIVABLE
+@pytest.mark.parametrize("write", [False, True], ids=["message", "write"])
+@pytest.mark.rfc("2.3/2", "4.6.1/1", "4.6.2/1")
+def test_a_message_a_write_or_its_completion_is_lost(
+    world: World, place: int, fate: Fate, write: bool
+) -> None:
+    stage = Stage(world, (2, 2))
+    here, there = ends(stage, place)
+    here.send(memoryview(DATA))
+    strike(here, fate, write=write)
+    world.settle()
+    assert there.receive(100) == DATA
+    assert here.failovers == 1
+    assert here.unacknowledged == 0
+    assert stage.works()
+
+
+@BOTH_ENDS
+@pytest.mark.rfc("2.3/5", "4.6.1/6")
+def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> None:
+    """Nobody can repair that: this connection is reset, the other one goes on."""
+    stage = Stage(world, (2, 2))
+    other = world.connect(stage.client, stage.server)
+    here, there = ends(stage, place)
+    here.send(memoryview(DATA))
+    qp = queue_pair(here)
+    strike(here, Fate.UNPLACED)
+    stage.end(place).stack.pump.drain()
+    qp.to_err()
+    world.settle()
+    for connection in (here, there):
+        with pytest.raises(OSError, match=r"reset|abort"):
+            connection.receive(1)
+    assert exchange(world, other, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@BOTH_ENDS
+@pytest.mark.rfc("2.3/5", "4.6.1/6")
+def test_what_did_not_arrive_is_missed_after_two_failovers(world: World, place: int) -> None:
+    """Two validation messages wait on two links: what is behind the one must not be taken while
+    the other is judged."""
+    stage = Stage(world, (3, 3))
+    here, there = ends(stage, place)
+    pump, peer = stage.end(place).stack.pump, stage.end(1 - place)
+    here.send(memoryview(DATA))
+    first = queue_pair(here)
+    strike(here, Fate.UNPLACED)
+    pump.drain()
+    first.to_err()
+    pump.drain()
+    second = queue_pair(here)
+    second.execute()  # the validation message
+    second.to_err()
+    pump.drain()
+    third = queue_pair(here)
+    assert len({first, second, third}) == 3
+    here.send(memoryview(b"and more"))  # behind the validation message
+    while third.work:
+        third.execute()
+    [link] = [link for link in peer.group.links.values() if link.qp is third.peer()]
+    peer.stack.pump.drain_queue_pair(link.rnic, link.qp)
+    world.settle()
+    for connection in (here, there):
+        with pytest.raises(OSError, match=r"reset|abort"):
+            connection.receive(1)
+
+
+@pytest.mark.rfc("2.3/2", "2.3/6")
+def test_all_rnics_fail_in_turn(world: World) -> None:
+    stage = Stage(world, (2, 2))
+    for _ in range(2):
+        for place in (0, 1):
+            for rnic in stage.end(place).rnics:
+                for connection in stage.call.connections:
+                    connection.send(memoryview(DATA))
+                rnic.port_down()
+                world.settle()
+                assert [each.receive(100) for each in stage.call.connections] == [DATA, DATA]
+                rnic.port_up()
+                world.settle()
+                assert stage.client.group.kind == stage.server.group.kind == "symmetric"
+    assert stage.works()
+
+
+@BOTH_ENDS
+@SURVIVABLE
+@pytest.mark.parametrize("posted", [0, 1, 2], ids=["validation", "write", "message"])
+@pytest.mark.rfc("2.3/2", "4.6.2/1")
+def test_a_failure_during_the_failover(world: World, place: int, fate: Fate, posted: int) -> None:
+    """Each request of the replay in turn, on the link that took over."""
+    stage = Stage(world, (3, 3))
+    here, there = ends(stage, place)
+    here.send(memoryview(DATA))
+    strike(here, fate)
+    stage.end(place).stack.pump.drain()
+    second = queue_pair(here)
+    assert here.failovers == 1
+    for _ in range(posted):
+        second.execute()
+    second.execute(fate)
+    world.settle()
+    assert here.failovers == 2
+    assert there.receive(100) == DATA
+    assert stage.works()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        r"S\d ADD_LINK \d",
+        r"C\d ADD_LINK \d reply",
+        r"S\d ADD_LINK_CONTINUATION",
+        r"C\d ADD_LINK_CONTINUATION reply",
+        r"S3 CONFIRM_LINK",
+        r"C3 CONFIRM_LINK reply",
+    ],
+)
+@pytest.mark.rfc("2.3/2", "C.7.1/time-outs/6")
+def test_a_failure_while_a_link_is_added(world: World, lost: str) -> None:
+    """The link that carries the exchange fails, or the new one; data is under way."""
+    stage = Stage(world, (3, 3), down=1)
+    for connection in stage.call.connections:
+        connection.send(memoryview(DATA))
+    stage.wire.fail(lost)
+    stage.server.rnics[2].port_up()
+    world.settle()
+    assert [each.receive(100) for each in stage.call.connections] == [DATA, DATA]
+    assert stage.works()
+    world.pass_time(30.0)  # C.8
+    assert len(stage.links()) == 3
+    assert stage.client.group.kind == stage.server.group.kind == "symmetric"
+    assert stage.works()
+
+
+@BOTH_ENDS
+@SURVIVABLE
+@pytest.mark.rfc("2.3/2")
+def test_a_failure_while_urgent_data_is_pending(world: World, place: int, fate: Fate) -> None:
+    stage = Stage(world, (2, 2))
+    here, there = ends(stage, place)
+    assert here.send_urgent(memoryview(b"ab!")) == 3
+    strike(here, fate)
+    world.settle()
+    assert there.receive_urgent() == ord("!")
+    assert there.receive(100) == b"ab"
+    assert there.receive_urgent() is None
+    assert here.failovers == 1
+    world.settle()  # nothing is written behind urgent data before it was taken
+    assert stage.works()
+
+
+@BOTH_ENDS
+@SURVIVABLE
+@pytest.mark.parametrize("ending", [0, 1], ids=["data", "end"])
+@pytest.mark.rfc("2.3/2")
+def test_a_failure_while_closing(world: World, place: int, fate: Fate, ending: int) -> None:
+    """The message that tells of the last data, or the one that tells of the end."""
+    stage = Stage(world, (2, 2))
+    here, there = ends(stage, place)
+    here.send(memoryview(DATA))
+    here.close()
+    qp = queue_pair(here)
+    for _ in range(ending):
+        while qp.work[0].message is None:
+            qp.execute()
+        qp.execute()
+        stage.end(place).stack.pump.drain()
+    strike(here, fate)
+    world.settle()
+    assert here.failovers == 1
+    assert there.receive(100) == DATA
+    there.close()
+    world.settle()
+    assert (here.state, there.state) == ("CLOSED", "CLOSED")
+    assert [tcp.cut for tcp in stage.call.tcp] == ["fin", "fin"]
+
+
+@pytest.mark.rfc("2.2.2/10", "2.3/1")
+def test_a_restored_rnic_gets_its_link_and_its_share(world: World) -> None:
+    """The asymmetric stopgap goes, and the loads are even again."""
+    stage = Stage(world, (2, 2))
+    calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(5))]
+    sides = (stage.client, stage.server)
+    stage.server.rnics[1].port_down()
+    world.settle()
+    for side in sides:
+        assert side.group.kind == "asymmetric"
+        assert sum(link.load for link in side.group.links.values()) == len(calls)
+    stage.server.rnics[1].port_up()
+    world.settle()
+    for side in sides:
+        assert side.group.kind == "symmetric"
+        assert [link.load for link in side.group.links.values()] == [3, 3]
+    for call in calls:
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")

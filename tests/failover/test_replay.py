@@ -1,0 +1,647 @@
+"""A connection that changes its link (RFC 7609, 4.6): two cores back to back."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+
+from tests.campaigns import datapath as campaign
+from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
+from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.delivery import Delivery
+from trio_smc.wire import cdc
+from trio_smc.wire.cdc import (
+    ABNORMAL_CLOSE,
+    CONNECTION_CLOSED,
+    FAILOVER_VALIDATION,
+    SENDING_DONE,
+    URGENT_PENDING,
+    URGENT_PRESENT,
+    WRITER_BLOCKED,
+)
+
+F, P, U, B = FAILOVER_VALIDATION, URGENT_PENDING, URGENT_PRESENT, WRITER_BLOCKED
+D, C, A = SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
+SIZE = 1024
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair((SIZE, SIZE))
+    yield pair
+    pair.close()
+
+
+def view(data: bytes) -> memoryview:
+    return memoryview(data)
+
+
+def send(pair: Pair, data: bytes) -> None:
+    assert pair.a.send(view(data)) == len(data)
+
+
+def validation(sequence: int) -> Cdc:
+    return Cdc(sequence, (0, 0), (0, 0), F)
+
+
+# --- what is sent ----------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("4.6.1/1", "4.6.1/3", "4.6.1/7", "4.6.2/1", "4.6.2/2", "2.3/5", "2.3/6", "A.4/3")
+@pytest.mark.rfc("4.6.1/1", "4.6.1/3", "4.6.1/7", "4.6.2/1", "4.6.2/2", "2.3/6")
+def test_validation_then_the_writes_then_one_message(pair: Pair) -> None:
+    send(pair, b"a" * 100)
+    pair.settle()
+    pair.b.send(view(b"x" * 7))
+    pair.ba.deliver()
+    pair.a.receive(7)
+    send(pair, b"b" * 50)
+    send(pair, b"c" * 10)
+    pair.fail_link(0)
+    assert pair.ab.log == [
+        validation(1),
+        Write(100, 149),
+        Write(150, 159),
+        Cdc(4, producer=(160, 0), consumer=(7, 0)),
+    ]
+    pair.settle()
+    assert pair.b.receive(1000) == b"a" * 100 + b"b" * 50 + b"c" * 10
+    assert (pair.a.failovers, pair.b.failovers) == (1, 0)
+    assert pair.a.statistics().failovers == 1
+    assert pair.a.unacknowledged == 0
+
+
+@pytest.mark.rfc("4.6.2/1")
+def test_nothing_lost_nothing_repeated(pair: Pair) -> None:
+    send(pair, b"a")
+    pair.settle()
+    pair.fail_link(0)
+    assert pair.ab.log == [validation(1)]
+    send(pair, b"b")
+    pair.settle()
+    assert pair.b.receive(10) == b"ab"
+
+
+def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
+    send(pair, b"abc")
+    pair.ab.deliver()  # but not completed
+    assert pair.b.receive(2) == b"ab"
+    pair.fail_link(0)
+    pair.settle()
+    assert pair.b.receive(10) == b"c"
+    assert pair.b.bytes_received == 3
+
+
+@pytest.mark.rfc("4.6.2/1")
+def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> None:
+    """The beginning of a write that the peer has taken in part shares its place with newer data."""
+    pair.close()
+    whole = Pair((100, 100), chunks=False)
+    data = bytes(range(150))
+    assert whole.a.send(view(data)) == 100
+    whole.ab.deliver()
+    assert whole.b.receive(60) == data[:60]
+    whole.ba.deliver()
+    assert whole.a.send(view(data[100:])) == 50
+    whole.ab.deliver()  # nothing is completed: the record starts with byte 0
+    whole.fail_link(0)
+    writes = [entry for entry in whole.ab.log if isinstance(entry, Write)]
+    assert writes == [Write(60, 99), Write(0, 49)]
+    whole.ab.deliver(2)  # the validation message and the first write
+    assert whole.b.peek(100) == data[60:150]
+    whole.settle()
+    assert whole.b.receive(100) == data[60:]
+    whole.close()
+
+
+def test_writes_whose_message_was_put_off_are_announced() -> None:
+    pair = Pair(merge=True)
+    send(pair, b"abc")
+    pair.fail_link(0)
+    assert [entry.flags for entry in pair.ab.log if isinstance(entry, Cdc)] == [F, 0]
+    pair.settle()
+    assert pair.b.receive(10) == b"abc"
+    pair.close()
+
+
+@pytest.mark.rfc("4.6.2/2")
+def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
+    for _ in range(0xFFFF):
+        send(pair, b".")
+        pair.ab.deliver()
+        pair.b.receive(1)
+        pair.ba.deliver()
+        pair.ab.complete()
+        pair.ba.complete()
+    send(pair, b"over")
+    pair.fail_link(0)
+    assert [entry.sequence for entry in pair.ab.log if isinstance(entry, Cdc)] == [0xFFFF, 1]
+    pair.settle()
+    assert pair.b.receive(10) == b"over"
+    pair.fail_link(0)
+    send(pair, b"and out")
+    pair.settle()
+    assert pair.b.receive(10) == b"and out"
+
+
+# --- links with little room ------------------------------------------------------------------
+
+
+def narrow(pair: Pair, side: int = 0) -> FakeChannel:
+    """The next link: full at first, then with room for one round at a time."""
+    old = pair.next_channel(side)
+    old.queue.clear()
+    pair.channels[side].slots = 0
+    pair.channels[side].work = 3
+    return old
+
+
+def make_room(pair: Pair) -> None:
+    """The next link takes a round at a time from now on."""
+    pair.ab.slots = None
+    pair.ab.complete()
+
+
+@pytest.mark.rfc("2.3/6", "4.6.2/1")
+def test_a_replay_waits_for_room_and_nothing_overtakes_it(pair: Pair) -> None:
+    for letter in b"abc":
+        send(pair, bytes([letter]) * 200)
+    narrow(pair)
+    pair.move(0)
+    assert pair.ab.log == []
+    assert pair.ab.waiting != []
+    assert not pair.a.can_send
+    assert pair.a.send(view(b"later")) == 0
+    woken: list[bool] = []
+    pair.a.on_writable = lambda: woken.append(True)
+    pair.b.send(view(b"x" * 600))
+    pair.ba.deliver()
+    pair.a.receive(600)  # owes a consumer cursor
+    assert pair.ab.log == []
+    make_room(pair)
+    pair.settle()
+    messages = [entry for entry in pair.ab.log if isinstance(entry, Cdc)]
+    assert [entry.flags for entry in messages] == [F] * 4 + [0]
+    assert messages[-1] == Cdc(4, producer=(600, 0), consumer=(600, 0))
+    assert woken
+    assert pair.b.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
+    send(pair, b"later")
+    pair.settle()
+    assert pair.b.receive(10) == b"later"
+
+
+@pytest.mark.rfc("4.6.2/1")
+def test_a_second_failure_starts_over(pair: Pair) -> None:
+    for letter in b"abc":
+        send(pair, bytes([letter]) * 200)
+    narrow(pair)
+    pair.move(0)
+    make_room(pair)  # for the validation message
+    pair.ab.deliver()
+    pair.ab.complete()  # for the first write, and the validation message again
+    first = pair.fail_link(0)
+    assert [entry for entry in first.log if isinstance(entry, Write)] == [Write(0, 199)]
+    assert pair.ab.log == [
+        validation(0),
+        Write(0, 199),
+        Write(200, 399),
+        Write(400, 599),
+        Cdc(4, producer=(600, 0), consumer=(0, 0)),
+    ]
+    first.complete()
+    assert pair.a.unacknowledged == 600
+    pair.settle()
+    assert pair.b.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
+    assert pair.a.failovers == 2
+
+
+def test_no_link_left_during_a_replay(pair: Pair) -> None:
+    send(pair, b"abc")
+    narrow(pair)
+    pair.move(0)
+    pair.a.links_lost()
+    assert pair.a.state == "CLOSED"
+    assert pair.hosts[0].calls == ["reset_tcp", "closed"]
+    make_room(pair)
+    assert pair.ab.log == []
+    pair.fail_link(0)
+    assert pair.ab.log == []
+
+
+# --- completions -----------------------------------------------------------------------------
+
+
+def test_late_completions_of_the_old_link_say_nothing() -> None:
+    """Memory that the new link has yet to read must not be given back for them."""
+    pair = Pair(copy_limit=0)
+    buffer = bytearray(b"x" * 1000)
+    assert pair.a.send(memoryview(buffer)) == 1000
+    pair.ab.deliver()
+    old = pair.next_channel(0)
+    pair.move(0)
+    assert old.complete() == 1
+    assert (pair.a.borrowed, pair.a.unacknowledged, pair.a.sequence_sent) == (1000, 1000, 0)
+    pair.settle()
+    assert (pair.a.borrowed, pair.a.unacknowledged, pair.a.sequence_sent) == (0, 0, 2)
+    assert pair.b.receive(2000) == bytes(buffer)
+    pair.close()
+
+
+def test_copies_made_during_a_replay_are_what_is_replayed() -> None:
+    pair = Pair(copy_limit=0)
+    buffer = bytearray(b"x" * 1000)
+    assert pair.a.send(memoryview(buffer)) == 1000
+    narrow(pair)
+    pair.move(0)
+    pair.a.keep_copies()
+    buffer[:] = b"!" * 1000
+    make_room(pair)
+    pair.settle()
+    assert pair.b.receive(2000) == b"x" * 1000
+    pair.close()
+
+
+# --- flags -----------------------------------------------------------------------------------
+
+
+def test_a_blocked_writer_stays_blocked(pair: Pair) -> None:
+    assert pair.a.send(view(b"x" * 2000)) == SIZE
+    pair.fail_link(0)
+    last = pair.ab.log[-1]
+    assert isinstance(last, Cdc)
+    assert last.flags == B
+    pair.settle()
+    woken: list[bool] = []
+    pair.a.on_writable = lambda: woken.append(True)
+    pair.b.receive(SIZE // 4 + 1)
+    pair.settle()
+    assert woken
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
+    assert pair.a.send_urgent(view(b"ab!")) == 3
+    if arrived:
+        pair.ab.deliver()
+        assert pair.b.receive_urgent() == ord("!")
+    pair.fail_link(0)
+    assert [entry.flags for entry in pair.ab.log if isinstance(entry, Cdc)] == [F, P | U]
+    pair.settle()
+    assert pair.b.receive_urgent() == (None if arrived else ord("!"))
+    assert not pair.a.can_send
+    assert pair.b.receive(10) == b"ab"
+    pair.settle()
+    send(pair, b"after")
+    pair.settle()
+    assert pair.b.receive(10) == b"after"
+
+
+def test_urgent_data_that_was_taken_during_a_replay_holds_nobody(pair: Pair) -> None:
+    assert pair.a.send_urgent(view(b"ab!")) == 3
+    pair.ab.deliver()
+    narrow(pair)
+    pair.move(0)
+    assert pair.b.receive(2) == b"ab"
+    pair.ba.deliver()
+    make_room(pair)
+    pair.settle()
+    send(pair, b"after")
+    pair.settle()
+    assert pair.b.receive(10) == b"after"
+
+
+def test_urgent_data_that_waits_for_a_window_stays_pending(pair: Pair) -> None:
+    send(pair, b"x" * SIZE)
+    assert pair.a.send_urgent(view(b"!")) == 0
+    pair.fail_link(0)
+    pair.settle()
+    assert pair.b.urgent == "pending"
+    pair.b.receive(SIZE)
+    pair.settle()
+    assert pair.a.send_urgent(view(b"!")) == 1
+    pair.settle()
+    assert pair.b.receive_urgent() == ord("!")
+
+
+def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
+    send(pair, b"abc")
+    pair.ab.deliver()
+    pair.ba.slots = 0
+    pair.b.receive(1)
+    asked = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
+    pair.b.on_cdc_untrusted(asked)
+    assert pair.ba.log == []
+    pair.fail_link(1)
+    assert pair.ba.log == [validation(0), Cdc(1, producer=(0, 0), consumer=(1, 0))]
+    pair.b.receive(1)
+    assert pair.ba.log[-1] == Cdc(2, producer=(0, 0), consumer=(2, 0))
+
+
+def test_the_end_of_the_data_is_told_again(pair: Pair) -> None:
+    pair.a.shutdown_write()
+    pair.fail_link(0)
+    assert pair.ab.log == [validation(0), Cdc(2, (0, 0), (0, 0), endings=D)]
+    pair.settle()
+    assert pair.b.at_eof
+
+
+def test_a_close_that_waits_for_its_data_survives(pair: Pair) -> None:
+    send(pair, b"last words")
+    pair.a.close()
+    assert pair.a.close_pending
+    pair.fail_link(0)
+    pair.settle()
+    assert pair.b.receive(20) == b"last words"
+    assert pair.b.at_eof
+    pair.b.close()
+    pair.settle()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert [host.calls for host in pair.hosts] == [["close_tcp", "closed"]] * 2
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_last_word_lost_with_its_link_is_said_again(pair: Pair, arrived: bool) -> None:
+    pair.a.close()
+    pair.settle()
+    pair.b.close()
+    if arrived:
+        pair.ba.deliver()
+    assert pair.b.state == "CLOSED"
+    assert pair.hosts[1].calls == ["close_tcp"], "the RMBE is not free before it has arrived"
+    pair.fail_link(1)
+    pair.settle()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert [host.calls for host in pair.hosts] == [["close_tcp", "closed"]] * 2
+
+
+def test_nothing_follows_a_last_word_that_has_arrived(pair: Pair) -> None:
+    pair.a.close()
+    pair.settle()
+    pair.fail_link(0)
+    assert pair.ab.log == []
+    assert pair.a.channel is pair.ab
+
+
+def test_an_abort_lost_with_its_link_is_said_again(pair: Pair) -> None:
+    send(pair, b"of no interest")
+    pair.a.abort()
+    pair.fail_link(0)
+    assert pair.ab.log == [validation(0), Cdc(3, (14, 0), (0, 0), endings=A)]
+    pair.settle()
+    assert pair.states() == ("CLOSED", "CLOSED")
+    assert pair.b.error is not None
+    assert pair.b.error.errno == errno.ECONNRESET
+
+
+def test_nothing_moves_before_the_peer_is_known_and_after_the_end() -> None:
+    pair = Pair(connect=False)
+    pair.fail_link(0)
+    assert pair.ab.log == []
+    assert pair.a.failovers == 0
+    pair.know(0)
+    pair.a.withdraw()
+    pair.fail_link(0)
+    assert pair.ab.log == []
+    pair.close()
+
+
+# --- the receiver's check --------------------------------------------------------------------
+
+
+@pytest.mark.rfc("4.6.1/2", "4.6.1/6", "2.3/5")
+@pytest.mark.rfc("4.6.1/2", "4.6.1/6")
+@pytest.mark.parametrize("received", [0, 1, 0x7FFF])
+def test_a_hole_resets_the_connection(pair: Pair, received: int) -> None:
+    """SR is less than SS in serial arithmetic: data was acknowledged that never arrived (4.6.1)."""
+    pair.b._last_received = received
+    pair.ab.queue.append(("cdc", cdc.pack((received + 1) & 0xFFFF, 0xA1, 0, 0, 0, 0, F), 0))
+    with pytest.raises(cdc.MessageMissing, match="lost"):
+        pair.ab.deliver()
+    assert pair.b.state == "PEERABORTWAIT"
+    assert pair.hosts[1].calls == ["reset_tcp"]
+    assert pair.b.error is not None
+    assert isinstance(pair.b.error.__cause__, ProtocolError)
+    pair.settle()
+    assert pair.a.error is not None
+    assert pair.a.error.errno == errno.ECONNRESET
+
+
+@pytest.mark.rfc("4.6.1/4", "4.6.1/5")
+@pytest.mark.rfc("4.6.1/4", "4.6.1/5")
+@pytest.mark.parametrize(("received", "sent"), [(0, 0), (5, 5), (6, 5), (0, 0xFFFF), (3, 0xFFF0)])
+def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
+    pair.b._last_received = received
+    nonsense = cdc.pack(sent, 0xA1, 9, 999, 9, 999, F | B | P | U, C | A | D)
+    pair.b.on_cdc_untrusted(nonsense)
+    assert pair.b.state == "ACTIVE"
+    assert (pair.b.sequence_received, pair.b.bytes_received, pair.b.urgent) == (received, 0, "none")
+
+
+@pytest.mark.rfc("4.6.1/5")
+def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
+    """The old link delivered everything; the receiver has just not looked at it yet."""
+    send(pair, b"abc")
+    old = pair.ab
+    kept = list(old.queue)
+    old.queue.clear()
+    assert old.complete() == 1
+    pair.fail_link(0)
+
+    _, message, _ = pair.ab.queue.popleft()
+    assert isinstance(message, bytes)
+    with pytest.raises(cdc.MessageMissing):
+        pair.b.on_cdc_untrusted(message)
+    assert pair.b.state == "ACTIVE", "not before all links were looked at"
+    old.queue.extend(kept)
+    old.deliver()
+    pair.b.on_cdc_untrusted(message)
+    assert pair.b.state == "ACTIVE"
+    assert pair.b.receive(10) == b"abc"
+
+
+@pytest.mark.rfc("4.6.1/1", "4.6.1/6")
+@pytest.mark.rfc("4.6.1/6", "2.3/5")
+def test_an_acknowledged_write_that_never_arrived_is_found_out(pair: Pair) -> None:
+    send(pair, b"abc")
+    _, message, _ = pair.ab.queue.pop()
+    pair.ab.complete()  # as if it had arrived
+    assert pair.a.sequence_sent == 1
+    pair.fail_link(0)
+    with pytest.raises(cdc.MessageMissing, match="message 1 is missing after 0"):
+        pair.ab.deliver()
+    assert message
+    assert pair.b.state == "PEERABORTWAIT"
+    # Over one more link: that is known.
+    token = pair.b.alert_token
+    pair.b.on_cdc_untrusted(cdc.pack(1, token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION))
+
+
+@pytest.mark.parametrize("buffer", [bytes, bytearray])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -> None:
+    """The link ended with a message that was done at once; the peer may have taken it, and say so
+    before this side has noticed anything."""
+    pair = Pair(merge=True)
+    pair.ab.instant, pair.ab.doubt, pair.ab.arrives = True, 1, arrives
+    pair.ba.instant = True
+    data = buffer(b"abc")
+    assert pair.a.send(memoryview(data)) == 3
+    if buffer is bytearray:
+        data[:] = b"xyz"  # the sender's own again
+    assert (pair.a.sequence_sent, pair.a.unacknowledged) == (0, 3)
+    pair.ab.deliver()
+    assert pair.b.receive(10) == (b"abc" if arrives else b"")
+    assert pair.b.send(view(b"answer")) == 6
+    pair.ba.deliver()
+    assert pair.a.receive(10) == b"answer"
+    pair.settle()
+    assert pair.b.receive(10) == (b"" if arrives else b"abc")
+    assert pair.states() == ("ACTIVE", "ACTIVE")
+    assert pair.a.unacknowledged == 0
+    pair.close()
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
+    pair = Pair((SIZE, SIZE))
+    send(pair, bytes(SIZE))
+    pair.settle()
+    pair.ba.instant, pair.ba.doubt, pair.ba.arrives = True, 1, arrives
+    assert len(pair.b.receive(SIZE)) == SIZE
+    assert pair.ba.dead
+    pair.settle()
+    assert pair.a.window == SIZE
+    pair.close()
+
+
+# --- a link that is left while it works ------------------------------------------------------
+
+
+@pytest.mark.rfc("2.3/4")
+@pytest.mark.rfc("2.3/4")
+def test_writes_in_flight_arrive_before_the_link_is_left(pair: Pair) -> None:
+    send(pair, b"abc")
+    ready: list[bool] = []
+    pair.a.hold(lambda: ready.append(True))
+    assert not pair.a.can_send
+    assert pair.a.send(view(b"def")) == 0
+    assert ready == []
+    pair.settle()
+    assert ready == [True]
+    assert pair.a.channel is pair.ab
+    old = pair.next_channel(0)
+    pair.move(0)
+    assert pair.ab.log == [validation(1)]
+    assert old.uncompleted == old.queue
+    send(pair, b"def")
+    pair.settle()
+    assert pair.b.receive(10) == b"abcdef"
+
+
+def test_a_hold_with_nothing_in_flight_is_ready_at_once(pair: Pair) -> None:
+    ready: list[bool] = []
+    pair.a.hold(lambda: ready.append(True))
+    assert ready == [True]
+    pair.b.send(view(b"x" * 600))
+    pair.ba.deliver()
+    pair.a.receive(600)
+    assert pair.ab.log == [], "the cursor waits for the other link"
+    pair.next_channel(0)
+    pair.move(0)
+    assert pair.ab.log == [validation(0), Cdc(1, (0, 0), (600, 0))]
+
+
+def test_a_connection_may_stay_where_it_is(pair: Pair) -> None:
+    send(pair, b"abc")
+    pair.a.stay()
+    pair.a.hold(pair.a.stay)
+    pair.b.send(view(b"x" * 600))
+    pair.ba.deliver()
+    pair.a.receive(600)
+    assert len(pair.ab.log) == 2, "held"
+    pair.settle()
+    assert pair.ab.log[2:] == [Cdc(2, (3, 0), (600, 0))]
+    send(pair, b"def")
+    pair.settle()
+    assert pair.b.receive(10) == b"abcdef"
+    assert pair.a.failovers == 0
+
+
+def test_a_hold_tells_of_writes_that_were_put_off() -> None:
+    pair = Pair(merge=True)
+    send(pair, b"abc")
+    ready: list[bool] = []
+    pair.ab.slots = 0
+    pair.a.hold(lambda: ready.append(True))
+    pair.settle()
+    assert ready == []
+    make_room(pair)
+    pair.settle()
+    assert ready == [True]
+    assert pair.b.receive(10) == b"abc"
+    pair.close()
+
+
+def test_a_link_that_fails_while_it_is_left(pair: Pair) -> None:
+    send(pair, b"abc")
+    ready: list[bool] = []
+    pair.a.hold(lambda: ready.append(True))
+    old = pair.fail_link(0)
+    old.complete()
+    pair.settle()
+    assert ready == [], "the move came first"
+    assert pair.b.receive(10) == b"abc"
+
+
+def test_a_connection_that_ends_while_it_is_held_holds_nobody(pair: Pair) -> None:
+    send(pair, b"abc")
+    ready: list[bool] = []
+    pair.a.hold(lambda: ready.append(True))
+    pair.a.links_lost()
+    assert ready == [True]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_link_that_is_left_during_the_replay_onto_it(pair: Pair, over: bool) -> None:
+    send(pair, b"abc")
+    narrow(pair)
+    pair.move(0)
+    ready: list[bool] = []
+    pair.a.hold(lambda: ready.append(True))
+    assert ready == []
+    if over:
+        pair.a.links_lost()
+    else:
+        make_room(pair)
+        pair.settle()
+        assert pair.b.receive(10) == b"abc"
+        assert not pair.a.can_send
+    assert ready == [True]
+
+
+# --- the campaign ----------------------------------------------------------------------------
+
+
+def test_random_moves(seed: int) -> None:
+    result = campaign.run(150, seed)
+    assert result.failures > 100
+    assert result.departures > 100
+
+
+def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def replay(self: Delivery, start: int = 0) -> Iterator[tuple[int, memoryview]]:
+        for _, end, data in self._record:
+            if end > start:
+                first = end - len(data)
+                yield max(first, start), data[max(0, start - first) :]
+
+    # One schedule in a thousand shows it, too few for a search that always ends well.
+    seed, case = 11, 588
+    campaign.run(1, seed, only=case)
+    monkeypatch.setattr(Delivery, "replay", replay)
+    with pytest.raises(AssertionError, match=r"wrong bytes|unread changed"):
+        campaign.run(1, seed, only=case)

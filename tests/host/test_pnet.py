@@ -1,0 +1,360 @@
+"""Which RNIC port serves a connection: the rules, on hosts made up for it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+from pathlib import Path
+
+import pytest
+import trio
+
+import trio_smc
+from tests.rnic.memory_rnic import Fabric, MemoryRnic
+from tests.rnic.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
+from trio_smc import Config, FallbackReason
+from trio_smc.connecting.accept import _admit
+from trio_smc.host import addresses as prefixes
+from trio_smc.host import netlink, pnet
+from trio_smc.host.pnet import Interface, PortGid, choose_gids, parse_table, same_network
+from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.roce.hotplug import active_ports
+from trio_smc.rnic.verbs import Rnic
+from trio_smc.stack.rnics import StackRnics
+from trio_smc.wire import clc
+
+
+def chosen(
+    route: str,
+    address: str,
+    network: str | None = None,
+    *,
+    table: pnet.PnetTable = (),
+    gids: list[PortGid] = GIDS,
+) -> list[tuple[str, int]]:
+    found = choose_gids(
+        NAMED[route], gids=gids, interfaces=HOST, table=table, address=address,
+        network=prefix(network) if network else None,
+    )  # fmt: skip
+    return [(each.port, each.number) for each in found]
+
+
+# --- the route's own port ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "address", "network", "expected"),
+    [
+        ("eth0", "192.0.2.1", "192.0.2.0/24", ("rxe0", 1)),
+        ("eth0", "192.0.2.77", "192.0.2.0/24", ("rxe0", 1)),  # a secondary address
+        ("eth0", "2001:db8::1", "2001:db8::/64", ("rxe0", 2)),
+        ("eth0", "2001:db8::9", "2001:db8::/64", ("rxe0", 2)),
+        ("eth0", "203.0.113.9", "203.0.113.0/24", ("rxe0", 0)),  # no GID of that subnet
+        ("eth0", "fe80::1", "fe80::/64", ("rxe0", 0)),
+        ("eth1", "203.0.113.1", "203.0.113.0/24", ("rxe1", 1)),
+        ("eth0.7", "198.51.100.1", "198.51.100.0/24", ("rxe0", 4)),
+        ("eth1.7", "198.51.100.9", "198.51.100.0/24", ("rxe1", 2)),
+    ],
+)
+def test_the_port_on_the_interface(
+    route: str, address: str, network: str, expected: tuple[str, int]
+) -> None:
+    assert chosen(route, address, network) == [expected]
+
+
+@pytest.mark.rfc("5/1")
+def test_never_an_unrelated_port() -> None:
+    assert chosen("lo", "127.0.0.1", "127.0.0.0/8") == []
+    # The adapter below a VLAN would send untagged frames.
+    untagged = [each for each in GIDS if each.interface != NAMED["eth0.7"].index]
+    assert chosen("eth0.7", "198.51.100.1", "198.51.100.0/24", gids=untagged) == []
+    # The interface below a VLAN is not served by a GID of the VLAN.
+    tagged = [each for each in GIDS if each.interface == NAMED["eth0.7"].index]
+    assert chosen("eth0", "192.0.2.1", "192.0.2.0/24", gids=tagged) == []
+
+
+def test_a_bond_is_served_by_its_members() -> None:
+    assert chosen("bond0", "192.0.2.1") == [("rxe2", 0), ("rxe3", 0)]
+    assert chosen("bond0.7", "192.0.2.1") == [], "they send no tags"
+    own = [*GIDS, entry("rxe3", 9, "bond0", "192.0.2.1")]
+    assert chosen("bond0", "192.0.2.1", gids=own) == [("rxe3", 9)], (
+        "what it owns itself comes first"
+    )
+
+
+def test_one_encapsulation() -> None:
+    """RoCE v2 where there is a choice: both sides must use the same."""
+    both = [
+        entry("rxe0", 0, "eth0", "192.0.2.1", V1),
+        entry("rxe0", 1, "eth0", "fe80::1", V2),
+        entry("rxe1", 0, "eth0", "192.0.2.1", V1),
+    ]
+    assert chosen("eth0", "192.0.2.1", "192.0.2.0/24", gids=both) == [("rxe0", 1), ("rxe1", 0)]
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("route", "table", "expected"),
+    [
+        ("lo", (("lo", "rxe1"),), [("rxe1", 0)]),
+        ("eth0", (("eth0", "rxe1"), ("eth0", "rxe0")), [("rxe1", 0), ("rxe0", 0)]),
+        ("eth0", (("eth1", "rxe1"),), [("rxe0", 0)]),  # no word of eth0
+        ("eth0", (("eth0", "rxe9"),), []),  # only what it says
+        ("eth0.7", (("eth0", "rxe1"),), [("rxe1", 2)]),  # its adapter's; the same tag
+        ("eth0.7", (("eth0.7", "rxe2"),), []),  # which has no GID with that tag
+        ("bond0.7", (("bond0", "rxe0"),), [("rxe0", 3)]),
+    ],
+)
+def test_the_table(route: str, table: pnet.PnetTable, expected: list[tuple[str, int]]) -> None:
+    assert chosen(route, "10.0.0.1", table=table) == expected
+
+
+def test_a_table_as_text(tmp_path: Path) -> None:
+    text = "# network of the cluster\neth0  mlx5_0 mlx5_1/2   # two\n\nbond0.7\trxe0\n"
+    table = (("eth0", "mlx5_0"), ("eth0", "mlx5_1/2"), ("bond0.7", "rxe0"))
+    assert parse_table(text) == table
+    path = tmp_path / "pnet"
+    path.write_text(text)
+    assert pnet.read_table(path) == table
+    assert parse_table("") == ()
+
+
+@pytest.mark.parametrize("bad", ["eth0", "eth0 rxe0\neth1 # rxe1"])
+def test_a_line_without_an_rnic(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "pnet"
+    path.write_text(bad)
+    number = bad.count("\n") + 1
+    with pytest.raises(ValueError, match=f"{path}, line {number}: no RNIC for interface"):
+        pnet.read_table(path)
+
+
+async def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("missing", "binary"):
+        with pytest.raises(ValueError, match=f"PNET table .*{name} cannot be read"):
+            async with trio_smc.open_stack(Config(pnet=tmp_path / name)):
+                pass
+
+
+# --- one link group ------------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("5/1")
+@pytest.mark.parametrize(
+    ("one", "other", "networks", "table", "expected"),
+    [
+        ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (), True),
+        ("eth0", "eth1", ("192.0.2.0/24", "203.0.113.0/24"), (), False),
+        ("eth0", "eth1", (None, None), (), False),
+        ("eth0", "eth1", ("fe80::/64", "fe80::/64"), (), False),
+        ("eth0.7", "eth1.7", ("192.0.2.0/24", "192.0.2.0/24"), (), True),
+        ("eth0", "eth1.7", ("192.0.2.0/24", "192.0.2.0/24"), (), False),
+        ("eth2", "eth3", (None, None), (), True),
+        ("eth2", "eth1", (None, None), (), False),
+        ("bond0", "bond0", (None, None), (), True),
+        ("eth0", "eth1", (None, None), (("lo", "one"), ("lo", "other")), True),
+        ("eth0", "eth1.7", (None, None), (("lo", "one"), ("lo", "other")), False),
+        # Who is in the table is with those that it names, and with nobody else.
+        ("eth0", "eth1", ("192.0.2.0/24", "192.0.2.0/24"), (("lo", "one"),), False),
+    ],
+)
+def test_who_may_share_a_link_group(
+    one: str,
+    other: str,
+    networks: tuple[str | None, str | None],
+    table: pnet.PnetTable,
+    expected: bool,
+) -> None:
+    first, second = (prefix(each) if each else None for each in networks)
+    shared = same_network(
+        NAMED[one], NAMED[other], networks=(first, second), ports=("one", "other"), table=table
+    )
+    assert shared is expected
+
+
+# --- a stack's RNICs ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World.made(monkeypatch)
+
+
+async def rnics_of(*ports: Rnic, table: pnet.PnetTable = ()) -> StackRnics:
+    class NoPump(Pump):
+        def add(self, rnic: Rnic) -> None:
+            pass
+
+        def remove(self, rnic: Rnic) -> None:
+            pass
+
+    config = Config(rnics=ports, pnet=table)
+    await trio.lowlevel.checkpoint()
+    discovery = None
+    rnics = StackRnics(config, discovery, NoPump(spin=0), lambda rnic, change: None)  # type: ignore[arg-type]
+    rnics.open()
+    return rnics
+
+
+def served(rnics: StackRnics, local: str, remote: str) -> str:
+    found = rnics.serving(local, remote)
+    return found.value if isinstance(found, FallbackReason) else found.name
+
+
+@pytest.mark.rfc("5/1")
+async def test_a_stack_chooses(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
+    first = served(rnics, "192.0.2.1", "192.0.2.9")
+    assert first == "rxe0#1", "the GID of the connection's subnet, opened when it is needed"
+    assert served(rnics, "192.0.2.1", "192.0.2.8") == first, "and once"
+    world.route = "eth0.7"
+    assert served(rnics, "198.51.100.1", "198.51.100.9") == "rxe0#4"
+    world.route = "eth1"
+    assert served(rnics, "203.0.113.1", "203.0.113.9") == "rxe1#1"
+    world.route = "lo"
+    assert served(rnics, "192.0.2.1", "192.0.2.2") == "no-rnic"
+    rnics.close()
+    assert world.opened == []
+
+
+async def test_a_gid_that_the_user_chose(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0", 2))
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0", "and no other"
+    world.route = "eth0.7"
+    assert served(rnics, "198.51.100.1", "198.51.100.9") == "no-rnic"
+    rnics.close()
+
+
+async def test_a_port_that_is_down_or_drained(world: World) -> None:
+    port = world.port("rxe0")
+    rnics = await rnics_of(port, world.port("rxe1"))
+    port.port_active = False
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rnic-down", "rxe1 is no replacement"
+    port.port_active = True
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    rnics.drain(port)
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rnic-down"
+    assert rnics.is_drained(rnics.named("rxe0#1")), "all that is on the port"
+    rnics.undrain(port)
+    assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    rnics.close()
+
+
+async def test_companions(world: World) -> None:
+    """Further links of a group: the same LAN, another port."""
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
+    first = rnics.serving("192.0.2.1", "192.0.2.9")
+    world.route = "eth0.7"
+    tagged = rnics.serving("198.51.100.1", "198.51.100.9")
+    assert isinstance(first, Rnic)
+    assert isinstance(tagged, Rnic)
+    assert rnics.companions(first) == [first]
+    assert rnics.companions(tagged) == [tagged]
+    rnics.close()
+    table = (("eth0", "rxe0"), ("eth0", "rxe1"))
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"), table=table)
+    world.route = "eth0"
+    first = rnics.serving("192.0.2.1", "192.0.2.9")
+    assert isinstance(first, Rnic)
+    assert [each.name for each in rnics.companions(first)] == ["rxe0#1", "rxe1"]
+    rnics.close()
+
+
+async def test_same_host_over_roce_only_by_the_table(world: World) -> None:
+    rnics = await rnics_of(world.port("rxe0"))
+    world.route = "lo"
+    assert served(rnics, "127.0.0.1", "127.0.0.1") == "no-rnic"
+    rnics.close()
+    rnics = await rnics_of(world.port("rxe0"), table=(("lo", "rxe0"),))
+    assert served(rnics, "127.0.0.1", "127.0.0.1") == "rxe0"
+    rnics.close()
+
+
+# --- a server's look at a Proposal ----------------------------------------------------------------
+
+
+@pytest.mark.rfc("5/2", "3.5.1.2/7")
+@pytest.mark.parametrize(
+    ("subnet", "length", "expected"),
+    [
+        ("192.0.2.0", 24, True),
+        ("192.0.2.0", 25, False),
+        ("203.0.113.0", 24, False),  # of this host, but not of this interface
+        ("0.0.0.0", 0, False),
+    ],
+)
+@pytest.mark.usefixtures("world")
+def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> None:
+    proposal = clc.Proposal(
+        peer_id=bytes(8), gid=bytes(16), mac=bytes(6),
+        ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
+    )  # fmt: skip
+    assert prefixes.is_on_network("192.0.2.1", proposal) is expected
+    refusal = _admit(proposal, MemoryRnic(Fabric(), kind="roce"), "192.0.2.1")
+    assert refusal is (None if expected else FallbackReason.PREFIX_MISMATCH)
+
+
+# --- what the kernel says -------------------------------------------------------------------------
+
+
+def test_loopback_as_the_kernel_has_it() -> None:
+    found = pnet.interfaces()
+    [loopback] = [each for each in found.values() if each.name == "lo"]
+    assert loopback == Interface(index=loopback.index, name="lo")
+    assert pnet.route_interface("127.0.0.1", "127.0.0.1") == loopback.index
+
+
+def test_no_netlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlink, "sys", type("Other", (), {"platform": "other"}))
+    assert pnet.interfaces() == {}
+    assert pnet.route_interface("127.0.0.1", "127.0.0.1") is None
+
+
+# --- "auto" ---------------------------------------------------------------------------------------
+
+
+def test_active_roce_ports(tmp_path: Path) -> None:
+    """As sysfs lists them: Ethernet, and up; what is going away is left out."""
+    for name, layer, state in (
+        ("rxe0/ports/1", "Ethernet", "4: ACTIVE"),
+        ("rxe1/ports/1", "Ethernet", "1: DOWN"),
+        ("mlx5_0/ports/1", "InfiniBand", "4: ACTIVE"),
+        ("mlx5_0/ports/2", "Ethernet", "4: ACTIVE"),
+        ("deleted/ports/1", "Ethernet", "4: ACTIVE"),
+    ):
+        port = tmp_path / "infiniband" / name
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(f"{layer}\n")
+        (port / "state").write_text(f"{state}\n")
+    (tmp_path / "infiniband/gone/ports/1").mkdir(parents=True)
+    for number, device in enumerate(("rxe0", "rxe1", "mlx5_0", "gone")):
+        verbs = tmp_path / f"infiniband_verbs/uverbs{number}"
+        verbs.mkdir(parents=True)
+        (verbs / "ibdev").write_text(f"{device}\n")
+    (tmp_path / "infiniband_verbs/uverbs9").mkdir()
+    assert active_ports(tmp_path) == [("mlx5_0", 2), ("rxe0", 1)]
+    assert active_ports(tmp_path / "nothing") == []
+
+
+async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the software RNIC; one that cannot be opened is logged and left out."""
+
+    class Broken(FakePort):
+        def open(self, directory: Path) -> None:
+            raise OSError(errno.ENOSYS, "pyverbs cannot be imported")
+
+    def make_port(name: str, port: int) -> FakePort:
+        return world.port(name) if name == "rxe0" else Broken(name, port)
+
+    world.come("mlx5_0", "rxe0")
+    monkeypatch.setattr(StackRnics, "make_port", staticmethod(make_port))
+    monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
+    monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)
+    async with trio_smc.open_stack() as stack:
+        assert [(each.kind, each.name) for each in stack.rnics][1:] == [("roce", "rxe0")]
+        assert stack.rnics[0].kind == "software"
+        assert served(stack.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
+        assert served(stack.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+    assert world.opened == []

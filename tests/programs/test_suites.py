@@ -1,0 +1,159 @@
+"""Test suites of other projects, unmodified, over SMC-R.
+
+Nothing of theirs is kept here: trio-websocket's tests come with its source distribution, which pip
+downloads once into build/suites; Trio's are in the installed package. Each runs in a process of
+its own with a plug-in of tests/programs that hands out our streams, counts them, and fails a run
+in which a stream was not SMC-R.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITES = ROOT / "build" / "suites"
+PLUGINS = ROOT / "tests" / "programs"
+
+pytestmark = pytest.mark.timeout(240)  # a suite in a process of its own
+
+# These reach into the hooks of memory streams, which no other stream has; each in two versions
+# of TLS.
+HOOKED = (
+    "test_unwrap",
+    "test_send_all_fails_in_the_middle",
+    "test_ssl_only_closes_stream_once",
+    "test_send_error_during_handshake",
+    "test_receive_error_during_handshake",
+)
+
+
+# Trio's tests come with a plug-in that runs them; others would interfere.
+TRIOS_OWN = ("trio._tests.pytest_plugin", "no:trio", "no:anyio")
+
+
+def source_of(project: str) -> Path:
+    """Return the unpacked source distribution of the installed version of a project."""
+    version = importlib.metadata.version(project)
+    name = f"{project.replace('-', '_')}-{version}"
+    unpacked = SUITES / name
+    if unpacked.exists():
+        return unpacked
+    SUITES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SUITES) as directory:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+        what = ["--no-deps", "--no-binary", project, "--dest", directory, f"{project}=={version}"]
+        done = subprocess.run([*pip, *what], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"the suite cannot be had:\n{done.stdout}{done.stderr}"
+        (archive,) = Path(directory).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(directory, filter="data")
+        # Another worker may have been faster: either way it is there, and whole.
+        try:
+            Path(directory, name).rename(unpacked)
+        except OSError:
+            assert unpacked.exists()
+    return unpacked
+
+
+def run_pytest(
+    where: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a process of its own, with the plug-ins at hand."""
+    path = os.pathsep.join((str(ROOT), str(PLUGINS)))
+    # None of our own settings: the suite is run as its project would.
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(where)]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--timeout", "60", *arguments],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def run_suite(where: Path, *arguments: str) -> tuple[dict[str, int], str]:
+    """Run a suite that has to pass; return its counts of outcomes, and what it printed."""
+    done = run_pytest(where, *arguments)
+    assert done.returncode == 0, done.stdout
+    return outcomes(done.stdout), done.stdout
+
+
+def outcomes(output: str) -> dict[str, int]:
+    """Read pytest's last line: how many passed, failed, ..."""
+    summary = output.strip().splitlines()[-1]
+    return {what: int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", summary)}
+
+
+def plugins(*names: str) -> list[str]:
+    """Arguments that load these plug-ins, or with "no:" leave them out."""
+    return [word for name in names for word in ("-p", name)]
+
+
+def test_trio_websocket() -> None:
+    source = source_of("trio-websocket")
+    counts, output = run_suite(source, "-p", "smc_for_tcp", "-o", "trio_mode=true", "tests")
+    assert counts["passed"] >= 60, output
+    assert not counts.keys() & {"failed", "skipped", "deselected", "xfailed"}, output
+    streams = dict(re.findall(r"^streams (\w+ \S+) (\d+)$", output, re.MULTILINE))
+    assert streams.keys() == {"client smc-r", "server smc-r"}, output
+    assert min(map(int, streams.values())) >= 40, output
+
+
+def test_trio_ssl(tmp_path: Path) -> None:
+    """Trio's tests of SSLStream and SSLListener, wherever they make a pair of streams."""
+    left_out = " or ".join(HOOKED)
+    counts, output = run_suite(
+        tmp_path,
+        *plugins(*TRIOS_OWN, "smc_pairs"),
+        *("-k", f"not ({left_out})", "--pyargs", "trio._tests.test_ssl"),
+    )
+    assert counts["passed"] >= 50, output
+    assert counts["deselected"] == 2 * len(HOOKED), output
+    assert not counts.keys() & {"failed", "xfailed"}, output
+    (pairs,) = re.findall(r"^pairs smc-r (\d+)$", output, re.MULTILINE)
+    assert int(pairs) >= 80, output
+
+
+def test_trio_ssl_helpers(tmp_path: Path) -> None:
+    """Trio's tests of serve_ssl_over_tcp, open_ssl_over_tcp_listeners, open_ssl_over_tcp_stream."""
+    counts, output = run_suite(
+        tmp_path,
+        *plugins(*TRIOS_OWN, "smc_for_tcp"),
+        *("--pyargs", "trio._tests.test_highlevel_ssl_helpers"),
+    )
+    assert counts.keys() == {"passed"}, output
+    assert dict(re.findall(r"^streams (\w+ \S+) (\d+)$", output, re.MULTILINE)).keys() == {
+        "client smc-r",
+        "server smc-r",
+    }, output
+
+
+@pytest.mark.parametrize(
+    ("module", "plugin"),
+    [("test_highlevel_ssl_helpers", "smc_for_tcp"), ("test_timeouts", "smc_pairs")],
+)
+def test_a_suite_that_passes_without_smc_fails(tmp_path: Path, module: str, plugin: str) -> None:
+    """The check bites: all tests pass, over TCP or without any stream of ours; the run does not."""
+    done = run_pytest(
+        tmp_path,
+        *plugins(*TRIOS_OWN, plugin),
+        *("--pyargs", f"trio._tests.{module}"),
+        # Nothing can be made below it, so nobody is found who speaks SMC-R.
+        **({"XDG_RUNTIME_DIR": os.devnull} if plugin == "smc_for_tcp" else {}),
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    counts = outcomes(done.stdout)
+    assert counts["passed"], done.stdout
+    assert "failed" not in counts, done.stdout
+    assert "smc-r 0" in done.stdout or "streams client tcp" in done.stdout

@@ -1,0 +1,189 @@
+"""Same-host discovery: what clients may do to a listener."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.rendezvous.discovery.world import (
+    LONG,
+    SHORT,
+    Both,
+    agree,
+    announce,
+    both_go,
+    bound,
+    serving,
+    sockets_below,
+    soon,
+)
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import publication as _claims
+from trio_smc.rendezvous.discovery import publication as _publication
+from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.same_host import Discovery
+
+
+def dial(private: Path) -> socket.socket:
+    """A raw Unix connection to the only publication."""
+    (name,) = sockets_below(private)
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    raw.connect(str(name))
+    raw.settimeout(LONG)
+    return raw
+
+
+async def hear(raw: socket.socket) -> bytes:
+    await trio.lowlevel.wait_readable(raw)
+    return raw.recv(100)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"x",
+        b"TSMC",
+        b"GET / HTTP/1.0\r\n\r\n",
+        bytes(44),
+        _local_protocol.announce(bytes(36))[:-1],
+        _local_protocol.accepted(bytes(36)),
+        _local_protocol.refused(FallbackReason.NO_RNIC),
+        struct.pack(">4sBBBB", b"TSMC", 3, 2, 1, 0) + bytes(36),
+        struct.pack(">4sBBBB", b"TSMC", 2, 2, 99, 0) + bytes(36),
+        random.Random(7).randbytes(50_000),
+    ],
+)
+async def test_garbage_costs_its_sender_only(packet: bytes, private: Path) -> None:
+    async with serving(private) as server:
+        with dial(private) as raw:
+            raw.send(packet)
+            with contextlib.suppress(ConnectionResetError):
+                assert await hear(raw) == b""
+            await agree(private, server, server.address)
+
+
+async def test_clients_that_say_nothing_are_dropped(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_claims, "_ANNOUNCE_TIMEOUT", SHORT)
+    async with serving(private) as server:
+        with dial(private) as raw:
+            await agree(private, server, server.address)
+            assert await hear(raw) == b""
+        assert server.publication._silent == {}
+
+
+async def test_garbage_after_the_announcement(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        announcement.asked[0].connection.send(b"what?")
+        await agree(private, server, server.address)
+        assert await announcement.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+        assert server.publication.claims.pending == {}
+
+
+async def test_a_withdrawal_of_what_another_client_announced(private: Path) -> None:
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        with dial(private) as raw:
+            raw.send(_local_protocol.withdraw(announcement.key))
+            await client.connect(server.address)
+            connection, claim = await server.accept()
+            with connection:
+                assert claim is not None
+                raw.send(_local_protocol.withdraw(announcement.key))
+                await both_go(Both(client, announcement, connection, claim))
+
+
+async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_publication, "_MAX_CLIENTS", 2)
+    async with serving(private) as server, bound() as one, bound() as two, bound() as three:
+        first, second = Discovery(private), Discovery(private)
+        held = [
+            await announce(first, one, server.address),
+            await announce(second, two, server.address),
+        ]
+        await trio.testing.wait_all_tasks_blocked()
+        turned_away = await announce(private, three, server.address)
+        assert await turned_away.accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+        for each in held:
+            each.close()
+        first.close()
+        await trio.testing.wait_all_tasks_blocked()
+        await agree(private, server, server.address)
+
+
+async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_claims, "_MAX_PENDING", 2)
+    asking = Discovery(private)
+    async with serving(private) as server, contextlib.AsyncExitStack() as opened:
+        held = []
+        for _ in range(3):
+            client = await opened.enter_async_context(bound())
+            held.append(await announce(asking, client, server.address))
+        await trio.testing.wait_all_tasks_blocked()
+        (known,) = server.publication._clients.values()
+        server.publication.hear_all(known)
+        assert await held[2].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+        for each in held:
+            each.close()
+        await agree(asking, server, server.address)
+
+
+async def test_accept_without_descriptors_waits_for_better_times(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_publication, "_EXHAUSTED_INTERVAL", 0.001)
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(private) as server, bound() as client:
+        with dial(private) as raw:
+            raw.send(_local_protocol.announce(bytes(36)))
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            filler = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+                with contextlib.suppress(OSError):
+                    while True:
+                        filler.append(os.open("/dev/null", os.O_RDONLY))
+                await trio.testing.wait_all_tasks_blocked()
+                # A client without descriptors gets its TCP connection all the same.
+                outcome = await Discovery(private).announce(
+                    client.getsockname(), server.address, soon()
+                )
+                assert outcome is FallbackReason.OUT_OF_RESOURCES
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for each in filler:
+                    os.close(each)
+            raw.send(_local_protocol.announce(bytes(36)))
+            await agree(private, server, server.address)
+            assert bytes(36) in server.publication.claims.pending
+
+
+async def test_a_newer_client_learns_that_no_version_is_common(private: Path) -> None:
+    async with serving(private):
+        with dial(private) as raw:
+            raw.send(struct.pack(">4sBBBB", b"TSMC", 3, 5, Kind.ANNOUNCE, 0) + b"whatever")
+            answer = _local_protocol.decode_untrusted(await hear(raw))
+            assert answer.kind is Kind.REFUSED
+            assert answer.reason is FallbackReason.LOCAL_VERSION_MISMATCH
+
+
+async def test_a_newer_client_that_still_speaks_our_version(private: Path) -> None:
+    async with serving(private) as server:
+        with dial(private) as raw:
+            head = struct.pack(">4sBBBB", b"TSMC", 2, 5, Kind.ANNOUNCE, 0)
+            raw.send(head + bytes(36) + b"an extension")
+            await agree(private, server, server.address)
+            assert bytes(36) in server.publication.claims.pending

@@ -1,0 +1,165 @@
+"""Same-host discovery between several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import trio
+
+from tests.rendezvous.discovery.world import (
+    LONG,
+    SHORT,
+    agree,
+    announce,
+    bound,
+    serving,
+    sockets_below,
+    soon,
+)
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.rendezvous.discovery.same_host import Discovery
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Worker:
+    """A process of `tests.rendezvous.discovery.worker`."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self._text = b""
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        with trio.fail_after(LONG * 2):
+            while b"\n" not in self._text:
+                more = await self.process.stdout.receive_some()
+                assert more, "the worker ended"
+                self._text += more
+        line, _, self._text = self._text.partition(b"\n")
+        return line.decode()
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    private: Path, kind: str = "smc", port: int = 0, address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[Worker, int]]:
+    command = [sys.executable, str(WORKER), str(private), address, str(port), kind]
+    environment = os.environ | {"PYTHONPATH": str(WORKER.parents[3])}
+    async with trio.open_nursery() as nursery:
+
+        async def start(task_status: trio.TaskStatus[trio.Process]) -> None:
+            await trio.run_process(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                check=False,
+                task_status=task_status,
+            )
+
+        process: trio.Process = await nursery.start(start)
+        try:
+            made = Worker(process)
+            yield made, int(await made.line())
+        finally:
+            if process.stdin is not None:
+                await process.stdin.aclose()
+            with trio.move_on_after(LONG, shield=True):
+                await process.wait()
+            if process.stdout is not None:
+                await process.stdout.aclose()
+            nursery.cancel_scope.cancel()
+
+
+async def call_worker(private: Path, port: int, wait: float = LONG) -> tuple[bool, bytes]:
+    """Connect; whether we agreed on SMC-R, and what the worker thinks."""
+    async with bound() as client:
+        announcement = await announce(private, client, ("127.0.0.1", port))
+        await client.connect(("127.0.0.1", port))
+        agreed = await announcement.accepted(soon(wait)) is None
+        await client.send(b"C" if agreed else b"A")
+        return agreed, await client.recv(100)
+
+
+async def test_two_processes(private: Path) -> None:
+    async with worker(private) as (_, port):
+        for _ in range(20):
+            assert await call_worker(private, port) == (True, b"smc-r")
+
+
+async def test_with_several_processes_the_one_that_accepts_says_so(private: Path) -> None:
+    async with worker(private) as (first, port), worker(private, port=port) as (second, _):
+        assert len(sockets_below(private)) == 2
+        for _ in range(30):
+            assert await call_worker(private, port) == (True, b"smc-r")
+        for each in (first, second):
+            # Both had connections: 30 hashes that all pick one process come once in 2^29 runs.
+            assert await each.line() == "smc-r"
+
+
+async def test_a_plain_process_on_the_same_port_is_never_sent_clc(private: Path) -> None:
+    async with worker(private) as (_, port), worker(private, "plain", port):
+        seen = set()
+        for _ in range(60):
+            agreed, word = await call_worker(private, port, wait=0.2)
+            seen.add((agreed, word))
+            if len(seen) == 2:
+                break
+        assert seen == {(True, b"smc-r"), (False, b"tcp")}
+
+
+async def test_a_plain_server_on_the_specific_address(private: Path) -> None:
+    async with worker(private, address="0.0.0.0") as (_, port):
+        with trio.socket.socket() as plain:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            await plain.bind(("127.0.0.1", port))
+            plain.listen(5)
+            async with bound() as client:
+                announcement = await announce(private, client, ("127.0.0.1", port))
+                await client.connect(("127.0.0.1", port))
+                reason = await announcement.accepted(soon(SHORT))
+                assert reason is FallbackReason.PEER_NOT_CAPABLE
+                connection, _ = await plain.accept()
+                with connection:
+                    client.shutdown(socket.SHUT_WR)
+                    assert await connection.recv(1) == b""
+
+
+async def test_the_socket_of_a_killed_process_is_removed(private: Path) -> None:
+    async with worker(private) as (killed, port):
+        assert len(sockets_below(private)) == 1
+        killed.process.kill()
+        await killed.process.wait()
+        assert len(sockets_below(private)) == 1
+        there = ("127.0.0.1", port)
+        outcome = await Discovery(private).announce(("127.0.0.1", 1), there, soon())
+        assert outcome is FallbackReason.PEER_NOT_CAPABLE
+        assert sockets_below(private) == []
+
+
+async def test_who_publishes_removes_what_dead_processes_left(private: Path) -> None:
+    async with worker(private) as (killed, port):
+        killed.process.kill()
+        await killed.process.wait()
+        async with serving(private, port=port) as server:
+            assert len(sockets_below(private)) == 1
+            await agree(private, server, server.address)
+    assert sockets_below(private) == []
+
+
+async def test_a_stopped_process_delays_nobody(private: Path) -> None:
+    async with serving(private) as server:
+        (name,) = sockets_below(private)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.bind(str(name.parent / "1-silent"))
+            silent.listen(1)
+            with trio.fail_after(LONG / 2):
+                await agree(private, server, server.address)
+            (name.parent / "1-silent").unlink()

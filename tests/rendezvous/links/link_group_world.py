@@ -1,0 +1,254 @@
+"""Two link-group cores back to back, and a scheduler that holds every string.
+
+`GroupWorld` is a `World` (no sockets, no threads, no clock) with two sides of one or more RNICs
+each.  What is on its way waits in a queue for each queue pair; `GroupWorld.nudge` moves one small
+thing, chosen by the seed, so that everything may come in any order that the wire allows.
+`Stream` is a connection whose bytes are known by their position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.rendezvous.links.llc_trace import Trace
+from tests.rendezvous.rendezvous_pair import SIZE, Call, End, World
+from tests.rnic.memory_rnic import Fate, PlainQueuePair
+from trio_smc.config.config import Config
+from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rnic.verbs import QpState
+
+__all__ = ["SIZES", "GroupWorld", "Stream"]
+
+_PERIOD = 1 << 16
+_BYTES = bytes(random.Random(7609).randbytes(_PERIOD)) * 2
+_MOST = 16 * 1024
+SIZES = (1 << 16, SIZE, 4 * SIZE)
+"""Bytes of an RMB element: 64, four and one in an RMB."""
+
+
+class _Direction:
+    """Bytes from one end of a stream to the other, known by their position."""
+
+    def __init__(self, salt: int) -> None:
+        self.salt = salt
+        self.sent = 0
+        self.received = 0
+
+    def piece(self, length: int) -> memoryview:
+        start = (self.salt + self.sent) % _PERIOD
+        return memoryview(_BYTES[start : start + length])
+
+    def check(self, data: bytes) -> None:
+        start = (self.salt + self.received) % _PERIOD
+        assert data == _BYTES[start : start + len(data)], (
+            f"other bytes at position {self.received}: sent were {self.sent}"
+        )
+        self.received += len(data)
+        assert self.received <= self.sent, "more bytes than were sent"
+
+
+class Stream:
+    """A connection between the two sides, from its first CLC message to its end.
+
+    Attributes:
+      call: the rendezvous; `call.ends` are client and server.
+      closed: whether this side's application has closed, for each end.
+      failed: whether this end's application got an error.
+    """
+
+    def __init__(self, call: Call, salt: int) -> None:
+        self.call = call
+        self.flows = (_Direction(salt), _Direction(salt + 1000))
+        self.closed = [False, False]
+        self.failed = [False, False]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the rendezvous is over on both sides."""
+        return all(end.outcome is not None for end in self.call.ends)
+
+    @property
+    def both(self) -> bool:
+        """Whether both sides took it for SMC-R."""
+        return all(isinstance(end.outcome, Established) for end in self.call.ends)
+
+    def connection(self, place: int) -> Connection | None:
+        """This end's connection, once it is established."""
+        end: End = self.call.ends[place]
+        return end.connection if isinstance(end.outcome, Established) else None
+
+    def alive(self, place: int) -> bool:
+        """Whether this end can still be used."""
+        connection = self.connection(place)
+        return not (
+            connection is None
+            or self.closed[place]
+            or self.failed[place]
+            or connection.state == "CLOSED"
+        )
+
+    def send(self, place: int, length: int) -> None:
+        """Send up to ``length`` bytes from this end."""
+        connection, flow = self.connection(place), self.flows[place]
+        if connection is None or not self.alive(place):
+            return
+        try:
+            flow.sent += connection.send(flow.piece(length))
+        except OSError:
+            self.failed[place] = True
+
+    def receive(self, place: int, length: int = _MOST) -> int:
+        """Take up to ``length`` bytes at this end; how many."""
+        connection, flow = self.connection(place), self.flows[1 - place]
+        if connection is None or self.closed[place] or self.failed[place]:
+            return 0
+        try:
+            data = connection.receive(length)
+        except OSError:
+            self.failed[place] = True
+            return 0
+        flow.check(data)
+        return len(data)
+
+    def close(self, place: int) -> None:
+        """This end's application is done."""
+        connection = self.connection(place)
+        if connection is not None and not self.closed[place]:
+            self.closed[place] = True
+            connection.close()
+
+    def abort(self, place: int) -> None:
+        """This end's application gives up."""
+        connection = self.connection(place)
+        if connection is not None and not self.closed[place]:
+            self.closed[place] = True
+            connection.abort()
+
+
+class GroupWorld(World):
+    """Two sides, their streams, and everything on its way.
+
+    Args:
+      rng: decides what moves next.
+      rnics: how many RNICs client and server have.
+      write: takes the lines of a trace; None: no trace.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        rnics: tuple[int, int],
+        *,
+        config: Config | None = None,
+        write: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(tells_death=False)
+        self.rng = rng
+        self.client = self.side(config, rnics=rnics[0])
+        self.server = self.side(config, rnics=rnics[1])
+        self.streams: list[Stream] = []
+        self.fate = Fate.DONE
+        """What becomes of the next request that is done."""
+        self._trace: Trace | None = None
+        if write is not None:
+            self._trace = Trace("world", self, write)
+            for side, name in ((self.client, "client"), (self.server, "server")):
+                side.stack.observer = Trace(name, self, write)
+
+    @property
+    def client_groups(self) -> list[LinkGroup]:
+        """The groups in the client's role, on both sides."""
+        return [group for side in self.sides for group in side.groups if group.client]
+
+    def say(self, text: str) -> None:
+        """Tell the trace."""
+        if self._trace is not None:
+            self._trace.say(text)
+
+    def open(self, size: int, *, reverse: bool = False) -> Stream:
+        """A new connection; its rendezvous has only begun.  ``reverse``: the server opens it."""
+        sides = (self.server, self.client) if reverse else (self.client, self.server)
+        stream = Stream(self.call(*sides, size=size), 77 * len(self.streams))
+        self.streams.append(stream)
+        return stream
+
+    def queue_pairs(self) -> list[PlainQueuePair]:
+        """All there are."""
+        return [qp for side in self.sides for rnic in side.rnics for qp in rnic.qps.values()]
+
+    # --- moving ------------------------------------------------------------------------------
+
+    def deliverable(self) -> list[PlainQueuePair]:
+        """Queue pairs whose next request can be done; a SEND waits for a receive buffer."""
+        return [qp for qp in self.fabric.busy if not _waits(qp)]
+
+    def execute(self, qp: PlainQueuePair) -> None:
+        """Do the oldest request of ``qp``; `fate` says what becomes of it."""
+        fate, self.fate = self.fate, Fate.DONE
+        if fate is not Fate.DONE:
+            self.say(f"{fate} for a request of queue pair {qp.qp_num:#x}")
+        qp.execute(fate)
+
+    def nudge(self) -> None:
+        """One small thing moves: a request of some queue pair, a side, a handshake."""
+        rng = self.rng
+        pick = rng.random()
+        if pick < 0.45:
+            ready = self.deliverable()
+            if ready:
+                qp = rng.choice(ready)
+                for _ in range(rng.choice((1, 1, 2, 4))):
+                    if qp.work and not _waits(qp):
+                        self.execute(qp)
+        elif pick < 0.8:
+            rng.choice(self.sides).stack.pump.drain()
+        elif self.news and pick < 0.87:
+            self.news.popleft().look()
+        elif self.calls:
+            rng.choice(rng.choice(self.calls).ends).step(self.clock.now)
+
+    def step(self) -> bool:
+        """One round in which everything moves a little; False when nothing moved."""
+        moved = False
+        for call in list(self.calls):
+            for end in call.ends:
+                while end.step(self.clock.now):
+                    moved = True
+        while self.news:
+            self.news.popleft().look()
+            moved = True
+        for qp in self.deliverable():
+            while qp.work and not _waits(qp):
+                self.execute(qp)
+            moved = True
+        for side in self.sides:
+            moved |= side.stack.pump.drain()
+        self.calls = [call for call in self.calls if any(end.outcome is None for end in call.ends)]
+        return moved
+
+    def stall(self) -> None:
+        """Nothing moves until the next timer is due."""
+        due = self.next_deadline()
+        if due < float("inf"):
+            self.clock.now = max(due, self.clock.now)
+            for side in self.sides:
+                side.stack.timers.run_due()
+            for call in self.calls:
+                for end in call.ends:
+                    end.time_out(self.clock.now)
+
+    def close(self) -> None:
+        for rnic in (rnic for side in self.sides for rnic in side.rnics):
+            assert not rnic.access_errors, f"{rnic.name} was written to where nothing is"
+        super().close()
+
+
+def _waits(qp: PlainQueuePair) -> bool:
+    """Whether the next request is a SEND that the peer has no buffer for: RC tries again."""
+    if not qp.work or qp.work[0].message is None:
+        return False
+    peer = qp.peer()
+    return peer is not None and not peer.receives and peer.state is QpState.RTS

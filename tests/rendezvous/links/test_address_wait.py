@@ -1,0 +1,396 @@
+"""Nobody has answered for the peer's address yet, when a queue pair is to be connected: the timers
+look again, nothing else waits, and whoever names a dead address pays for it alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.rendezvous.rendezvous_pair import Call, Clock, World, exchange
+from tests.rendezvous.transcripts import messages, transcript
+from tests.rnic.memory_rnic import Fabric, MemoryRnic
+from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.timers import Timers
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links.add_link import PATIENCE, AddressWait
+from trio_smc.rendezvous.negotiation import Failed, FellBack
+from trio_smc.wire import llc
+
+NEVER = 1 << 30
+LOOKS = (1, 2, 7, 17)
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+class Looks(MemoryRnic):
+    """Knows every address after so many looks; `times` has when it was asked."""
+
+    def __init__(self, clock: Clock, left: int) -> None:
+        super().__init__(Fabric())
+        self.clock, self.left = clock, left
+        self.times: list[float] = []
+
+    def address_known(self, gid: bytes) -> bool:
+        self.times.append(round(self.clock.now - 1000.0, 6))
+        self.left -= 1
+        return self.left < 0
+
+
+def waits(looks: int, *, cancel_after: float | None = None) -> tuple[list[float], list[float]]:
+    """When was looked, and when the wait was over."""
+    clock = Clock()
+    timers = Timers(clock, lambda: None)
+    rnic, over = Looks(clock, looks), list[float]()
+    wait = AddressWait(timers)
+    at_once = wait.begin(rnic, bytes(16), lambda: over.append(round(clock.now - 1000.0, 6)))
+    assert at_once is bool(over) is (looks == 0)
+    if cancel_after is not None:
+        timers.call_later(cancel_after, wait.cancel)
+    while (due := timers.next_deadline()) < float("inf"):
+        clock.now = due
+        timers.run_due()
+    return rnic.times, over
+
+
+def test_looks_with_growing_pauses() -> None:
+    assert waits(0) == ([0.0], [0.0])
+    times, over = waits(8)
+    assert times == [0.0, 0.002, 0.006, 0.014, 0.030, 0.062, 0.126, 0.190, 0.254]
+    assert over == [0.254]
+    times, over = waits(NEVER)
+    assert over == [PATIENCE]
+    assert len(times) < 25
+
+
+def test_a_wait_that_is_given_up() -> None:
+    times, over = waits(NEVER, cancel_after=0.01)
+    assert times == [0.0, 0.002, 0.006]
+    assert over == []
+
+
+def test_a_new_wait_takes_the_place_of_the_one_before() -> None:
+    clock = Clock()
+    timers = Timers(clock, lambda: None)
+    over: list[str] = []
+    wait = AddressWait(timers)
+    wait.begin(Looks(clock, 3), bytes(16), lambda: over.append("first"))
+    wait.begin(Looks(clock, 3), bytes(16), lambda: over.append("second"))
+    clock.now += 2 * PATIENCE
+    timers.run_due()
+    assert over == ["second"]
+
+
+# --- the first link -------------------------------------------------------------------------------
+
+
+def peer_of(world: World, place: str) -> bytes:
+    """The GID that this side looks for."""
+    client, server = world.sides[:2]
+    return (server if place == "client" else client).rnic.gid
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_a_first_contact_waits_for_the_address(place: str, looks: int) -> None:
+    with World() as world:
+        client, server = world.side(), world.side()
+        world.fabric.looks[peer_of(world, place)] = looks
+        call = world.call(client, server)
+        took = world.finish()
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        assert 0 < took < PATIENCE
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_nobody_ever_answers_for_the_address(place: str) -> None:
+    """C.1, C.2: who cannot connect declines; a connection that is there goes on meanwhile."""
+    with World() as world:
+        client, server = world.side(), world.side()
+        other = world.side()
+        sides = (client, other) if place == "client" else (other, server)
+        open_already = world.connect(*sides)
+        world.fabric.looks[peer_of(world, place)] = NEVER
+        call = world.call(client, server)
+        passed = 0
+        while any(end.outcome is None for end in call.ends):
+            world.pass_time(0.1)
+            assert exchange(world, open_already, (b"ping", b"pong")) == (b"pong", b"ping")
+            passed += 1
+        assert passed == pytest.approx(10 * PATIENCE, abs=1)
+        assert [end.fallback.reason for end in call.ends] == [FallbackReason.LINK_FAILED] * 2
+        open_already.connections[0].abort()
+
+
+def end_tcp(world: World, call: Call, place: str) -> None:
+    end = call.client if place == "client" else call.server
+    end.tcp.end("rst")
+
+
+def lose_port(world: World, call: Call, place: str) -> None:
+    end = call.client if place == "client" else call.server
+    end.side.rnic.port_down(fatal=True)
+
+
+def terminate(world: World, call: Call, place: str) -> None:
+    end = call.client if place == "client" else call.server
+    end.side.group.terminate()
+
+
+@pytest.mark.parametrize("trouble", [end_tcp, lose_port, terminate])
+@pytest.mark.parametrize("looks", [5, NEVER])
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_everything_ends_while_a_first_contact_waits(
+    place: str, here: bool, looks: int, trouble: Callable[[World, Call, str], None]
+) -> None:
+    """Each side comes to an end, and nothing is left of it (`World.close`)."""
+    with World() as world:
+        client, server = world.side(), world.side()
+        world.fabric.looks[peer_of(world, place)] = looks
+        call = world.call(client, server)
+        world.settle()
+        waiting = {"client": ("PREPARING", "ACCEPTED")}.get(place, ("CONFIRMING_LINK",) * 2)
+        assert call.states == waiting
+        other = "server" if place == "client" else "client"
+        trouble(world, call, place if here else other)
+        world.finish()
+        for end in call.ends:
+            assert isinstance(end.outcome, (Failed, FellBack))
+            assert end.negotiation._address is None, "it still looks for the address"
+        world.pass_time(2 * PATIENCE)
+
+
+# --- further links --------------------------------------------------------------------------------
+
+
+def with_late_link(world: World, place: str, looks: int, *, rnics: int = 2) -> Call:
+    """A group in which link 3 took the place of link 2, whose RNIC had failed; that is back now,
+    and for link 4 an address is looked for."""
+    client, server = world.side(rnics=rnics), world.side(rnics=rnics)
+    call = world.connect(client, server)
+    assert server.group.kind == "symmetric"
+    server.rnics[1].port_down()
+    world.settle()
+    for side in (client, server):
+        side.record()
+    far = server if place == "client" else client
+    world.fabric.looks[far.rnics[1].gid] = looks
+    server.rnics[1].port_up()
+    world.settle()
+    return call
+
+
+def waiting_states(place: str) -> tuple[str, str]:
+    """Where the exchange stands at the client and at the server."""
+    return ("IDLE", "ADD_LINK") if place == "client" else ("ADD_LINK_CONTINUATION", "ADD_LINK")
+
+
+def exchange_states(world: World) -> tuple[str, ...]:
+    return tuple(side.group.exchanges.state for side in world.sides[:2])
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_a_link_waits_for_the_address(place: str, looks: int) -> None:
+    """Data goes on meanwhile, and nothing else is lost."""
+    with World() as world:
+        call = with_late_link(world, place, looks)
+        client, server = world.sides
+        assert exchange_states(world) == waiting_states(place)
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+        world.pass_time(PATIENCE)
+        assert server.group.kind == client.group.kind == "symmetric"
+        assert transcript(client)[:2] == ["in ADD_LINK", "out ADD_LINK reply"]
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("looks", [3, NEVER])
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_the_second_link_of_a_first_contact_waits(place: str, looks: int) -> None:
+    """3.5.1.6.2: without it the group is formed all the same."""
+    with World() as world:
+        client, server = world.side(rnics=2), world.side(rnics=2)
+        far = server if place == "client" else client
+        world.fabric.looks[far.rnics[1].gid] = looks
+        call = world.call(client, server)
+        took = world.finish()
+        assert took == pytest.approx(0.014 if looks == 3 else PATIENCE)
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        kind = "symmetric" if looks == 3 else "single"
+        assert client.group.kind == server.group.kind == kind
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_a_link_whose_address_nobody_answers_for(place: str) -> None:
+    """C.8: it is given up, and tried again later."""
+    with World() as world:
+        call = with_late_link(world, place, NEVER)
+        client, server = world.sides
+        world.pass_time(PATIENCE + 0.1)
+        assert exchange_states(world) == ("IDLE", "IDLE")
+        assert server.group.kind == client.group.kind == "asymmetric"
+        world.fabric.looks.clear()
+        world.pass_time(30.0)
+        assert server.group.kind == client.group.kind == "symmetric"
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def test_a_reply_timer_does_not_run_while_the_server_waits() -> None:
+    """The reply has come: the link it came over has not failed (C.7.1)."""
+    with World() as world:
+        client, server = world.side(Config(llc_timeout=10), rnics=2), world.side(rnics=2)
+        call = world.connect(client, server)
+        server.rnics[1].port_down()
+        world.settle()
+        world.fabric.looks[client.rnics[1].gid] = NEVER
+        held: list[bytes] = []
+        world.fabric.tamper = lambda qp, message: hold_reply(held, message)
+        server.rnics[1].port_up()
+        world.settle()
+        (reply,) = held
+        world.pass_time(server.stack.config.llc_timeout - 0.1)
+        assert server.group.exchanges.state == "ADD_LINK"
+        world.fabric.tamper = None
+        carrier = server.group.links[1]
+        message = llc.decode_untrusted(reply)
+        assert isinstance(message, llc.AddLink)
+        server.group.adding.on_add_link_untrusted(carrier, message)
+        world.pass_time(0.5)
+        assert server.group.exchanges.state == "ADD_LINK"
+        assert carrier.state == "ACTIVE"
+        world.pass_time(1.0)
+        assert server.group.exchanges.state == "IDLE"
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def hold_reply(held: list[bytes], message: bytes) -> list[bytes]:
+    if message[0] == llc.MessageType.ADD_LINK and message[3] & 0x80:
+        held.append(message)
+        return []
+    return [message]
+
+
+@pytest.mark.parametrize(
+    ("change", "rejected"),
+    [({}, False), ({"link_number": 77}, False), ({"link_number": 77, "qp_number": 0}, True)],
+)
+def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: bool) -> None:
+    with World() as world:
+        with_late_link(world, "client", 5)
+        client, _ = world.sides
+        (offer,) = messages(client, llc.AddLink)
+        newer = replace(offer, **change)  # type: ignore[arg-type]
+        client.group.adding.on_add_link_untrusted(client.group.links[1], newer)
+        world.fabric.tamper = lambda qp, message: []  # the server has not sent the other one
+        world.pass_time(PATIENCE / 2)
+        replies = [each for each in messages(client, llc.AddLink) if each.reply]
+        assert [(each.link_number, each.rejected) for each in replies] == [
+            (newer.link_number, rejected)
+        ]
+        assert client.group.links.keys() == {1, 3} | (set() if rejected else {newer.link_number})
+
+
+def test_a_reply_that_is_taken_back() -> None:
+    """As Linux does when anything fails after it."""
+    with World() as world:
+        with_late_link(world, "server", NEVER)
+        _, server = world.sides
+        (reply,) = (each for each in messages(server, llc.AddLink) if each.reply)
+        taken_back = replace(reply, rejected=True, reason=1, qp_number=0)
+        server.group.adding.on_add_link_untrusted(server.group.links[1], taken_back)
+        assert server.group.exchanges.state == "IDLE"
+        assert server.group.links.keys() == {1, 3}
+        world.fabric.lose()
+
+
+def links_fail(world: World, place: str) -> None:
+    """The link that all travels on."""
+    world.sides[0].group.links[1].qp.to_err()
+
+
+def end_group(world: World, place: str) -> None:
+    world.sides[place == "server"].group.terminate()
+
+
+def lose_the_rnic(world: World, place: str) -> None:
+    world.sides[place == "server"].rnics[1].port_down(fatal=True)
+
+
+def delete_the_link(world: World, place: str) -> None:
+    """An operator deletes the carrier."""
+    world.sides[1].group.delete_link(1)
+
+
+def confirm_rkey(world: World, place: str) -> None:
+    """A connection that needs an RMB of its own (3.5.5.2.1)."""
+    world.call(*world.sides, size=1 << 22)
+
+
+TROUBLE = [links_fail, end_group, lose_the_rnic, delete_the_link, confirm_rkey]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize("looks", [4, NEVER])
+@pytest.mark.parametrize("rnics", [2, 3])
+@pytest.mark.parametrize("place", ["client", "server"])
+def test_everything_may_happen_while_a_link_waits(
+    place: str, rnics: int, looks: int, trouble: Callable[[World, str], None]
+) -> None:
+    """Nothing raises, nothing hangs, and both sides agree afterwards."""
+    with World() as world:
+        call = with_late_link(world, place, looks, rnics=rnics)
+        assert exchange_states(world) == waiting_states(place)
+        trouble(world, place)
+        world.pass_time(PATIENCE)
+        world.fabric.looks.clear()
+        world.pass_time(120.0)
+        client, server = world.sides
+        assert len(client.groups) == len(server.groups)
+        if client.groups:
+            ends = [
+                {number: link.state for number, link in side.group.links.items()}
+                for side in world.sides
+            ]
+            assert ends[0] == ends[1]
+            assert set(ends[0].values()) == {"ACTIVE"}
+            assert exchange_states(world) == ("IDLE", "IDLE")
+            if trouble not in (lose_the_rnic, delete_the_link):
+                assert client.group.kind == "symmetric"
+            assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+        else:
+            assert all(each.state == "CLOSED" for each in call.connections)
+
+
+def make_slow(rng: random.Random, world: World, rnics: list[MemoryRnic]) -> None:
+    for rnic in rnics:
+        world.fabric.looks[rnic.gid] = rng.choice((0, 0, 1, 3, 9, 15))
+
+
+def test_random_delays(rng: random.Random) -> None:
+    """Every address of every RNIC is slow, each time anew, while ports come and go."""
+    for _ in range(20):
+        with World() as world:
+            client, server = world.side(rnics=3), world.side(rnics=2)
+            rnics = [*client.rnics, *server.rnics]
+
+            make_slow(rng, world, rnics)
+            call = world.call(client, server)
+            world.finish()
+            for _ in range(4):
+                side = rng.choice((client, server))
+                rnic = side.rnics[1]
+                make_slow(rng, world, rnics)
+                rnic.port_down()
+                world.pass_time(rng.choice((0.0, 0.01, 0.5, 3.0)))
+                rnic.port_up()
+                world.pass_time(rng.choice((0.0, 0.01, 0.5, 3.0)))
+                assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+            world.pass_time(400.0)
+            assert client.group.kind == server.group.kind == "symmetric"
+            assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")

@@ -1,0 +1,204 @@
+"""What several links must do for connections, RMBs and each other (RFC 7609, 2.2, 2.3, 3.5.5)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rendezvous.links.link_group_rules import known, registered
+from tests.rendezvous.links.llc_wire import Stage
+from tests.rendezvous.rendezvous_pair import SIZE, World, exchange
+from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.wire import llc
+
+BIG = 4 * SIZE
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World(tells_death=False) as world:
+        yield world
+
+
+@pytest.mark.rfc("2.2/3", "3.5.5.2/1", "3.5.5.2/2", "2.1/2")
+def test_every_link_leads_to_every_rmb(world: World) -> None:
+    stage = Stage(world, (4, 4), down=1)
+    for size in (SIZE, BIG, BIG, 1 << 14):
+        world.connect(stage.client, stage.server, size=size)
+    stage.server.rnics[3].port_up()
+    world.settle()
+    assert len(stage.links()) == 4
+    for one, other in ((stage.client, stage.server), (stage.server, stage.client)):
+        tokens = registered(one.group)
+        assert tokens == known(other.group)
+        for rmb in tokens:
+            assert sorted(number for number, _, _ in rmb) == stage.links()
+
+
+@pytest.mark.rfc("2.2.2/11")
+def test_an_asymmetric_link_does_not_count(world: World) -> None:
+    """With two links, one of them asymmetric, there is room for a second symmetric one."""
+    stage = Stage(world, (1, 2), connect=False)
+
+    def two(message: llc.ConfirmLink) -> llc.Message:
+        return llc.ConfirmLink(
+            reply=True, no_eye_catcher=message.no_eye_catcher, mac=message.mac, gid=message.gid,
+            qp_number=message.qp_number, link_number=message.link_number,
+            link_user_id=message.link_user_id, max_links=2,
+        )  # fmt: skip
+
+    stage.wire.change("C1 CONFIRM_LINK reply", two)
+    world.finish()
+    assert stage.server.group.setup.max_links == 2
+    assert stage.server.group.kind == "asymmetric"
+    stage.client.add_rnic()
+    world.settle()
+    assert stage.server.group.kind == "symmetric"
+    assert len(stage.links()) == 2
+
+
+@pytest.mark.rfc("2.2.2/2", "2.2.2/3", "2.2.2/4", "2.2.2/6", "2.2.2/7", "A.3.1/5")
+@pytest.mark.parametrize("limit", [2, 3, 8])
+def test_a_clients_limit_does_not_exceed_its_servers(world: World, limit: int) -> None:
+    stage = Stage(world, (4, 4), connect=False)
+    seen: list[llc.ConfirmLink] = []
+
+    def lower(message: llc.ConfirmLink) -> llc.Message:
+        seen.append(message)
+        return dataclasses.replace(message, max_links=limit)
+
+    def note(message: llc.ConfirmLink) -> llc.Message:
+        seen.append(message)
+        return message
+
+    stage.wire.change("S1 CONFIRM_LINK", lower)
+    stage.wire.change("C1 CONFIRM_LINK reply", note)
+    world.finish()
+    request, reply = seen
+    assert 2 <= request.max_links <= 8
+    assert 2 <= reply.max_links <= limit
+    assert stage.client.group.setup.max_links == stage.server.group.setup.max_links == limit
+    world.settle()
+    assert len(stage.links()) == min(limit, 4)
+
+
+@pytest.mark.rfc("3.5.3/2", "3.5.3/3", "3.5.1.3/1", "3.5.2/7", "3.5.3/4", "3.5.3/5")
+def test_two_groups_share_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without room for RMBs opens a second group with the same client."""
+    monkeypatch.setattr(own_rmbs, "MAX_RMBS", 2)
+    client, server = world.side(rnics=2), world.side(rnics=2)
+    for _ in range(3):
+        world.connect(client, server, size=BIG)
+    for side in (client, server):
+        first, second = side.groups
+        assert [link.state for link in second.links.values()] == ["ACTIVE", "ACTIVE"]
+        assert not {link.qp.qp_num for link in first.links.values()} & {
+            link.qp.qp_num for link in second.links.values()
+        }
+        assert not set(first.own_rmbs.pool.rmbs) & set(second.own_rmbs.pool.rmbs)
+        memories = [rmb.memory for group in side.groups for rmb in group.own_rmbs.pool.rmbs]
+        assert len(memories) == len(set(map(id, memories)))
+
+
+@pytest.mark.rfc("2.3/2", "2.3/3", "4.6/1", "3.5.5.1.4/1")
+@pytest.mark.parametrize("place", [0, 1])
+def test_connections_move_before_the_peer_is_told(world: World, place: int) -> None:
+    stage = Stage(world, (2, 2))
+    side, connection = stage.end(place), stage.call.connections[place]
+    peer = stage.call.connections[1 - place]
+    assert (connection.channel, peer.channel) == (
+        side.group.links[1],
+        stage.end(1 - place).group.links[1],
+    )
+    side.record()
+    side.group.links[1].qp.to_err()
+    connection.send(memoryview(b"into the void"))
+    world.settle()
+    events = [
+        "moved" if what == "state" and names[2] == "move" else "told"
+        for what, who, names in side.recorder.events
+        if (what == "state" and who == "Connection")
+        or (what == "llc" and who == "out" and names[0] == llc.MessageType.DELETE_LINK)
+    ]
+    assert events[:2] == ["moved", "told"]
+    assert peer.receive(100) == b"into the void"
+    assert stage.works()
+
+
+@pytest.mark.rfc("3.5.5.1.3/1", "3.5.5.1.4/2", "3.5.5.1.4/3", "2.3/2")
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("orderly", [False, True])
+def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: bool) -> None:
+    stage = Stage(world, (2, 2))
+    for connection, text in zip(stage.call.connections, (b"one", b"two"), strict=True):
+        connection.send(memoryview(text))
+    stage.end(place).group.delete_link(1, orderly=orderly)
+    world.settle()
+    assert stage.links() == [2]
+    for connection, text in zip(stage.call.connections, (b"two", b"one"), strict=True):
+        assert connection.channel is not None
+        assert connection.channel.number == 2
+        assert connection.receive(100) == text
+    assert stage.works()
+
+
+@pytest.mark.rfc("3.5.1.6.4/2", "C.7/5")
+def test_after_a_decline_nothing_is_left_and_the_next_connection_tries_again(world: World) -> None:
+    stage = Stage(world, (2, 2), connect=False)
+    stage.wire.fail("C1 CONFIRM_LINK reply")
+    world.finish()
+    assert stage.call.states == ("FALLEN_BACK", "FALLEN_BACK")
+    assert not any(world.fabric.held.values())
+    stage.log.clear()
+    call = world.connect(stage.client, stage.server)
+    assert call.states == ("ESTABLISHED", "ESTABLISHED")
+    assert stage.log[0] == "S1 CONFIRM_LINK"
+    assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.rfc("A.3.1/4", "2.2.4/3")
+def test_link_user_ids_are_unique_in_a_stack(world: World) -> None:
+    one, other = world.side(rnics=8), world.side(rnics=8)
+    world.connect(one, other)
+    world.connect(other, one)
+    for side in (one, other):
+        names = [link.user_id for group in side.groups for link in group.links.values()]
+        assert len(names) == len(set(names)) == 16
+
+
+@pytest.mark.rfc("A.3.2/4")
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_smaller_mtu_counts_on_the_second_link(world: World, place: int) -> None:
+    stage = Stage(world, (1, 1))
+    stage.end(1 - place).add_rnic()
+    rnic = stage.end(place).add_rnic()
+    world.settle()
+    assert stage.server.group.kind == "symmetric"
+    assert {qp.mtu for side in world.sides for qp in side.rnics[1].qps.values()} == {5}
+    rnic.port_down()
+    world.settle()
+    rnic.mtu = 3
+    rnic.port_up()
+    world.settle()
+    assert {qp.mtu for side in world.sides for qp in side.rnics[1].qps.values()} == {3}
+
+
+def test_a_link_that_leaves_as_soon_as_it_comes_is_replaced(world: World) -> None:
+    """Its RNIC was taken out while the link was being added, and put back at once."""
+    stage = Stage(world, (2, 2), down=1)
+    rnics = stage.client.stack.rnic_set
+    taken = next(each for each in stage.client.rnics if each is not stage.client.group.rnic)
+
+    def flap() -> None:
+        rnics.drain(taken)
+        rnics.undrain(taken)
+
+    stage.wire.watch("S1 ADD_LINK_CONTINUATION", flap)
+    stage.server.rnics[-1].port_up()
+    world.pass_time(70.0)
+    assert "C1 DELETE_LINK 2" in stage.log or "C1 DELETE_LINK 1" in stage.log
+    assert len(stage.links()) == 2
+    assert stage.server.group.kind == stage.client.group.kind == "symmetric"
+    assert stage.works()

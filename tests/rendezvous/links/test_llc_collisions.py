@@ -1,0 +1,417 @@
+"""LLC messages that meet an exchange of the other side: each row of RFC 7609, 3.5.5.3.1, 3.5.5.3.2
+and 3.5.5.3.3, in whichever state of the exchange the message comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.rendezvous.links.llc_wire import Stage
+from tests.rendezvous.rendezvous_pair import SIZE, Side, World, exchange
+from tests.rendezvous.transcripts import messages, transcript
+from trio_smc.wire import llc
+
+BIG = 4 * SIZE
+ADDING = ["ADD_LINK", "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"]
+
+
+def adding(world: World, state: str) -> tuple[Side, Side]:
+    """Client and server with links 1 and 2; the server is adding link 3 and is in ``state``."""
+    client, server = world.side(rnics=3), world.side(rnics=2)
+    world.connect(client, server)
+    server.add_rnic()
+    world.until(lambda: server.group.exchanges.state == state)
+    client.record()
+    server.record()
+    return client, server
+
+
+def deleting(world: World) -> tuple[Side, Side]:
+    """Client and server with links 1, 2 and 3; the server is deleting link 3."""
+    client, server = world.side(rnics=3), world.side(rnics=3)
+    world.connect(client, server)
+    client.record()
+    server.record()
+    server.group.delete_link(3)
+    assert server.group.exchanges.state == "DELETE_LINK"
+    return client, server
+
+
+def changing_rkeys(world: World, end: int, done: list[object]) -> tuple[Side, Side]:
+    """Client and server with links 1 and 2; one of them has sent CONFIRM RKEY."""
+    client, server = world.side(rnics=2), world.side(rnics=2)
+    world.connect(client, server)
+    client.record()
+    server.record()
+    group = (client, server)[end].group
+    group.request_element(BIG, done.append)
+    assert group.exchanges.state == "CHANGE_RKEYS"
+    return client, server
+
+
+def send_test_link(side: Side) -> None:
+    """Send TEST LINK on link 1."""
+    side.group.links[1].send_llc(llc.TestLink(user_data=b"collides with it"))
+
+
+def answers_test_next(side: Side) -> bool:
+    """Whether the reply is the next thing that ``side`` said after TEST LINK came."""
+    told = transcript(side)
+    return told[told.index("in TEST_LINK") + 1] == "out TEST_LINK reply"
+
+
+# --- 3.5.5.3.1: during ADD LINK -------------------------------------------------------------------
+
+
+@pytest.mark.rfc("3.5.5.3.1/1", "3.5.5.3/1", "A.3.8/1")
+@pytest.mark.parametrize("state", ADDING)
+def test_add_link_and_test_link(state: str) -> None:
+    """Answered at once."""
+    with World() as world:
+        client, server = adding(world, state)
+        send_test_link(client)
+        world.settle()
+        assert answers_test_next(server)
+        assert len(server.group.links) == len(client.group.links) == 3
+
+
+@pytest.mark.rfc("3.5.5.3.1/2", "3.5.5.3/1")
+@pytest.mark.parametrize("state", ADDING)
+def test_add_link_and_the_clients_add_link(state: str) -> None:
+    """Ignored: the link that is being added is the answer."""
+    with World() as world:
+        client, server = adding(world, state)
+        client.group.links[1].send_llc(
+            llc.AddLink(mac=client.rnics[2].mac, gid=client.rnics[2].gid)
+        )
+        world.settle()
+        assert len(server.group.links) == len(client.group.links) == 3
+        requests = [each for each in messages(client, llc.AddLink) if not each.reply]
+        assert len(requests) <= 2  # the notice, and the server's if it was still on its way
+
+
+@pytest.mark.rfc("3.5.5.3.1/2", "3.5.5.3/1")
+def test_both_sides_have_a_new_rnic_at_once() -> None:
+    """The server ignores the client's ADD LINK, and the client takes the server's for an answer."""
+    with World(tells_death=False) as world:
+        stage = Stage(world, (1, 2), down=1)
+        stage.server.rnics[1].port_up()
+        stage.client.add_rnic()
+        world.settle()
+        assert stage.log[:2] == ["S1 ADD_LINK 3", "C1 ADD_LINK 0"]
+        assert [each for each in stage.log if "S1 ADD_LINK " in each] == ["S1 ADD_LINK 3"]
+        assert stage.server.group.kind == stage.client.group.kind == "symmetric"
+
+
+@pytest.mark.rfc("3.5.5.3.1/3", "3.5.5.3/1", "3.5.5.3/2")
+@pytest.mark.parametrize("state", ADDING)
+@pytest.mark.parametrize("orderly", [False, True])
+def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None:
+    """Queued, and processed when the link is added."""
+    with World() as world:
+        client, server = adding(world, state)
+        client.group.delete_link(2, orderly=orderly)
+        world.settle()
+        told = transcript(server)
+        assert told.index("in DELETE_LINK") < told.index("in CONFIRM_LINK reply")
+        assert told.index("in CONFIRM_LINK reply") < told.index("out DELETE_LINK")
+        assert list(server.group.links) == list(client.group.links) == [1, 3]
+
+
+@pytest.mark.rfc("3.5.5.3.1/4", "3.5.5.3/1")
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("state", ADDING)
+def test_add_link_and_delete_link_for_all(state: str, end: int) -> None:
+    """Immediately clean up the link group."""
+    with World() as world:
+        client, server = adding(world, state)
+        (client, server)[end].group.terminate()
+        world.settle()
+        assert not client.groups
+        assert not server.groups
+        assert not any(world.fabric.held.values())
+
+
+@pytest.mark.rfc("3.5.5.3.1/5", "3.5.5.3/3")
+@pytest.mark.parametrize("state", ADDING)
+def test_add_link_and_the_clients_confirm_rkey(state: str) -> None:
+    """Refused, and begun anew with the new link; a client that knows of it waits by itself."""
+    with World() as world:
+        client, server = adding(world, state)
+        done: list[object] = []
+        client.group.request_element(BIG, done.append)
+        world.pass_time(1.0)
+        assert done
+        assert done[0] is not None
+        tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
+        assert sorted(tokens) == [1, 2, 3]
+        known = server.group.peer_rmbs.find(3, tokens[3].rkey)
+        assert known is not None
+        assert known.tokens == tokens
+        replies = [each for each in messages(client, llc.ConfirmRkey) if each.reply]
+        assert replies[0].negative is (state == "ADD_LINK")
+        assert not replies[-1].negative
+
+
+# --- 3.5.5.3.2: during DELETE LINK ----------------------------------------------------------------
+
+
+@pytest.mark.rfc("3.5.5.3.2/1", "3.5.5.3/1", "A.3.8/1")
+@pytest.mark.parametrize("end", [0, 1])
+def test_delete_link_and_test_link(end: int) -> None:
+    """Answered at once."""
+    with World() as world:
+        client, server = deleting(world)
+        send_test_link((client, server)[end])
+        world.settle()
+        assert answers_test_next((server, client)[end])
+        assert list(server.group.links) == list(client.group.links) == [1, 2]
+
+
+@pytest.mark.rfc("3.5.5.3.2/2")
+def test_delete_link_and_the_clients_add_link() -> None:
+    """Queued, and processed afterwards."""
+    with World() as world:
+        client, server = deleting(world)
+        client.group.links[1].send_llc(
+            llc.AddLink(mac=client.rnics[2].mac, gid=client.rnics[2].gid)
+        )
+        world.settle()
+        told = transcript(server)
+        assert told.index("in ADD_LINK") < told.index("in DELETE_LINK reply")
+        assert told.index("in DELETE_LINK reply") < told.index("out ADD_LINK")
+        assert list(server.group.links) == list(client.group.links) == [1, 2, 4]
+
+
+@pytest.mark.rfc("3.5.5.3.2/3", "3.5.5.3/1", "3.5.5.3/2")
+@pytest.mark.parametrize("orderly", [False, True])
+def test_delete_link_and_the_clients_delete_link(orderly: bool) -> None:
+    """Queued, and processed afterwards."""
+    with World() as world:
+        client, server = deleting(world)
+        client.group.delete_link(2, orderly=orderly)
+        world.settle()
+        deletions = [each.link_number for each in messages(server, llc.DeleteLink) if each.reply]
+        assert deletions == [3, 2]
+        assert list(server.group.links) == list(client.group.links) == [1]
+
+
+def test_both_sides_delete_the_same_link() -> None:
+    with World() as world:
+        client, server = deleting(world)
+        client.group.delete_link(3)
+        world.settle()
+        world.pass_time(10.0)
+        assert list(server.group.links) == list(client.group.links) == [1, 2]
+        assert server.group.exchanges.state == client.group.exchanges.state == "IDLE"
+
+
+@pytest.mark.rfc("3.5.5.3.2/4", "3.5.5.3/1")
+@pytest.mark.parametrize("end", [0, 1])
+def test_delete_link_and_delete_link_for_all(end: int) -> None:
+    """Immediately clean up the link group."""
+    with World() as world:
+        client, server = deleting(world)
+        (client, server)[end].group.terminate()
+        world.settle()
+        assert not client.groups
+        assert not server.groups
+
+
+@pytest.mark.rfc("3.5.5.3.2/5", "3.5.5.3/3")
+def test_delete_link_and_the_clients_confirm_rkey() -> None:
+    """Refused, and begun anew without the link."""
+    with World() as world:
+        client, server = deleting(world)
+        done: list[object] = []
+        client.group.request_element(BIG, done.append)
+        world.pass_time(1.0)
+        assert done
+        assert done[0] is not None
+        tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
+        assert sorted(tokens) == [1, 2]
+        replies = [each for each in messages(client, llc.ConfirmRkey) if each.reply]
+        assert (replies[0].negative, replies[0].retry) == (True, True)
+        assert not replies[-1].negative
+        assert server.group.peer_rmbs.find(2, tokens[2].rkey) is not None
+
+
+# --- 3.5.5.3.3: during CONFIRM RKEY ---------------------------------------------------------------
+
+
+@pytest.mark.rfc("3.5.5.3.3/1", "3.5.5.3/1", "A.3.8/1")
+@pytest.mark.parametrize("end", [0, 1])
+def test_confirm_rkey_and_test_link(end: int) -> None:
+    """Answered at once."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, end, done)
+        send_test_link((server, client)[end])
+        world.settle()
+        assert answers_test_next((client, server)[end])
+        assert done
+
+
+@pytest.mark.rfc("3.5.5.3.3/2")
+def test_the_servers_confirm_rkey_and_the_clients_add_link() -> None:
+    """Queued, and processed afterwards."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, 1, done)
+        server.add_rnic()  # it has to wait, too
+        client.add_rnic()
+        world.settle()
+        told = transcript(server)
+        assert told.index("in CONFIRM_RKEY reply") < told.index("out ADD_LINK")
+        assert len(server.group.links) == len(client.group.links) == 3
+        tokens = server.group.own_rmbs.tokens(server.group.own_rmbs.pool.rmbs[-1])
+        assert client.group.peer_rmbs.find(3, tokens[3].rkey) is not None
+
+
+@pytest.mark.rfc("3.5.5.3.3/3", "3.5.5.3/3")
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_clients_confirm_rkey_and_the_servers_add_link(order: int) -> None:
+    """Process the ADD LINK; redo CONFIRM RKEY afterwards."""
+    with World() as world:
+        client, server = world.side(rnics=3), world.side(rnics=2)
+        world.connect(client, server)
+        client.record()
+        done: list[object] = []
+
+        def ask() -> None:
+            client.group.request_element(BIG, done.append)
+
+        def offer() -> None:
+            server.add_rnic()
+
+        steps: list[Callable[[], None]] = [ask, offer] if order else [offer, ask]
+        for step in steps:
+            step()
+        assert client.group.exchanges.state == "CHANGE_RKEYS"
+        assert server.group.exchanges.state == "ADD_LINK"
+        world.pass_time(1.0)
+        assert done
+        assert done[0] is not None
+        replies = [each for each in messages(client, llc.ConfirmRkey) if each.reply]
+        assert (replies[0].negative, replies[0].retry) == (True, True)
+        assert not replies[-1].negative
+        tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
+        assert sorted(tokens) == [1, 2, 3]
+        known = server.group.peer_rmbs.find(3, tokens[3].rkey)
+        assert known is not None
+        assert known.tokens == tokens
+
+
+@pytest.mark.rfc("3.5.5.3.3/4", "3.5.5.3/1", "3.5.5.3/2")
+@pytest.mark.parametrize("orderly", [False, True])
+def test_the_servers_confirm_rkey_and_the_clients_delete_link(orderly: bool) -> None:
+    """Queued, and processed afterwards."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, 1, done)
+        client.group.delete_link(2, orderly=orderly)
+        world.settle()
+        told = transcript(server)
+        assert told.index("in DELETE_LINK") < told.index("in CONFIRM_RKEY reply")
+        assert told.index("in CONFIRM_RKEY reply") < told.index("out DELETE_LINK")
+        assert list(server.group.links) == list(client.group.links) == [1]
+        assert done[0] is not None
+
+
+@pytest.mark.rfc("3.5.5.3.3/5", "3.5.5.3/3")
+def test_the_clients_confirm_rkey_and_the_servers_delete_link() -> None:
+    """Process the DELETE LINK; redo CONFIRM RKEY afterwards."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, 0, done)
+        server.group.delete_link(2)
+        world.pass_time(1.0)
+        assert done
+        assert done[0] is not None
+        assert list(server.group.links) == list(client.group.links) == [1]
+        tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
+        assert sorted(tokens) == [1]
+        assert server.group.peer_rmbs.find(1, tokens[1].rkey) is not None
+
+
+@pytest.mark.rfc("3.5.5.3.3/6", "3.5.5.3/1")
+@pytest.mark.parametrize("terminator", [0, 1])
+@pytest.mark.parametrize("end", [0, 1])
+def test_confirm_rkey_and_delete_link_for_all(end: int, terminator: int) -> None:
+    """Immediately clean up the link group."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, end, done)
+        (client, server)[terminator].group.terminate()
+        world.settle()
+        assert not client.groups
+        assert not server.groups
+        assert len(done) == 1
+
+
+@pytest.mark.rfc("3.5.5.3.3/7", "3.5.5.3/4")
+def test_confirm_rkeys_of_both_sides() -> None:
+    """3.5.5.3: no collision; answered although one's own waits (the last row read with it)."""
+    with World() as world:
+        done: list[object] = []
+        client, server = changing_rkeys(world, 0, done)
+        server.group.request_element(BIG, done.append)
+        assert server.group.exchanges.state == "CHANGE_RKEYS"
+        world.settle()
+        assert len(done) == 2
+        assert None not in done
+        replies = [each for each in messages(client, llc.ConfirmRkey) if each.reply]
+        assert [each.negative for each in replies] == [False, False]
+
+
+def test_a_confirm_link_that_nobody_waits_for_costs_its_link() -> None:
+    """The last row as printed: only the server begins CONFIRM LINK (C.7.1, out of sync)."""
+    with World() as world:
+        client, server = changing_rkeys(world, 1, [])
+        link = client.group.links[2]
+        link.send_llc(client.group.setup.confirm_link(link, reply=False))
+        world.settle()
+        assert 2 not in server.group.links
+        assert 2 not in client.group.links
+        call = world.connect(client, server)
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("3.5.5.3/2", "3.5.5.3/3")
+def test_one_exchange_at_a_time() -> None:
+    """The server wants three things in the same moment."""
+    with World(tells_death=False) as world:
+        stage = Stage(world, (3, 3))
+        stage.server.group.request_element(BIG, lambda _: None)
+        stage.server.group.delete_link(3, orderly=False)
+        stage.server.group.delete_link(2, orderly=False)
+        world.settle()
+        requests = [each for each in stage.log if each.startswith("S")]
+        replies = [each for each in stage.log if each.startswith("C")]
+        assert stage.log[:6] == [
+            each for pair in zip(requests, replies, strict=True) for each in pair
+        ]
+        assert {each.split(" ", 1)[1] for each in requests} == {
+            "CONFIRM_RKEY", "DELETE_LINK 3", "DELETE_LINK 2"
+        }  # fmt: skip
+
+
+@pytest.mark.rfc("C.7/1", "C.7/3")
+@pytest.mark.parametrize("state", ["ADD_LINK", "DELETE_LINK", "CHANGE_RKEYS"])
+def test_a_reply_ends_its_timer(state: str) -> None:
+    with World(tells_death=False) as world:
+        if state == "ADD_LINK":
+            client, server = adding(world, state)
+        elif state == "DELETE_LINK":
+            client, server = deleting(world)
+        else:
+            client, server = changing_rkeys(world, 1, [])
+        world.pass_time(10.0)
+        assert sorted(server.group.links) == sorted(client.group.links)
+        assert len(server.group.links) >= 2
+        assert server.group.exchanges.state == client.group.exchanges.state == "IDLE"
+        assert exchange(world, world.calls[0], (b"ping", b"pong")) == (b"pong", b"ping")

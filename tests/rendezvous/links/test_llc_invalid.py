@@ -1,0 +1,182 @@
+"""RFC 7609, C.7.1, second list: LLC messages that are wrong where several links are in play.
+
+Those that one link is enough for are in `test_link_group_life`, `test_negotiation_first_contact`,
+`test_negotiation_declines` and `test_rkeys`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rendezvous.links.llc_wire import Stage
+from tests.rendezvous.rendezvous_pair import SIZE, World
+from trio_smc.wire import llc
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World(tells_death=False) as world:
+        yield world
+
+
+@pytest.mark.rfc("C.7.1/messages/1")
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("field", ["qp_number", "gid", "mac"])
+def test_confirm_link_names_another_queue_pair(world: World, field: str, later: bool) -> None:
+    def lie(message: Any) -> llc.Message:
+        value = getattr(message, field)
+        wrong = value ^ 1 if isinstance(value, int) else bytes((value[0] ^ 1,)) + value[1:]
+        changed: llc.Message = dataclasses.replace(message, **{field: wrong})
+        return changed
+
+    stage = Stage(world, (1, 2) if later else (2, 2), down=int(later), connect=False)
+    stage.wire.change("S[23] CONFIRM_LINK", lie)
+    world.finish()
+    if later:
+        stage.server.rnics[1].port_up()
+        world.settle()
+    world.pass_time(6.0)
+    number = 3 if later else 2
+    assert f"C1 DELETE_LINK {number}" in stage.log
+    assert stage.links() == [1]
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/2", "A.3.2/3")
+@pytest.mark.parametrize("mtu", [0, 6, 15])
+def test_add_link_with_an_undefined_mtu(world: World, mtu: int) -> None:
+    stage = Stage(world, (2, 2), connect=False)
+    stage.wire.change("S1 ADD_LINK 2", lambda message: dataclasses.replace(message, qp_mtu=mtu))
+    replies: list[Any] = []
+
+    def note(message: Any) -> llc.Message:
+        replies.append(message)
+        reply: llc.Message = message
+        return reply
+
+    stage.wire.change("C1 ADD_LINK 2 reply negative", note)
+    world.finish()
+    (reply,) = replies
+    assert (reply.rejected, reply.reason) == (True, llc.AddLinkReason.INVALID_MTU)
+    assert stage.links() == [1]
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/3", "2.2.1/1")
+def test_an_add_link_reply_that_makes_a_parallel_link(world: World) -> None:
+    stage = Stage(world, (2, 1), connect=False)
+    first = stage.client.rnics[0]
+    stage.wire.change(
+        "C1 ADD_LINK 2 reply",
+        lambda message: dataclasses.replace(message, gid=first.gid, mac=first.mac),
+    )
+    world.finish()
+    assert "S1 DELETE_LINK 2" in stage.log
+    assert stage.links() == [1]
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/4", "2.3/7", "2.3/8")
+def test_what_comes_on_a_link_that_the_client_has_asked_to_delete(world: World) -> None:
+    """The server's CONFIRM RKEY is there, unread, when the client sees that the link has failed."""
+    stage = Stage(world, (2, 2))
+    done: list[object] = []
+    stage.server.group.request_element(4 * SIZE, done.append)
+    world.fabric.deliver(1)
+    assert stage.log == ["S1 CONFIRM_RKEY"]
+    stage.client.group.links[1].machine.send("failed")
+    world.pass_time(10.0)
+    assert stage.log[1] == "C2 DELETE_LINK 1"
+    assert "C1 CONFIRM_RKEY reply" not in stage.log
+    assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index("S2 CONFIRM_RKEY")  # 2.3: anew
+    assert done[0] is not None
+    assert 1 not in stage.links()
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/5")
+@pytest.mark.parametrize("rnics", [(1, 2), (3, 3)])
+@pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
+def test_rtokens_that_are_not_as_many_as_announced(
+    world: World, name: str, rnics: tuple[int, int]
+) -> None:
+    stage = Stage(world, rnics, down=1)
+    for _ in range(3):
+        world.connect(stage.client, stage.server, size=4 * SIZE)
+    seen: list[int] = []
+
+    def miscount(message: Any) -> llc.Message:
+        seen.append(message.tokens_left)
+        left = message.tokens_left + (len(seen) == 2)
+        changed: llc.Message = dataclasses.replace(message, tokens_left=left)
+        return changed
+
+    stage.wire.change(name, miscount, count=2)
+    stage.server.rnics[-1].port_up()
+    world.pass_time(70.0)
+    assert seen[0] - seen[1] == 2
+    if rnics == (1, 2):
+        assert stage.is_over()
+    else:
+        assert 1 not in stage.links()
+        assert any(each.endswith("2 DELETE_LINK 1") for each in stage.log)
+        assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/6")
+def test_a_clients_delete_link_for_a_link_that_is_being_deleted(world: World) -> None:
+    """A timing window: the server has just begun to delete it."""
+    stage = Stage(world, (2, 2))
+    stage.server.group.delete_link(2, orderly=False)
+    stage.client.group.delete_link(2, orderly=False)
+    world.settle()
+    assert sorted(each for each in stage.log if each.endswith("DELETE_LINK 2")) == [
+        "C1 DELETE_LINK 2",
+        "S1 DELETE_LINK 2",
+    ]
+    assert not any(each.startswith("S") and each.endswith("reply") for each in stage.log)
+    world.pass_time(10.0)
+    assert 2 not in stage.links()
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/6", "C.7.1/messages/7", "A.3.4/6")
+@pytest.mark.parametrize("place", [0, 1])
+def test_delete_link_of_an_unknown_link(world: World, place: int) -> None:
+    stage = Stage(world, (2, 2))
+    link = stage.end(place).group.links[1]
+    replies: list[Any] = []
+
+    def note(message: Any) -> llc.Message:
+        replies.append(message)
+        reply: llc.Message = message
+        return reply
+
+    stage.wire.change(f"{'SC'[place]}1 DELETE_LINK 77 reply", note)
+    link.send_llc(llc.DeleteLink(link_number=77, reason=llc.DeleteLinkReason.OPERATOR))
+    world.settle()
+    (reply,) = replies
+    assert reply.reason == llc.DeleteLinkReason.UNKNOWN_LINK
+    assert stage.links() == [1, 2]
+    assert stage.works()
+
+
+def test_a_rejection_after_the_agreement_asks_for_nothing(world: World) -> None:
+    """Linux sends one as well when the link that it had agreed to was not confirmed."""
+    stage = Stage(world, (2, 2))
+    assert stage.links() == [1, 2]
+
+    def reject_late(message: Any) -> llc.Message:
+        return llc.AddLink(
+            reply=True, rejected=True, reason=1, mac=bytes(6), gid=bytes(16), link_number=2
+        )
+
+    stage.wire.change("C1 TEST_LINK.*", reject_late)
+    stage.client.group.links[1].send_llc(llc.TestLink(user_data=bytes(16)))
+    world.settle()
+    assert stage.links() == [1, 2]
+    assert stage.works()

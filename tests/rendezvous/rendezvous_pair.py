@@ -1,0 +1,577 @@
+"""Two whole stacks back to back: no sockets, no threads, no clock, nothing hidden.
+
+A `Side` is a real stack (its cores, link groups, pump and timers) on RNICs of plain memory; a
+`Call` is one TCP connection between two of them, with a negotiation at each end.  The test decides
+what is delivered when, may change everything on its way, and lets time pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import trio
+
+from tests.rnic.memory_rnic import Fabric, MemoryRnic
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.timers import Timers
+from trio_smc.config.config import Config
+from trio_smc.datapath.connection import Connection
+from trio_smc.rendezvous.client import ClientNegotiation
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
+from trio_smc.rendezvous.server import ServerNegotiation
+from trio_smc.stack.connection_host import Endpoint
+from trio_smc.stack.groups import StackCore
+from trio_smc.stack.rnics import RnicChange
+from trio_smc.wire import clc
+from trio_smc.wire.clc import ClcReader
+
+__all__ = ["SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "exchange"]
+
+SIZE = 1 << 20
+"""Bytes of an RMB element: four in an RMB of 4 MiB."""
+PATIENCE = 6.0
+_DIRECTORY = "/nonexistent"  # plain RNICs have no files
+
+
+class Clock:
+    """Time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Complaints(logging.Handler):
+    """Collects tracebacks in the log: a healthy side has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or record.levelno >= logging.ERROR:
+            self.records.append(record)
+
+    def __enter__(self) -> Self:
+        logging.getLogger("trio_smc").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("trio_smc").removeHandler(self)
+
+
+class Recorder:
+    """An observer that writes everything down, in order.
+
+    `events` has (what, in or out, bytes or names); a `Call`'s negotiation is not told apart from
+    another's.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, Any]] = []
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        self.events.append(("clc", "out" if outgoing else "in", message))
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        self.events.append(("llc", "out" if outgoing else "in", message))
+
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        self.events.append(("cdc", "out" if outgoing else "in", message))
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        self.events.append(("write", "out", len(data)))
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        self.events.append(("state", type(subject).__name__, (old, new, event)))
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        self.events.append(("mode", "", fallback))
+
+    def messages(self) -> list[tuple[str, str, bytes]]:
+        """The CLC, LLC and CDC messages."""
+        return [each for each in self.events if each[0] in ("clc", "llc", "cdc")]
+
+
+class _Watch:
+    """Takes the place of the stack's watch over TCP connections."""
+
+    def add(self, sock: object, watcher: Any) -> None:
+        cast(Tcp, sock).watcher = watcher
+
+    def remove(self, sock: object) -> None:
+        cast(Tcp, sock).watcher = None
+
+    def close(self) -> None:
+        pass
+
+
+class Tcp:
+    """One end of a TCP connection.
+
+    Attributes:
+      taken: all bytes that were read, whoever read them.
+      tamper: called with each piece that is sent; returns what arrives in its place.
+      cut: how this end was ended: "", "fin" or "rst".
+    """
+
+    def __init__(self, news: deque[Tcp]) -> None:
+        self.peer: Tcp = self
+        self.news = news
+        self.inbox = bytearray()
+        self._arriving: deque[bytes | str] = deque()
+        self.taken = bytearray()
+        self.tamper: Callable[[bytes], bytes] = lambda piece: piece
+        self.watcher: Any = None
+        self.ended = ""  # how the peer ended its direction, as seen here
+        self.cut = ""
+        self.silent = False  # nothing that is sent arrives any more
+
+    def send(self, data: bytes) -> None:
+        """Send; it arrives later."""
+        if self.ended == "rst" or self.cut:
+            raise ConnectionResetError("the connection is gone")
+        self._transmit(self.tamper(data))
+
+    def receive(self, most: int) -> bytes | None:
+        """Bytes, b"" at the end, or None when there is nothing yet."""
+        if self.ended == "rst":
+            raise ConnectionResetError("reset by the peer")
+        if self.inbox:
+            piece = bytes(self.inbox[:most])
+            del self.inbox[:most]
+            self.taken += piece
+            return piece
+        return b"" if self.ended else None
+
+    def end(self, how: str) -> None:
+        """This side closes ("fin") or resets ("rst")."""
+        if not self.cut:
+            # As a real socket: unread bytes make a reset of every close.
+            self.cut = "rst" if self.inbox else how
+            self._transmit(self.cut)
+
+    def _transmit(self, what: bytes | str) -> None:
+        if not self.silent:
+            self.peer._arriving.append(what)
+            self.peer.wake()
+
+    def wake(self) -> None:
+        """Something changes here: whoever watches it sees that later."""
+        self.news.append(self)
+
+    def look(self) -> None:
+        """What was sent arrives; `TcpWatch` looks at connections that speak SMC-R."""
+        if self._arriving:
+            what = self._arriving.popleft()
+            if isinstance(what, bytes):
+                if self.cut:
+                    self._transmit("rst")  # nobody is there any more
+                elif not self.ended:
+                    self.inbox += what
+            elif what == "rst":
+                self.ended = what
+                self.inbox.clear()
+            else:
+                self.ended = self.ended or what
+        if self.watcher is not None:
+            if self.ended == "rst":
+                self.watcher.tcp_reset()
+            elif self.inbox:
+                self.watcher.tcp_data()
+
+    # What `Endpoint` does with a socket.
+
+    def setsockopt(self, _level: int, _option: int, value: bytes) -> None:
+        self._linger = value
+
+    _linger = b""
+
+    def close(self) -> None:
+        self.end("rst" if self._linger[:1] == b"\x01" else "fin")
+
+    def fileno(self) -> int:
+        return -1
+
+
+class Side:
+    """One stack.
+
+    Attributes:
+      rnics: its RNICs, memory0 first; `rnic` is that one, which first contacts use.
+    """
+
+    def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
+        self.stack = stack = StackCore(config)
+        self._fabric = world.fabric
+        self._directory = config.private_directory()
+        self._options = rnic
+        self.rnics: list[MemoryRnic] = []
+        for _ in range(rnics):
+            self._open_rnic()
+        stack.timers = Timers(world.clock, lambda: None)
+        stack.tcp_watch = cast(Any, _Watch())
+        stack.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac
+        self.recorder = Recorder()
+
+    @property
+    def rnic(self) -> MemoryRnic:
+        return self.rnics[0]
+
+    def serving(self) -> MemoryRnic:
+        """The RNIC that a new connection's rendezvous names."""
+        usable = self.stack.rnic_set.usable(self.rnic.kind)
+        return next((rnic for rnic in self.rnics if rnic in usable), self.rnic)
+
+    def add_rnic(self) -> MemoryRnic:
+        """A further RNIC appears while the stack runs."""
+        rnic = self._open_rnic()
+        self.stack.rnic_set.on_change(rnic, RnicChange.AVAILABLE)
+        return rnic
+
+    def _open_rnic(self) -> MemoryRnic:
+        name = f"memory{len(self.rnics)}"
+        rnic = MemoryRnic(self._fabric, **{"name": name, **self._options})
+        rnic.open(self._directory)
+        self.stack.rnic_set.adopt(rnic)
+        self.rnics.append(rnic)
+        return rnic
+
+    def record(self) -> Recorder:
+        """Write down everything from now on."""
+        self.recorder = Recorder()
+        self.stack.observer = self.recorder
+        return self.recorder
+
+    @property
+    def groups(self) -> list[LinkGroup]:
+        return self.stack._groups
+
+    @property
+    def group(self) -> LinkGroup:
+        (group,) = self.stack._groups
+        return group
+
+    @property
+    def connections(self) -> list[Connection]:
+        return cast(list[Connection], list(self.stack._endpoints))
+
+    def free(self) -> None:
+        """What the end of a stack does without waiting for anybody."""
+        self.stack._free()
+
+
+class End:
+    """One end of a call: a negotiation and the shell around it, `rendezvous.handshake` in small.
+
+    Attributes:
+      pieces: the most bytes that are read at once.
+    """
+
+    def __init__(
+        self, side: Side, tcp: Tcp, negotiation: ClientNegotiation | ServerNegotiation
+    ) -> None:
+        self.side = side
+        self.tcp = tcp
+        self.negotiation = negotiation
+        self.reader = ClcReader()
+        self.pieces = 1 << 16
+        self.outcome: Established | FellBack | Failed | None = None
+        self._state = ""
+        self.deadline = 0.0
+
+    @property
+    def state(self) -> str:
+        return self.negotiation.state
+
+    @property
+    def connection(self) -> Connection:
+        assert isinstance(self.outcome, Established), self.outcome
+        return cast(Connection, self.outcome.connection)
+
+    @property
+    def fallback(self) -> Fallback:
+        assert isinstance(self.outcome, FellBack), self.outcome
+        return self.outcome.fallback
+
+    @property
+    def error(self) -> OSError:
+        assert isinstance(self.outcome, Failed), self.outcome
+        return self.outcome.error
+
+    def step(self, now: float) -> bool:
+        """Do one thing; False when there is nothing to do."""
+        if self.outcome is not None:
+            return False
+        negotiation = self.negotiation
+        if negotiation.outcome is not None:
+            self._over()
+            return True
+        if negotiation.outgoing:
+            self._flush()
+            return True
+        if self.state != self._state:
+            self._state, self.deadline = self.state, now + PATIENCE
+        return self._read()
+
+    def _flush(self) -> None:
+        negotiation = self.negotiation
+        if self.reader.halfway or self.tcp.inbox:
+            negotiation.protocol_error(ProtocolError("spoke out of turn"))
+            return
+        messages = list(negotiation.outgoing)
+        negotiation.outgoing.clear()
+        try:
+            for message in messages:
+                self.tcp.send(message)
+        except OSError as error:
+            negotiation.tcp_lost(error)
+        else:
+            negotiation.sent()
+
+    def _read(self) -> bool:
+        negotiation = self.negotiation
+        try:
+            piece = self.tcp.receive(min(self.pieces, self.reader.wanted))
+            if piece is None:
+                return False
+            if not piece:
+                negotiation.tcp_lost(ConnectionResetError("closed by the peer"))
+                return True
+            message = self.reader.feed_untrusted(piece)
+            if message is not None:
+                negotiation.receive_untrusted(message)
+        except ProtocolError as error:
+            negotiation.protocol_error(error)
+        except OSError as error:
+            negotiation.tcp_lost(error)
+        return True
+
+    def due(self) -> float:
+        """When the CLC timer ends."""
+        waits = self.outcome is None and self.negotiation.awaits_clc
+        return self.deadline if waits and self._state == self.state else float("inf")
+
+    def time_out(self, now: float) -> None:
+        if self.due() <= now:
+            self.deadline = float("inf")
+            self.negotiation.timed_out()
+
+    def _over(self) -> None:
+        outcome = self.outcome = self.negotiation.outcome
+        stack = self.side.stack
+        if isinstance(outcome, Established):
+            if self.reader.halfway:
+                outcome.connection.abort()
+                self.outcome = Failed(OSError("bytes over TCP after the switch"))
+                self.tcp.end("rst")
+                return
+            endpoint = stack.endpoint_of(outcome.connection)
+            if endpoint is None:  # it ended in the same moment
+                self.tcp.end("rst")
+                return
+            assert isinstance(endpoint, Endpoint)
+            endpoint.adopt(cast(trio.socket.SocketType, self.tcp))
+            self.tcp.wake()
+        elif isinstance(outcome, Failed):
+            self.tcp.end("rst")
+
+
+class Call:
+    """One TCP connection, client and server."""
+
+    def __init__(
+        self,
+        world: World,
+        client: Side,
+        server: Side,
+        *,
+        size: int = SIZE,
+        proposal: clc.Proposal | None = None,
+        refusal: FallbackReason | None = None,
+    ) -> None:
+        self.tcp = (Tcp(world.news), Tcp(world.news))
+        self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
+        ours, theirs = client.serving(), server.serving()
+        self.proposal = proposal or clc.Proposal(
+            peer_id=client.stack.peer_id,
+            gid=ours.gid,
+            mac=ours.mac,
+            ipv4_subnet=b"\x0a\0\0\0",
+            ipv4_mask_length=8,
+        )
+        negotiation = ClientNegotiation(
+            host=client.stack, rnic=ours, proposal=self.proposal, receive_buffer=size
+        )
+        self.client = End(client, self.tcp[0], negotiation)
+        self.server = End(
+            server,
+            self.tcp[1],
+            ServerNegotiation(
+                host=server.stack,
+                rnic=theirs,
+                admit=lambda _: refusal,
+                receive_buffer=size,
+            ),
+        )
+        world.calls.append(self)
+        negotiation.start()
+
+    @property
+    def ends(self) -> tuple[End, End]:
+        return self.client, self.server
+
+    @property
+    def states(self) -> tuple[str, str]:
+        return self.client.state, self.server.state
+
+    @property
+    def connections(self) -> tuple[Connection, Connection]:
+        return self.client.connection, self.server.connection
+
+
+class World:
+    """Stacks, the fabric and the calls between them; a context manager that frees everything and
+    checks that nothing is left."""
+
+    def __init__(self, *, tells_death: bool = True) -> None:
+        self.fabric = Fabric(tells_death=tells_death)
+        self.clock = Clock()
+        self.sides: list[Side] = []
+        self.calls: list[Call] = []
+        self.complaints = Complaints()
+        self.news: deque[Tcp] = deque()
+
+    def side(self, config: Config | None = None, **rnic: Any) -> Side:
+        """A new stack; ``rnic`` as `Side` and `MemoryRnic`."""
+        settings = config or Config()
+        fields = {name: getattr(settings, name) for name in settings.__slots__}
+        fields |= {"rnics": (), "directory": _DIRECTORY, "spin": 0}
+        side = Side(self, Config(**fields), **rnic)
+        self.sides.append(side)
+        return side
+
+    def call(self, client: Side, server: Side, **options: Any) -> Call:
+        """A new TCP connection; see `Call`."""
+        return Call(self, client, server, **options)
+
+    def connect(self, client: Side, server: Side, **options: Any) -> Call:
+        """A TCP connection whose rendezvous runs to its end."""
+        call = self.call(client, server, **options)
+        self.settle()
+        return call
+
+    def step(self) -> bool:
+        """One round: each end does one thing, one message travels; False when nothing moved."""
+        moved = False
+        for call in self.calls:
+            for end in call.ends:
+                moved |= end.step(self.clock.now)
+        if self.news:
+            self.news.popleft().look()
+            moved = True
+        moved |= self.fabric.deliver(1) > 0
+        for side in self.sides:
+            moved |= side.stack.pump.drain()
+        return moved
+
+    def settle(self) -> None:
+        """Until nothing moves."""
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("this never ends")
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Until ``condition()``."""
+        for _ in range(10_000):
+            if condition():
+                return
+            assert self.step(), f"it stopped in {[call.states for call in self.calls]}"
+        raise AssertionError("this never ends")
+
+    def next_deadline(self) -> float:
+        """When a timer is due: seconds on the clock."""
+        timers = (side.stack.timers.next_deadline() for side in self.sides)
+        ends = (end.due() for call in self.calls for end in call.ends)
+        return min(itertools.chain(timers, ends), default=float("inf"))
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, in steps from timer to timer."""
+        end = self.clock.now + seconds
+        while True:
+            self.settle()
+            due = self.next_deadline()
+            self.clock.now = min(max(due, self.clock.now), end)
+            if due > end:
+                return
+            for side in self.sides:
+                side.stack.timers.run_due()
+            for call in self.calls:
+                for each in call.ends:
+                    each.time_out(self.clock.now)
+
+    def until_time(self, condition: Callable[[], object]) -> None:
+        """Let time pass, from timer to timer, until ``condition()``."""
+        for _ in range(1000):
+            if condition():
+                return
+            self.pass_time(max(0.0, self.next_deadline() - self.clock.now))
+        raise AssertionError("this takes for ever")
+
+    def finish(self) -> float:
+        """Let time pass until every call has its outcome; returns the seconds it took."""
+        start = self.clock.now
+        self.settle()
+        while any(end.outcome is None for call in self.calls for end in call.ends):
+            due = self.next_deadline()
+            assert due < float("inf"), [call.states for call in self.calls]
+            self.pass_time(max(0.0, due - self.clock.now))
+            assert self.clock.now - start < 120, [call.states for call in self.calls]
+        return self.clock.now - start
+
+    def close(self) -> None:
+        """Free everything and check that it is gone."""
+        for side in self.sides:
+            side.free()
+        for side in self.sides:
+            assert not side.groups
+            assert not side.connections
+            assert not side.stack.timers._heap or side.stack.timers.next_deadline() == float("inf")
+        assert not any(self.fabric.held.values()), self.fabric.held
+        self.calls.clear()
+
+    def __enter__(self) -> Self:
+        self.complaints.__enter__()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.complaints.__exit__()
+        if kind is None:
+            self.close()
+            records = [record.getMessage() for record in self.complaints.records]
+            assert not records, records
+            return
+        for side in self.sides:
+            with contextlib.suppress(Exception):  # what went wrong is on its way already
+                side.stack.rnic_set.close()
+
+
+def exchange(world: World, call: Call, data: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Send ``data[0]`` from the client and ``data[1]`` from the server; what each received."""
+    received = [b"", b""]
+    for connection, piece in zip(call.connections, data, strict=True):
+        connection.send(memoryview(piece))
+    world.settle()
+    for place, connection in enumerate(call.connections):
+        received[place] = connection.receive(1 << 16)
+    return received[0], received[1]

@@ -1,0 +1,85 @@
+"""A CDC message right behind the rendezvous, before the task of the handshake has woken up."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import trio
+
+from tests.api.api_peers import ASSUME, PATIENCE, address_of, plain_client, plain_server
+from trio_smc import SmcStream, Stack, open_stack
+from trio_smc.datapath.connection import Connection
+
+
+class Liar(Connection):
+    """Claims bytes far behind the peer's element as soon as it may say a word."""
+
+    __slots__ = ()
+
+    def established(self) -> None:
+        super().established()
+        self._peer_first += 1 << 30
+        self._owe_cdc()
+
+
+def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections that ``stack`` opens from now on are liars'."""
+    open_connection = stack.open_connection
+
+    def open_lying(*arguments: Any) -> Connection:
+        connection = open_connection(*arguments)
+        connection.__class__ = Liar
+        return connection
+
+    monkeypatch.setattr(stack, "open_connection", open_lying)
+
+
+async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[BaseException] | None:
+    """All bytes; what ended the source's connection."""
+    try:
+        async for data in source:
+            await sink.send_all(data)
+    except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        return type(error.__cause__) if error.__cause__ else None
+    return None
+
+
+@pytest.mark.parametrize("honest", ["server", "client"])
+async def test_a_bad_cursor_right_behind_the_rendezvous_ends_tcp_at_once(
+    honest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The honest side's TCP connection is reset, although the liar's stays open."""
+    async with (
+        open_stack(ASSUME) as ours,
+        open_stack(ASSUME) as theirs,
+        plain_server() as between,
+        trio.open_nursery() as nursery,
+    ):
+        server, client = (ours, theirs) if honest == "server" else (theirs, ours)
+        lies(theirs, monkeypatch)
+        [listener] = await server.open_listeners(0, host="127.0.0.1")
+
+        async def use(stream: SmcStream) -> None:
+            async with stream:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await stream.receive_some()
+
+        async def connect() -> None:
+            with contextlib.suppress(OSError):
+                await use(await client.open_stream(*address_of(between)))
+
+        nursery.start_soon(trio.serve_listeners, use, [listener])
+        nursery.start_soon(connect)
+        with trio.fail_after(PATIENCE / 4):
+            near = await between.accept()
+            far = await plain_client(listener)
+            source, sink = (far, near) if honest == "server" else (near, far)
+            nursery.start_soon(carry, sink, source)
+            assert await carry(source, sink) is ConnectionResetError
+        async with near, far:
+            with trio.fail_after(PATIENCE):
+                while ours.connections:  # noqa: ASYNC110 - a list has no event
+                    await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,37 @@
+"""What a side of `rendezvous_pair` has said and heard, as lines and as messages."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from tests.rendezvous.rendezvous_pair import Side
+from trio_smc.wire import clc, llc
+
+__all__ = ["line", "messages", "transcript"]
+
+M = TypeVar("M")
+
+_TYPES = {**{kind.value: kind.name for kind in llc.MessageType}, 0xFE: "CDC"}
+
+
+def line(event: tuple[str, str, bytes]) -> str:
+    """One message of a transcript: direction, name, and the flags that matter."""
+    kind, way, data = event
+    if kind == "clc":
+        return f"{way} {clc.MessageType(data[4]).name}"
+    name = _TYPES[data[0]]
+    if kind == "cdc" or not data[3] & 0x80:
+        return f"{way} {name}"
+    return f"{way} {name} reply"
+
+
+def transcript(side: Side) -> list[str]:
+    """The LLC messages, sent and received."""
+    return [line(each) for each in side.recorder.messages() if each[0] == "llc"]
+
+
+def messages(side: Side, kind: type[M]) -> list[M]:
+    """Those of one kind."""
+    events = side.recorder.messages()
+    found = [llc.decode_untrusted(data) for what, _, data in events if what == "llc"]
+    return [each for each in found if isinstance(each, kind)]

@@ -1,0 +1,468 @@
+"""The software RNIC's faults on purpose: each does what it says, and a seed replays them."""
+
+from __future__ import annotations
+
+import random
+import select
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.rnic.contract import End, connect, got, make_end, nothing_comes, state_of, until
+from trio_smc.rnic.soft import ring as _ring
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.faults import Fault, FaultPlan, FaultyQueuePair
+from trio_smc.rnic.verbs import DeliveryUnknown, QpState, RnicEvent, WcStatus
+
+FLUSHED = WcStatus.WR_FLUSH_ERR
+UNREACHABLE = WcStatus.RETRY_EXC_ERR
+ERR, RTS = QpState.ERR, QpState.RTS
+SIZE = 4096
+
+
+class Faulty:
+    """Two RNICs, the first of which has a plan, and connected queue pairs on them."""
+
+    def __init__(self, directory: Path, plan: FaultPlan) -> None:
+        self.plan = plan
+        self.rnic = SoftRnic("faulty", faults=plan)
+        self.other = SoftRnic("sound")
+        self.rnic.open(directory)
+        self.other.open(directory)
+        self._ends: list[End] = []
+
+    def pair(self) -> tuple[End, End]:
+        a, b = make_end(self.rnic), make_end(self.other)
+        connect(a, b)
+        self._ends += [a, b]
+        return a, b
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        self.rnic.close()
+        self.other.close()
+
+
+@pytest.fixture
+def faulty(runtime_directory: Path, seed: int) -> Iterator[Faulty]:
+    faulty = Faulty(runtime_directory / "smc", FaultPlan(seed))
+    yield faulty
+    faulty.close()
+
+
+def kinds(plan: FaultPlan) -> list[Fault]:
+    return [struck.kind for struck in plan.log]
+
+
+class TestWithoutPlan:
+    def test_queue_pairs_know_nothing_of_faults(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        assert type(b.qp) is not type(a.qp)
+        assert isinstance(a.qp, FaultyQueuePair)
+        assert not isinstance(b.qp, FaultyQueuePair)
+
+    def test_one_plan_serves_one_rnic(self, faulty: Faulty) -> None:
+        with pytest.raises(ValueError, match="one RNIC"):
+            SoftRnic("another", faults=faulty.plan)
+
+
+class TestRequests:
+    def test_nothing_happens_unasked(self, faulty: Faulty, rng: random.Random) -> None:
+        a, b = faulty.pair()
+        texts = [rng.randbytes(44) for _ in range(40)]
+        for number, text in enumerate(texts, 1):
+            a.write(number, b, 16 * number, text[:16], signaled=False)
+            a.qp.post_send(number, text)
+        until(lambda: len(a.sent) == 40 and b.received == texts, a, b)
+        assert a.sent == [(number, 0) for number in range(1, 41)]
+        assert bytes(b.memory.view[16 : 41 * 16]) == b"".join(text[:16] for text in texts)
+        assert faulty.plan.log == []
+
+    def test_completion_lost(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        faulty.plan.inject(Fault.COMPLETION_LOST)
+        assert list(faulty.plan.armed) == [Fault.COMPLETION_LOST]
+        a.write(1, b, 0, b"written", signaled=False)
+        a.qp.post_send(2, b"told")
+        a.qp.post_send(3, b"flushed")
+        until(lambda: len(a.sent) == 2 and bool(b.flushed), a, b)
+        assert a.sent == [(2, UNREACHABLE), (3, FLUSHED)]
+        assert b.received == [b"told"]
+        assert bytes(b.memory.view[:7]) == b"written"
+        assert state_of(a.qp) is state_of(b.qp) is ERR
+        assert not faulty.plan.armed
+        assert faulty.plan.log[0][1:] == (Fault.COMPLETION_LOST, a.qp.qp_num, b"told")
+
+    def test_completion_lost_waits_until_the_message_can_arrive(self, faulty: Faulty) -> None:
+        a, b = make_end(faulty.rnic), make_end(faulty.other)
+        connect(a, b, receives=0)
+        faulty.plan.inject(Fault.COMPLETION_LOST)
+        a.qp.post_send(1, b"told")
+        nothing_comes(a, b)
+        assert faulty.plan.log == []
+        b.qp.post_receive(1)
+        until(lambda: bool(a.sent) and bool(b.received), a, b)
+        assert a.sent == [(1, UNREACHABLE)]
+        assert kinds(faulty.plan) == [Fault.COMPLETION_LOST]
+        a.close()
+        b.close()
+
+    def test_acknowledged_but_not_placed(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        b.qp.post_send(1, b"the other way")
+        faulty.plan.inject(Fault.NOT_PLACED)
+        a.qp.post_send(1, b"never arrives")
+        a.qp.post_send(2, b"nor does this")
+        until(lambda: len(a.sent) == 2 and bool(b.flushed), a, b)
+        assert a.sent == [(1, 0), (2, FLUSHED)]
+        assert b.received == []
+        assert a.received == [b"the other way"]
+        assert state_of(a.qp) is state_of(b.qp) is ERR
+
+    def test_message_lost(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        faulty.plan.inject(Fault.MESSAGE_LOST)
+        a.write(1, b, 0, b"written", signaled=False)
+        a.qp.post_send(2, b"never arrives")
+        until(lambda: bool(a.sent) and bool(b.flushed), a, b)
+        assert a.sent == [(2, UNREACHABLE)]
+        assert b.received == []
+        assert bytes(b.memory.view[:7]) == b"written"
+
+    def test_write_lost(self, faulty: Faulty) -> None:
+        """A beginning of it may be there, nothing of what follows."""
+        lengths = set()
+        for _ in range(20):
+            a, b = faulty.pair()
+            a.qp.post_send(1, b"before")
+            faulty.plan.inject(Fault.WRITE_LOST)
+            a.write(2, b, 0, b"x" * SIZE, signaled=False)
+            a.write(3, b, SIZE, b"x" * SIZE)
+            until(lambda: len(a.sent) == 3 and bool(b.flushed), a, b)  # noqa: B023
+            assert a.sent == [(1, 0), (2, UNREACHABLE), (3, FLUSHED)]
+            there = bytes(b.memory.view)
+            length = there.count(b"x")
+            assert there == b"x" * length + bytes(len(there) - length)
+            assert length <= SIZE
+            lengths.add(length)
+        assert len(lengths) > 10
+
+    def test_only_what_it_is_about(self, faulty: Faulty) -> None:
+        faulty.plan.concerns = lambda message: message[:1] == b"\xfe"
+        a, b = faulty.pair()
+        c, d = faulty.pair()
+        faulty.plan.inject(Fault.MESSAGE_LOST, c.qp.qp_num)
+        a.qp.post_send(1, b"\xfe")
+        c.qp.post_send(1, b"\x07")
+        until(lambda: bool(b.received) and bool(d.received), a, b, c, d)
+        c.qp.post_send(2, b"\xfe")
+        until(lambda: bool(d.flushed), a, b, c, d)
+        assert c.sent == [(1, 0), (2, UNREACHABLE)]
+        assert state_of(a.qp) is state_of(b.qp) is RTS
+
+
+class TestAtOnce:
+    """`QueuePair.deliver` on an RNIC with a plan."""
+
+    def test_where_no_fault_can_come(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        told: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: told.append(each)
+        address, rkey = b.region.address, b.region.rkey
+        until(lambda: a.qp.deliver(b"message", memoryview(b"data"), address, rkey), a, b)
+        a.qp.post_send(1, b"posted")
+        until(lambda: len(b.received) == 2 and len(a.sent) == 1, a, b)
+        assert b.received == [b"message", b"posted"]
+        assert bytes(b.memory.view[:4]) == b"data"
+        assert told == [(a.qp.qp_num, b"message", 0), (a.qp.qp_num, b"posted", 0)]
+
+    @pytest.mark.parametrize("kind", [Fault.NOT_PLACED, Fault.MESSAGE_LOST, Fault.COMPLETION_LOST])
+    def test_refused_where_one_waits_and_met_when_posted(self, faulty: Faulty, kind: Fault) -> None:
+        a, b = faulty.pair()
+        told: list[tuple[int, bytes, int]] = []
+        faulty.plan.on_message = lambda *each: told.append(each)
+        until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
+        faulty.plan.inject(kind)
+        assert not a.qp.deliver(b"message", None, 0, 0)
+        assert kinds(faulty.plan) == []
+        a.qp.post_send(1, b"message")
+        assert kinds(faulty.plan) == [kind]
+        assert not a.qp.deliver(b"after", None, 0, 0)
+        until(lambda: bool(a.sent) and bool(b.flushed), a, b)
+        status = 0 if kind is Fault.NOT_PLACED else UNREACHABLE
+        assert a.sent == [(1, status)]
+        assert told[1:] == [(a.qp.qp_num, b"message", status)]
+        arrived = [b"message"] if kind is Fault.COMPLETION_LOST else []
+        assert b.received == [b"before", *arrived]
+
+    @pytest.mark.parametrize("kind", [Fault.LINK_SILENT, Fault.DELAY, Fault.PORT_DOWN])
+    def test_not_while_nothing_goes_out(self, faulty: Faulty, kind: Fault) -> None:
+        a, b = faulty.pair()
+        until(lambda: a.qp.deliver(b"before", None, 0, 0), a, b)
+        until(got(b, 1), a, b)
+        faulty.plan.delay = 60
+        faulty.plan.inject(kind)
+        assert not a.qp.deliver(b"message", None, 0, 0)
+        nothing_comes(b)
+        assert b.received == [b"before"]
+
+    def test_faults_that_come_by_themselves_meet_what_is_posted(
+        self, runtime_directory: Path, seed: int
+    ) -> None:
+        plan = FaultPlan(seed, kinds=(Fault.MESSAGE_LOST,), every=20)
+        faulty = Faulty(runtime_directory / "smc", plan)
+        a, b = faulty.pair()
+        sent = 0
+        while state_of(a.qp) is RTS:
+            data = memoryview(b"data") if sent % 2 else None
+            if not a.qp.deliver(b"message", data, b.region.address, b.region.rkey):
+                a.qp.post_send(sent, b"message")
+            sent += 1
+        until(lambda: bool(b.flushed), a, b)
+        assert len(b.received) == sent - 1
+        assert kinds(plan) == [Fault.MESSAGE_LOST]
+        assert 1 <= plan.log[0].request <= 40
+        faulty.close()
+
+
+class TestLinks:
+    def test_down_and_both_notice(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        c, d = faulty.pair()
+        b.qp.post_send(1, b"arrived before")
+        faulty.plan.inject(Fault.LINK_DOWN, a.qp.qp_num)
+        until(lambda: bool(a.flushed) and bool(b.flushed), a, b)
+        assert a.received == [b"arrived before"]
+        assert state_of(a.qp) is state_of(b.qp) is ERR
+        assert state_of(c.qp) is state_of(d.qp) is RTS
+        with pytest.raises(ValueError, match="no queue pair"):
+            faulty.plan.inject(Fault.LINK_DOWN, a.qp.qp_num)
+
+    @pytest.mark.parametrize("write", [False, True])
+    def test_down_and_the_peer_notices_when_it_posts(self, faulty: Faulty, write: bool) -> None:
+        a, b = faulty.pair()
+        faulty.plan.inject(Fault.LINK_DOWN_HERE)
+        until(lambda: bool(a.flushed), a, b)
+        nothing_comes(a, b)
+        assert state_of(b.qp) is RTS
+        a.qp.close()
+        nothing_comes(b)
+        assert state_of(b.qp) is RTS
+        if write:
+            b.write(1, a, 0, b"lost")
+        else:
+            b.qp.post_send(1, b"lost")
+        until(lambda: bool(b.sent), b)
+        assert b.sent == [(1, UNREACHABLE)]
+        assert state_of(b.qp) is ERR
+
+    def test_sockets_of_those_who_noticed_are_not_kept(self, faulty: Faulty) -> None:
+        for _ in range(20):
+            a, b = faulty.pair()
+            faulty.plan.inject(Fault.LINK_DOWN_HERE)
+            b.qp.post_send(1, b"lost")
+            until(lambda: bool(b.sent), a, b)  # noqa: B023
+            a.qp.close()
+            b.qp.close()
+        assert len(faulty.rnic._limbo) <= 4
+
+    def test_silent(self, faulty: Faulty) -> None:
+        """Nobody is told anything, and nothing is called sent that does not arrive."""
+        a, b = faulty.pair()
+        b.qp.post_send(1, b"before")
+        faulty.plan.inject(Fault.LINK_SILENT)
+        a.qp.post_send(1, b"lost")
+        b.qp.post_send(2, b"lost")
+        until(got(a, 1), a, b)
+        a.qp.post_receive(1)
+        nothing_comes(a, b)
+        assert (a.sent, b.received, b.sent) == ([], [], [(1, 0)])
+        assert state_of(a.qp) is state_of(b.qp) is RTS
+        a.qp.to_err()
+        until(lambda: len(a.sent) == 1 and len(b.sent) == 2, a, b)
+        assert a.sent == [(1, FLUSHED)]
+        assert b.sent[1][1] in (FLUSHED, UNREACHABLE)
+        assert b.received == []
+
+    def test_delay(self, faulty: Faulty) -> None:
+        """Late, complete and in order; nobody sleeps over it."""
+        faulty.plan.delay = 0.2
+        a, b = faulty.pair()
+        a.qp.post_send(1, b"before")
+        faulty.plan.inject(Fault.DELAY)
+        a.write(2, b, 0, b"written", signaled=False)
+        a.qp.post_send(3, b"after")
+        assert not a.rnic.arm()
+        until(lambda: len(a.sent) == 2 and len(b.received) == 2, a, b)
+        assert b.received == [b"before", b"after"]
+        assert bytes(b.memory.view[:7]) == b"written"
+        assert a.rnic.arm()
+
+    def test_wakeups_without_reason(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        a.rnic.service()
+        b.rnic.service()
+        assert a.rnic.arm()
+        assert b.rnic.arm()
+        faulty.plan.inject(Fault.WAKEUP)
+        for end in (a, b):
+            assert select.select([end.rnic.wait_fd()], [], [], 1)[0]
+        nothing_comes(a, b)
+        a.qp.post_send(1, b"as before")
+        until(got(b, 1), a, b)
+
+
+class TestPorts:
+    def test_flap(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        c, d = faulty.pair()
+        events: list[RnicEvent] = []
+        a.rnic.on_event = events.append
+        faulty.plan.inject(Fault.PORT_FLAP)
+        assert not faulty.rnic.port_active
+        a.qp.post_send(1, b"lost")
+        until(lambda: faulty.rnic.port_active, a, b)
+        a.rnic.service()
+        assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+        assert a.sent == [(1, FLUSHED)]
+        # Who did not use the port meanwhile goes on.
+        c.qp.post_send(1, b"there")
+        until(got(d, 1), c, d)
+
+    def test_down_until_it_is_restored(self, faulty: Faulty) -> None:
+        a, b = faulty.pair()
+        faulty.plan.inject(Fault.PORT_DOWN)
+        b.qp.post_send(1, b"lost")
+        until(lambda: bool(b.sent), a, b)
+        assert b.sent == [(1, UNREACHABLE)]
+        faulty.rnic.restore()
+        e, f = faulty.pair()
+        e.qp.post_send(1, b"there")
+        f.qp.post_send(1, b"and back")
+        until(lambda: f.received == [b"there"] and e.received == [b"and back"], e, f)
+
+    async def test_events_come_on_the_trio_thread(self) -> None:
+        rnic = SoftRnic("left")
+        async with trio_smc.open_stack(trio_smc.Config(rnics=(rnic,))):
+            task_thread = trio.lowlevel.current_trio_token()
+            events: list[tuple[RnicEvent, bool]] = []
+            changed = trio.Event()
+
+            def on_event(event: RnicEvent) -> None:
+                nonlocal changed
+                events.append((event, trio.lowlevel.current_trio_token() is task_thread))
+                changed.set()
+                changed = trio.Event()
+
+            rnic.on_event = on_event
+            for change in (rnic.fail, rnic.restore):
+                waiting = changed
+                change()
+                with trio.fail_after(5):
+                    await waiting.wait()
+            assert events == [(RnicEvent.PORT_DOWN, True), (RnicEvent.PORT_UP, True)]
+
+
+class TestBySeed:
+    def run(self, directory: Path, seed: int) -> tuple[FaultPlan, list[tuple[int, Fault]]]:
+        # 20 of each kind, about: one of them is missing in less than one of a million runs.
+        plan = FaultPlan(seed, kinds=tuple(Fault), every=4, flap=0, delay=0)
+        faulty = Faulty(directory, plan)
+        try:
+            for _ in range(200):
+                a, b = faulty.pair()
+                for number in range(1, 11):
+                    a.write(number, b, 0, b"data", signaled=False)
+                    a.qp.post_send(number, b"message")
+                    if not faulty.rnic.port_active:
+                        a.rnic.poll()
+                        faulty.rnic.restore()
+                    if state_of(a.qp) is ERR:
+                        break
+        finally:
+            faulty.close()
+        return plan, [(struck.request, struck.kind) for struck in plan.log]
+
+    def test_replay(self, runtime_directory: Path, seed: int) -> None:
+        plan, first = self.run(runtime_directory / "smc", seed)
+        assert set(kinds(plan)) == set(Fault)
+        _, again = self.run(runtime_directory / "smc", seed)
+        assert first == again
+        _, different = self.run(runtime_directory / "smc", seed + 1)
+        assert first != different
+
+    def test_disarmed(self, runtime_directory: Path) -> None:
+        plan = FaultPlan(7, kinds=(Fault.LINK_DOWN,), every=1)
+        faulty = Faulty(runtime_directory / "smc", plan)
+        plan.inject(Fault.MESSAGE_LOST)
+        plan.disarm()
+        a, b = faulty.pair()
+        for number in range(1, 11):
+            a.qp.post_send(number, b"message")
+        until(got(b, 10), a, b)
+        assert plan.log == []
+        faulty.close()
+
+
+class TestRace:
+    """A message that is published while the receiver's end is just closed."""
+
+    @pytest.mark.parametrize("quietly", [False, True])
+    @pytest.mark.parametrize("before", [False, True])
+    def test_acknowledged_means_taken(
+        self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool, quietly: bool
+    ) -> None:
+        a, b = faulty.pair()
+        assert isinstance(a.qp, FaultyQueuePair)
+        end: Callable[[], None] = a.qp.to_err_quietly if quietly else a.qp.to_err
+        pack, fence = _ring._pack_slot, _ring._release
+
+        def in_between(*arguments: Any) -> None:
+            # The sender has seen a posted receive; the message is not published yet, or just is.
+            monkeypatch.setattr(_ring, "_pack_slot", pack)
+            monkeypatch.setattr(_ring, "_release", fence)
+            if before:
+                pack(*arguments)
+            else:
+                fence()
+            end()
+
+        monkeypatch.setattr(_ring, "_pack_slot" if before else "_release", in_between)
+        b.qp.post_send(1, b"message")
+        until(lambda: bool(b.sent) and bool(a.flushed), a, b)
+        arrived = a.received == [b"message"]
+        assert arrived is not before
+        assert b.sent[0][1] in ((UNREACHABLE,) if not arrived else (0, UNREACHABLE))
+
+    @pytest.mark.parametrize("before", [False, True])
+    def test_what_is_delivered_at_once_may_have_been_taken(
+        self, faulty: Faulty, monkeypatch: pytest.MonkeyPatch, before: bool
+    ) -> None:
+        """Nobody can tell, and nobody says that it was, or was not."""
+        a, b = faulty.pair()
+        until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)
+        pack, fence = _ring._pack_slot, _ring._release
+
+        def in_between(*arguments: Any) -> None:
+            monkeypatch.setattr(_ring, "_pack_slot", pack)
+            monkeypatch.setattr(_ring, "_release", fence)
+            if before:
+                pack(*arguments)
+            else:
+                fence()
+            a.qp.to_err()
+
+        monkeypatch.setattr(_ring, "_pack_slot" if before else "_release", in_between)
+        data = memoryview(b"data")
+        with pytest.raises(DeliveryUnknown):
+            b.qp.deliver(b"message", data, a.region.address, a.region.rkey)
+        assert state_of(b.qp) is ERR
+        until(lambda: bool(a.flushed) and len(b.flushed) == 2, a, b)
+        assert a.received == [b"first", *[b"message"][before:]]
+        assert b.flushed == [UNREACHABLE, FLUSHED]
+        assert not b.qp.deliver(b"after", None, 0, 0)

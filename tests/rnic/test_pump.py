@@ -1,0 +1,585 @@
+"""The poller thread and the shared drain."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.rnic.contract import PATIENCE, End, connect, make_end
+from tests.rnic.soft_peer import Peer
+from trio_smc.rnic.poller import Poller
+from trio_smc.rnic.pump import _SLEEPLESS, _SOON, Pump
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
+
+NAP = 0.05
+"""Seconds to sleep so that the loop does: one that is over before the loop gets there is none."""
+
+
+class Sink:
+    """Keeps what it is given and wakes a waiting task."""
+
+    def __init__(self, pump: Pump, end: End) -> None:
+        self.end = end
+        self.pump = pump
+        self.messages: list[bytes] = []
+        self.completions: list[Completion] = []
+        self._task: trio.lowlevel.Task | None = None
+        pump.register(end.rnic, end.qp, self)
+
+    def on_completion(self, completion: Completion) -> None:
+        self.completions.append(completion)
+        if completion.status == 0 and completion.opcode == WcOpcode.RECV:
+            assert completion.data is not None
+            self.messages.append(completion.data)
+            self.end.qp.post_receive(1)
+        if self._task is not None:
+            trio.lowlevel.reschedule(self._task)
+            self._task = None
+
+    async def wait(self, count: int, *, spin: bool = False) -> None:
+        """Until so many messages have come, or the queue pair has failed."""
+        with trio.fail_after(PATIENCE):
+            await trio.lowlevel.checkpoint()
+            while len(self.messages) < count and self.end.qp.state is QpState.RTS:
+                if spin and self.pump.try_spin():
+                    continue
+                self._task = trio.lowlevel.current_task()
+                self.pump.waiting += 1
+                try:
+                    await trio.lowlevel.wait_task_rescheduled(self._give_up)
+                finally:
+                    self.pump.waiting -= 1
+
+    def _give_up(self, _: object) -> trio.lowlevel.Abort:
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Chain(Sink):
+    """Has the other end send again whenever something came."""
+
+    def __init__(self, pump: Pump, end: End, other: End) -> None:
+        super().__init__(pump, end)
+        self.other = other
+
+    def on_completion(self, completion: Completion) -> None:
+        super().on_completion(completion)
+        number = len(self.messages)
+        self.other.qp.post_send(number, b"%d" % number)
+
+
+@pytest.fixture
+def directory(runtime_directory: Path) -> Path:
+    return runtime_directory / "smc"
+
+
+@pytest.fixture
+def rnics(directory: Path) -> Iterator[tuple[SoftRnic, SoftRnic]]:
+    pair = SoftRnic("soft0"), SoftRnic("soft1")
+    for rnic in pair:
+        rnic.open(directory)
+    yield pair
+    for rnic in pair:
+        rnic.close()
+
+
+@pytest.fixture
+def ends(rnics: tuple[SoftRnic, SoftRnic]) -> Iterator[tuple[End, End]]:
+    a, b = make_end(rnics[0]), make_end(rnics[1])
+    connect(a, b)
+    yield a, b
+    a.close()
+    b.close()
+
+
+@contextlib.asynccontextmanager
+async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
+    """A pump that runs, with these RNICs."""
+    pump = Pump(spin=spin)
+    for rnic in rnics:
+        pump.add(rnic)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pump.run)
+        yield pump
+        nursery.cancel_scope.cancel()
+    assert pump.broken is None
+
+
+def state(qp: QueuePair) -> QpState:
+    return qp.state
+
+
+def pollers() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("trio_smc poller"))
+
+
+class TestPoller:
+    def test_it_wakes_once_and_sleeps_on(self, ends: tuple[End, End]) -> None:
+        a, b = ends
+        a.rnic.service()
+        b.rnic.service()
+        assert b.rnic.arm()
+        woken = threading.Semaphore(0)
+        poller = Poller(b.rnic, woken.release)
+        try:
+            self._check(a, b, poller, woken)
+        finally:
+            poller.stop()
+            poller.stop()
+        assert poller.wakeups == 2
+        assert pollers() == []
+
+    def _check(self, a: End, b: End, poller: Poller, woken: threading.Semaphore) -> None:
+        a.qp.post_send(1, b"x")
+        assert woken.acquire(timeout=PATIENCE)
+        assert poller.pending
+        # Nobody serves the RNIC: the thread does not turn in circles meanwhile.
+        time.sleep(0.05)
+        assert poller.wakeups == 1
+        b.rnic.service()
+        b.rnic.poll()
+        assert b.rnic.arm()
+        a.qp.post_send(2, b"x")
+        assert woken.acquire(timeout=PATIENCE)
+
+
+def spins_of(pump: Pump) -> list[int]:
+    """Gets the end of each spin from now on, on the clock that spins go by."""
+    spins: list[int] = []
+    spin = pump._spin
+
+    def counted(end: int) -> bool:
+        spins.append(end)
+        return spin(end)
+
+    pump._spin = counted  # type: ignore[method-assign]
+    return spins
+
+
+class Passes(trio.abc.Instrument):
+    """Counts how often the loop looks for I/O."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+class TestDispatch:
+    async def test_completions_reach_their_sinks(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_a, to_b = Sink(pump, a), Sink(pump, b)
+            for index in range(10):
+                a.qp.post_send(index, b"%d" % index)
+            b.qp.post_send(1, b"back")
+            await to_b.wait(10)
+            await to_a.wait(1)
+            assert to_b.messages == [b"%d" % index for index in range(10)]
+            assert [c.wr_id for c in to_a.completions if c.opcode == WcOpcode.SEND] == list(
+                range(10)
+            )
+
+    async def test_unregistered_queue_pairs_are_ignored(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+            pump.unregister(b.rnic, b.qp)
+            pump.unregister(b.rnic, b.qp)
+            a.qp.post_send(1, b"x")
+            assert pump.drain()
+            assert not pump.drain()
+            assert to_b.completions == []
+
+    async def test_a_sink_that_raises_costs_its_own_queue_pair(
+        self,
+        rnics: tuple[SoftRnic, SoftRnic],
+        ends: tuple[End, End],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        a, b = ends
+        c, d = make_end(rnics[0]), make_end(rnics[1])
+        connect(c, d)
+
+        class Broken:
+            def on_completion(self, completion: Completion) -> None:
+                raise RuntimeError("out of order")
+
+        async with running(*rnics) as pump:
+            pump.register(b.rnic, b.qp, Broken())
+            to_d = Sink(pump, d)
+            a.qp.post_send(1, b"x")
+            c.qp.post_send(1, b"x")
+            await to_d.wait(1)
+            assert state(b.qp) is QpState.ERR
+            assert state(d.qp) is QpState.RTS
+        assert "out of order" in caplog.text
+        c.close()
+        d.close()
+
+    async def test_draining_from_within_a_sink(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        seen: list[bool] = []
+        async with running(*rnics) as pump:
+
+            class Nested:
+                def on_completion(self, completion: Completion) -> None:
+                    seen.append(pump.drain())
+
+            pump.register(b.rnic, b.qp, Nested())
+            a.qp.post_send(1, b"x")
+            a.qp.post_send(2, b"y")
+            assert pump.drain()
+        assert seen == [False, False]
+
+    async def test_draining_a_queue_pair_within_a_drain_of_it(
+        self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        """What the outer call has found and not handed out yet is not overlooked."""
+        a, b = ends
+        async with running(*rnics) as pump:
+            seen: list[bytes | None] = []
+            at_once: list[bytes | None] = []
+
+            class Nested:
+                def on_completion(self, completion: Completion) -> None:
+                    seen.append(completion.data)
+                    if len(seen) == 1:
+                        pump.drain_queue_pair(b.rnic, b.qp)
+                        at_once.extend(seen)
+
+            pump.register(b.rnic, b.qp, Nested())
+            for text in (b"1", b"2", b"3"):
+                a.qp.post_send(1, text, signaled=False)
+            pump.drain_queue_pair(b.rnic, b.qp)
+            assert at_once == seen == [b"1", b"2", b"3"]
+
+    def test_what_was_put_off_is_not_overtaken(
+        self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        """A queue pair's completions keep their order, whichever call found them."""
+        a, b = ends
+        c, d = make_end(rnics[0]), make_end(rnics[1])
+        connect(c, d)
+        pump = Pump(spin=0)
+        for rnic in rnics:
+            pump.add(rnic)
+        to_d = Sink(pump, d)
+
+        class Nested:
+            def on_completion(self, _: Completion) -> None:
+                c.qp.post_send(1, b"1", signaled=False)
+                pump.drain_queue_pair(b.rnic, b.qp)
+                assert to_d.messages == []
+                c.qp.post_send(2, b"2", signaled=False)
+
+        pump.register(a.rnic, a.qp, Nested())
+        b.qp.post_send(1, b"x", signaled=False)
+        pump.drain()
+        assert to_d.messages == [b"1", b"2"]
+        c.close()
+        d.close()
+
+    def test_an_rnic_of_another_pump(self, ends: tuple[End, End]) -> None:
+        with pytest.raises(ValueError, match="does not belong"):
+            Sink(Pump(spin=0), ends[0])
+
+
+class TestLoop:
+    async def test_flushes_run_once_before_the_loop_sleeps(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        calls: list[str] = []
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+
+            def flush() -> None:
+                calls.append("flush")
+                a.qp.post_send(1, b"flushed")
+
+            pump.flush_later(flush)
+            pump.flush_later(lambda: pump.flush_later(lambda: calls.append("nested")))
+            assert calls == []
+            await to_b.wait(1)
+            assert calls == ["flush", "nested"]
+            await trio.sleep(0.01)
+            assert calls == ["flush", "nested"]
+
+    async def test_what_is_due_soon_waits_for_a_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        calls: list[int] = []
+        async with running(*rnics) as pump:
+            pump.flush_soon(lambda: calls.append(1))
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+            assert calls == []
+            await trio.sleep(NAP)
+            assert calls == [1]
+
+    async def test_what_is_due_soon_does_not_wait_for_ever_for_a_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        calls: list[int] = []
+        async with running(*rnics) as pump:
+            for _ in range(2):
+                pump.flush_soon(lambda: calls.append(1))
+            for _ in range(_SOON + 1):
+                await trio.lowlevel.checkpoint()
+            assert calls == [1, 1]
+            pump.flush_soon(lambda: calls.append(2))
+            await trio.lowlevel.checkpoint()
+            assert calls == [1, 1]
+
+    async def test_rnics_are_disarmed_after_the_first_sleep_of_a_busy_loop_too(
+        self,
+        rnics: tuple[SoftRnic, SoftRnic],
+        ends: tuple[End, End],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The hook that does it is gone while the loop is busy."""
+        rnic = rnics[1]
+        disarmed: list[bool] = []
+        arm, disarm = rnic.arm, rnic.disarm
+
+        def armed() -> bool:
+            disarmed.clear()
+            return arm()
+
+        def disarmed_again() -> None:
+            disarmed.append(True)
+            disarm()
+
+        monkeypatch.setattr(rnic, "arm", armed)
+        monkeypatch.setattr(rnic, "disarm", disarmed_again)
+        pump = Pump(spin=0)
+        pump.add(rnic)
+
+        def listening() -> bool:
+            return pump._listening
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(pump.run)
+            for _ in range(2):
+                for _ in range(_SLEEPLESS + 2):
+                    await trio.lowlevel.checkpoint()
+                assert listening() is False
+                disarmed.clear()
+                await trio.sleep(NAP)
+                assert listening() is True
+                assert disarmed == [True]
+            nursery.cancel_scope.cancel()
+        assert listening() is False
+
+    async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
+        self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pump = Pump(spin=0)
+        pump.add(rnics[0])
+        flushed: list[int] = []
+
+        def flush() -> None:
+            raise RuntimeError("no good")
+
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pump.run)
+                pump.flush_later(flush)
+                pump.flush_later(flush)
+                pump.flush_later(lambda: flushed.append(1))
+                with trio.fail_after(PATIENCE):
+                    await trio.sleep_forever()
+        assert flushed == [1]
+        assert caught.value.exceptions == (pump.broken,)
+        assert caplog.text.count("RuntimeError: no good") == 1
+        assert pollers() == []
+
+    async def test_an_rnic_that_cannot_be_served_ends_the_pump(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        def service() -> None:
+            raise RuntimeError("no good")
+
+        pump = Pump(spin=0)
+        pump.add(rnics[1])
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pump.run)
+                monkeypatch.setattr(rnics[1], "service", service)
+                await trio.testing.wait_all_tasks_blocked()
+                ends[0].qp.post_send(1, b"x")
+                with trio.fail_after(PATIENCE):
+                    await trio.sleep_forever()
+        assert caught.group_contains(RuntimeError, match="no good")
+        assert pollers() == []
+
+    async def test_threads_come_and_go(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        async with running(rnics[0]) as pump:
+            assert pollers() == ["trio_smc poller soft0"]
+            pump.add(rnics[1])
+            assert pollers() == ["trio_smc poller soft0", "trio_smc poller soft1"]
+            pump.remove(rnics[0])
+            pump.remove(rnics[0])
+            assert pollers() == ["trio_smc poller soft1"]
+        assert pollers() == []
+
+    async def test_port_events_come_through(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        events: list[RnicEvent] = []
+        came = trio.Event()
+
+        def on_event(event: RnicEvent) -> None:
+            events.append(event)
+            came.set()
+
+        rnics[1].on_event = on_event
+        async with running(*rnics):
+            rnics[1].fail()
+            with trio.fail_after(PATIENCE):
+                await came.wait()
+        assert events == [RnicEvent.PORT_DOWN]
+
+    async def test_two_pumps_in_one_loop(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[0]) as first, running(rnics[1], spin=20e-6) as second:
+            to_a, to_b = Sink(first, a), Sink(second, b)
+            for index in range(1, 101):
+                a.qp.post_send(index, b"x", signaled=False)
+                await to_b.wait(index)
+                b.qp.post_send(index, b"y", signaled=False)
+                await to_a.wait(index)
+
+    async def test_an_idle_stack_sleeps(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """Neither the loop nor a thread is woken, and none of them looks round and round."""
+        async with running(*rnics) as pump:
+            for end in ends:
+                Sink(pump, end)
+            await trio.sleep(NAP)
+            passes, start = Passes(), time.process_time()
+            wakeups = [lane.poller.wakeups for lane in pump._lanes if lane.poller]
+            trio.lowlevel.add_instrument(passes)
+            await trio.sleep(1)
+            trio.lowlevel.remove_instrument(passes)
+            assert passes.count < 10
+            assert [lane.poller.wakeups for lane in pump._lanes if lane.poller] == wakeups
+            # Collecting garbage takes a part of it at most, who looks round takes all he gets.
+            assert time.process_time() - start < 0.5
+
+    async def test_spinning_gives_up_when_nothing_comes(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        """Before each sleep; after 8 in vain only before every 64th."""
+        async with running(*rnics, spin=1e-3) as pump:
+            pump.waiting = 1
+            spins = spins_of(pump)
+            for _ in range(64):
+                await trio.sleep(2e-3)
+            assert 8 <= len(spins) <= 10
+
+    async def test_nobody_spins_while_nobody_waits_for_completions(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        async with running(*rnics, spin=0.5) as pump:
+            spins = spins_of(pump)
+            await trio.sleep(NAP)
+            assert spins == []
+
+    async def test_no_doorbell_is_rung_for_a_loop_that_something_else_woke(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+            await trio.sleep(0.01)  # the loop sleeps, armed, and the clock wakes it
+            before = [lane.poller.wakeups for lane in pump._lanes if lane.poller]
+            a.qp.post_send(1, b"x", signaled=False)
+            await to_b.wait(1)
+            await trio.sleep(0.01)  # a thread that was woken would count
+            assert [lane.poller.wakeups for lane in pump._lanes if lane.poller] == before
+
+    async def test_a_reader_spins_until_its_own_data_came(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """What comes for others meanwhile, one's own send completions above all, ends nothing."""
+        a, b = ends
+        async with running(*rnics, spin=PATIENCE) as pump:
+            to_b = Chain(pump, b, a)
+            a.qp.post_send(0, b"0")
+            assert pump.try_spin(lambda: len(to_b.messages) == 5)
+            assert to_b.messages == [b"%d" % index for index in range(5)]
+
+    async def test_a_reader_does_not_spin_for_ever_when_all_that_comes_is_for_others(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics, spin=1e-3) as pump:
+            to_b = Chain(pump, b, a)
+            a.qp.post_send(0, b"0")
+            assert not pump.try_spin(lambda: False)
+            assert to_b.messages
+            pump.unregister(b.rnic, b.qp)
+
+
+class TestSecondProcess:
+    @pytest.mark.parametrize("spin", [0, 50e-6])
+    @pytest.mark.parametrize("inline", [False, True])
+    async def test_no_wakeup_is_lost(
+        self,
+        rnics: tuple[SoftRnic, SoftRnic],
+        directory: Path,
+        seed: int,
+        spin: float,
+        inline: bool,
+    ) -> None:
+        rng = random.Random(seed)
+        end = make_end(rnics[0])
+        with Peer("echo", directory, seed & 0xFFFF) as peer:
+            peer.connect(end)
+            async with running(*rnics, spin=spin) as pump:
+                sink = Sink(pump, end)
+                for index in range(1, 1501):
+                    end.qp.post_send(index, b"%d" % index, signaled=False)
+                    await sink.wait(index, spin=inline)
+                    if rng.random() < 0.01:
+                        await trio.sleep(0.001)
+                assert sink.messages == [b"%d" % index for index in range(1, 1501)]
+        end.close()
+
+    async def test_its_death_is_noticed_while_asleep(
+        self, rnics: tuple[SoftRnic, SoftRnic], directory: Path
+    ) -> None:
+        end = make_end(rnics[0])
+        with Peer("echo", directory) as peer:
+            peer.connect(end)
+            async with running(*rnics) as pump:
+                sink = Sink(pump, end)
+                await trio.sleep(0.05)
+                peer.process.kill()
+                await sink.wait(1)
+        assert state(end.qp) is QpState.ERR
+        end.close()
+        # Opening an RNIC removes the dead one's socket.
+        broom = SoftRnic("broom")
+        broom.open(directory)
+        broom.close()

@@ -1,0 +1,419 @@
+"""The software RNIC alone: port faults, a second process, limits, what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rnic.contract import MEMORY, PATIENCE, End, connect, got, make_end, nothing_comes, until
+from tests.rnic.soft_peer import BURST, Peer, pause
+from trio_smc.rnic.soft import messages as _fabric
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
+
+
+@pytest.fixture
+def directory(runtime_directory: Path) -> Path:
+    return runtime_directory / "smc"
+
+
+@pytest.fixture
+def rnic(directory: Path) -> Iterator[SoftRnic]:
+    rnic = SoftRnic("soft0")
+    rnic.open(directory)
+    yield rnic
+    rnic.close()
+
+
+@pytest.fixture
+def other(directory: Path) -> Iterator[SoftRnic]:
+    rnic = SoftRnic("soft1")
+    rnic.open(directory)
+    yield rnic
+    rnic.close()
+
+
+@pytest.fixture
+def pair(rnic: SoftRnic, other: SoftRnic) -> Iterator[tuple[End, End]]:
+    a, b = make_end(rnic), make_end(other)
+    connect(a, b)
+    yield a, b
+    a.close()
+    b.close()
+
+
+def state(qp: QueuePair) -> QpState:
+    return qp.state
+
+
+def sweep(directory: Path) -> None:
+    """Opening an RNIC removes the sockets of dead processes."""
+    rnic = SoftRnic("broom")
+    rnic.open(directory)
+    rnic.close()
+
+
+class TestPort:
+    def test_down_and_up_again(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        events: list[RnicEvent] = []
+        a.rnic.on_event = events.append
+        assert isinstance(a.rnic, SoftRnic)
+        a.rnic.fail()
+        a.rnic.fail()
+        assert not a.rnic.port_active
+        assert events == []
+        sleeper = select.poll()
+        sleeper.register(a.rnic.wait_fd(), select.POLLIN)
+        assert sleeper.poll(PATIENCE * 1000)
+        a.rnic.service()
+        assert events == [RnicEvent.PORT_DOWN]
+        nothing_comes(a, b)
+        assert state(a.qp) is state(b.qp) is QpState.RTS
+        a.rnic.restore()
+        a.rnic.service()
+        assert events == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+        a.qp.post_send(1, b"there")
+        b.qp.post_send(1, b"and back")
+        until(lambda: a.received == [b"and back"] and b.received == [b"there"], a, b)
+
+    def test_own_posts_are_flushed_and_the_peer_learns_nothing(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        assert isinstance(a.rnic, SoftRnic)
+        b.qp.post_send(1, b"before")
+        a.rnic.fail()
+        a.qp.post_send(1, b"lost", signaled=False)
+        until(lambda: len(a.sent) == 1 and bool(a.flushed), a)
+        assert a.sent == [(1, WcStatus.WR_FLUSH_ERR)]
+        assert a.received == [b"before"]
+        assert state(a.qp) is QpState.ERR
+        until(lambda: b.sent == [(1, 0)], b)
+        nothing_comes(a, b)
+        assert state(b.qp) is QpState.RTS
+        a.qp.close()
+        nothing_comes(b)
+        assert state(b.qp) is QpState.RTS
+        b.qp.post_send(2, b"lost too")
+        until(lambda: len(b.sent) == 2, b)
+        assert b.sent[1] == (2, WcStatus.RETRY_EXC_ERR)
+        assert state(b.qp) is QpState.ERR
+
+    def test_the_peers_writes_end_too(self, pair: tuple[End, End]) -> None:
+        a, b = pair
+        assert isinstance(a.rnic, SoftRnic)
+        a.rnic.fail()
+        b.write(1, a, 0, b"lost", signaled=False)
+        until(lambda: b.sent == [(1, WcStatus.RETRY_EXC_ERR)], b)
+        assert bytes(a.memory.view[:4]) == bytes(4)
+
+    def test_a_stalled_send_ends_when_the_port_does(self, rnic: SoftRnic, other: SoftRnic) -> None:
+        for failing in (rnic, other):
+            a, b = make_end(rnic), make_end(other)
+            connect(a, b, receives=0)
+            a.qp.post_send(1, b"waits")
+            nothing_comes(a, b)
+            failing.fail()
+            until(lambda a=a: bool(a.sent), a, b)  # type: ignore[misc]
+            own = failing is rnic
+            assert a.sent == [(1, WcStatus.WR_FLUSH_ERR if own else WcStatus.RETRY_EXC_ERR)]
+            failing.restore()
+            a.close()
+            b.close()
+
+    def test_a_queue_pair_that_ended_meanwhile_is_told_of_when_the_port_is_up(
+        self, pair: tuple[End, End]
+    ) -> None:
+        a, b = pair
+        assert isinstance(a.rnic, SoftRnic)
+        a.rnic.fail()
+        a.qp.close()
+        a.rnic.restore()
+        until(lambda: bool(b.flushed), b)
+        assert state(b.qp) is QpState.ERR
+
+    def test_connecting_over_a_port_that_is_down(self, rnic: SoftRnic, other: SoftRnic) -> None:
+        a, b = make_end(rnic), make_end(other)
+        rnic.fail()
+        connect(a, b)
+        a.qp.post_send(1, b"x")
+        b.qp.post_send(1, b"x")
+        until(lambda: bool(a.sent) and bool(b.sent), a, b)
+        assert a.sent == [(1, WcStatus.WR_FLUSH_ERR)]
+        assert b.sent[0][1] in (WcStatus.WR_FLUSH_ERR, WcStatus.RETRY_EXC_ERR)
+        a.close()
+        b.close()
+
+
+class TestSecondProcess:
+    def test_no_wakeup_is_lost(self, rnic: SoftRnic, directory: Path, seed: int) -> None:
+        """Thousands of round trips; each side sleeps in between, after pauses of any length."""
+        rng = random.Random(seed)
+        end = make_end(rnic)
+        with Peer("echo", directory, seed & 0xFFFF) as peer:
+            peer.connect(end)
+            for index in range(3000):
+                end.qp.post_receive(1)
+                end.qp.post_send(1, b"%d" % index, signaled=False)
+                pause(rng)
+                until(got(end, index + 1), end)
+            assert end.received == [b"%d" % index for index in range(3000)]
+        end.close()
+
+    def test_a_killed_process_loses_nothing_that_it_sent(
+        self, rnic: SoftRnic, directory: Path
+    ) -> None:
+        end = make_end(rnic)
+        with Peer("burst", directory) as peer:
+            found = peer.connect(end)
+            assert peer.line() == "sent"
+            os.kill(peer.process.pid, signal.SIGKILL)
+            peer.process.wait()
+            until(lambda: bool(end.flushed), end)
+        assert end.received == [b"message %4d" % index for index in range(BURST)]
+        assert end.flushed == [WcStatus.WR_FLUSH_ERR]
+        for index in range(BURST):
+            assert end.memory.view[index * 16 :][:12] == b"written %4d" % index
+        assert state(end.qp) is QpState.ERR
+        end.qp.post_write(1, memoryview(b"x"), None, address=found["address"], rkey=found["rkey"])
+        until(lambda: end.sent == [(1, WcStatus.WR_FLUSH_ERR)], end)
+        end.close()
+        sweep(directory)
+
+    def test_a_forked_child_does_not_hide_its_parents_end(
+        self, rnic: SoftRnic, directory: Path
+    ) -> None:
+        end = make_end(rnic)
+        with Peer("fork", directory) as peer:
+            peer.connect(end)
+            assert peer.line() == "forked"
+            nothing_comes(end)
+            os.kill(peer.process.pid, signal.SIGKILL)
+            peer.process.wait()
+            until(lambda: bool(end.flushed), end)
+        end.close()
+        sweep(directory)
+
+    def test_posting_to_a_killed_process(self, rnic: SoftRnic, directory: Path) -> None:
+        """Noticed by the post, or as if the bytes had arrived just before: never an exception."""
+        end = make_end(rnic)
+        with Peer("deaf", directory) as peer:
+            peer.connect(end)
+            os.kill(peer.process.pid, signal.SIGKILL)
+            peer.process.wait()
+            for index in range(1, 20):
+                end.qp.post_send(index, b"x")
+            until(lambda: len(end.sent) == 19 and bool(end.flushed), end)
+        assert {status for _, status in end.sent} <= {0, WcStatus.WR_FLUSH_ERR}
+        end.close()
+        sweep(directory)
+
+    def test_its_socket_is_swept_away(self, rnic: SoftRnic, directory: Path) -> None:
+        end = make_end(rnic)
+        with Peer("deaf", directory) as peer:
+            peer.connect(end)
+            assert len(list(directory.iterdir())) == 2
+            os.kill(peer.process.pid, signal.SIGKILL)
+        assert len(list(directory.iterdir())) == 2
+        third = SoftRnic("soft2")
+        third.open(directory)
+        assert {path.name for path in directory.iterdir()} == {
+            f"rnic-{rnic.gid.hex()}",
+            f"rnic-{third.gid.hex()}",
+        }
+        third.close()
+        end.close()
+
+    def test_announcements_that_a_deaf_peer_does_not_read(
+        self, rnic: SoftRnic, directory: Path
+    ) -> None:
+        """They wait in this process, and what is sent after them waits behind them."""
+        end = make_end(rnic)
+        with Peer("deaf", directory) as peer:
+            peer.connect(end)
+            regions = [end.pd.register(end.memory) for _ in range(1000)]
+            end.qp.post_send(1, b"after all of them")
+            nothing_comes(end)
+            assert end.sent == []
+            for region in regions:
+                region.close()
+        until(lambda: bool(end.flushed), end)
+        assert end.sent == [(1, WcStatus.WR_FLUSH_ERR)]
+        end.close()
+
+    def test_announcements_reach_a_slow_peer_in_order(
+        self, rnic: SoftRnic, other: SoftRnic
+    ) -> None:
+        a, b = make_end(rnic), make_end(other)
+        connect(a, b)
+        regions = [a.pd.register(a.memory) for _ in range(1000)]
+        a.qp.post_send(1, b"registered")
+        assert a.rnic.poll() == []
+        until(got(b, 1), a, b)
+        last = regions[-1]
+        b.qp.post_write(1, memoryview(b"yes"), None, address=last.address, rkey=last.rkey)
+        b.qp.post_send(2, b"written")
+        until(got(a, 1), a, b)
+        assert bytes(a.memory.view[:3]) == b"yes"
+        for region in regions:
+            region.close()
+        a.close()
+        b.close()
+
+
+class TestDevice:
+    def test_names(self, rnic: SoftRnic, other: SoftRnic) -> None:
+        assert rnic.gid[:6] == bytes.fromhex("fd534d435200")
+        assert rnic.gid != other.gid
+        assert rnic.mac[0] & 3 == 2
+        assert rnic.port_active
+
+    def test_opening_and_closing(self, directory: Path) -> None:
+        rnic = SoftRnic()
+        for verb in (rnic.alloc_pd, rnic.wait_fd, rnic.fail, rnic.restore):
+            with pytest.raises(RnicError):
+                verb()
+        rnic.close()
+        gids = set()
+        for _ in range(3):
+            rnic.open(directory)
+            with pytest.raises(RnicError):
+                rnic.open(directory)
+            gids.add(rnic.gid)
+            rnic.close()
+            rnic.close()
+            assert list(directory.iterdir()) == []
+        assert len(gids) == 3
+
+    def test_closing_takes_everything_with_it(self, rnic: SoftRnic, other: SoftRnic) -> None:
+        a, b = make_end(rnic), make_end(other)
+        connect(a, b)
+        rnic.close()
+        until(lambda: bool(b.flushed), b)
+        a.memory.close()
+        b.close()
+
+    def test_a_region_of_closed_memory(self, rnic: SoftRnic) -> None:
+        pd = rnic.alloc_pd()
+        memory = rnic.alloc_memory(100)
+        memory.close()
+        with pytest.raises(RnicError):
+            pd.register(memory)
+
+    def test_a_domain_holds_so_many_regions(self, rnic: SoftRnic) -> None:
+        end = make_end(rnic)
+        regions = [end.pd.register(end.memory) for _ in range(1023)]
+        with pytest.raises(RnicError):
+            end.pd.register(end.memory)
+        regions.pop().close()
+        regions.append(end.pd.register(end.memory))
+        assert len({region.rkey for region in regions}) == len(regions)
+        for region in regions:
+            region.close()
+        end.close()
+
+    def test_nobody_there(self, rnic: SoftRnic) -> None:
+        end = make_end(rnic)
+        with pytest.raises(RnicError, match="cannot reach"):
+            end.qp.to_rtr(gid=bytes(16), qp_num=5, psn=1, mtu=5)
+        end.close()
+
+    def test_other_machines_are_refused(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        with pytest.raises(RnicError, match="x86-64"):
+            SoftRnic().open(directory)
+
+    def test_another_users_process(
+        self, rnic: SoftRnic, other: SoftRnic, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_fabric, "same_user", lambda _: False)
+        end = make_end(rnic)
+        with pytest.raises(RnicError, match="another user"):
+            end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)
+        end.close()
+
+
+class TestDirectory:
+    def test_it_is_made_private(self, directory: Path) -> None:
+        rnic = SoftRnic()
+        rnic.open(directory / "below")
+        assert stat.S_IMODE((directory / "below").stat().st_mode) == 0o700
+        rnic.close()
+
+    def test_a_long_path(self, directory: Path) -> None:
+        deep = directory / ("x" * 100) / ("y" * 100)
+        first, second = SoftRnic(), SoftRnic()
+        first.open(deep)
+        second.open(deep)
+        a, b = make_end(first), make_end(second)
+        connect(a, b)
+        a.close()
+        b.close()
+        first.close()
+        second.close()
+
+    def test_a_lax_mode(self, directory: Path) -> None:
+        directory.mkdir()
+        directory.chmod(0o755)
+        with pytest.raises(RnicError, match="0700"):
+            SoftRnic().open(directory)
+
+    def test_a_foreign_owner(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        directory.mkdir(mode=0o700)
+        real = os.geteuid()
+        monkeypatch.setattr("os.geteuid", lambda: real + 1)
+        with pytest.raises(RnicError, match="belong to this user"):
+            SoftRnic().open(directory)
+
+    def test_a_symbolic_link(self, directory: Path) -> None:
+        target = directory.with_name("elsewhere")
+        target.mkdir(mode=0o700)
+        directory.symlink_to(target)
+        with pytest.raises(RnicError):
+            SoftRnic().open(directory)
+        directory.unlink()
+
+    def test_a_file(self, directory: Path) -> None:
+        directory.touch()
+        with pytest.raises(RnicError):
+            SoftRnic().open(directory)
+        directory.unlink()
+
+    def test_only_old_unfinished_names_are_swept(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        old, new = directory / "new-rnic-old", directory / "new-rnic-new"
+        for path in (old, new):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.bind(str(path))
+        os.utime(old, (0, 0))
+        rnic = SoftRnic()
+        rnic.open(directory)
+        assert not old.exists()
+        assert new.exists()
+        rnic.close()
+        new.unlink()
+
+
+def test_queue_pairs_leave_nothing(rnic: SoftRnic, other: SoftRnic) -> None:
+    """Descriptors and mappings are checked after each test; here for growth within one."""
+    levels = []
+    for _ in range(4):
+        for _ in range(50):
+            a, b = make_end(rnic), make_end(other)
+            connect(a, b)
+            a.write(1, b, MEMORY - 1, b"x")
+            a.close()
+            b.close()
+        rnic.poll()
+        other.poll()
+        levels.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(levels)) == 1

@@ -1,0 +1,489 @@
+"""What a broken or hostile process can do to the software RNIC: cost itself its connection."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until
+from trio_smc._base.errors import ProtocolError
+from trio_smc.rnic.memory import Memory, PeerMemory
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.messages import (
+    Directory,
+    Hello,
+    Register,
+    Revoke,
+    decode_untrusted,
+    receive,
+)
+from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE
+from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
+from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
+
+# Where the words of a ring are, written down once more on purpose.
+HEAD, POSTED, ARMED, WAITING, FIRST_SLOT = 0, 64, 128, 192, 4096
+WORDS = (HEAD, POSTED, ARMED, WAITING)
+PSN = 3
+
+
+class Attacker:
+    """Speaks the software RNIC's protocol by hand; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.gid = bytes.fromhex("fd534d4352000000") + secrets.token_bytes(8)
+        self.qp_num = 4711
+        self.directory = Directory(path)
+        self.name = f"rnic-{self.gid.hex()}"
+        self.listener = self.directory.listen(self.name)
+        self.ring = Memory(RING_SIZE)
+        self.keys = Memory(KEY_PAGE_SIZE)
+        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.open: list[socket.socket] = []
+        self.victim_ring: PeerMemory | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self.open:
+            sock.close()
+        if self.victim_ring is not None:
+            self.victim_ring.close()
+        self.listener.close()
+        self.directory.remove(self.name)
+        self.directory.close()
+        self.ring.close()
+        self.keys.close()
+        os.close(self.doorbell)
+
+    def fds(self) -> list[int]:
+        return [self.ring.fd, self.keys.fd, self.doorbell]
+
+    def hello(self, victim: End, *, qp_num: int | None = None) -> bytes:
+        return Hello(
+            gid=self.gid,
+            qp_num=self.qp_num if qp_num is None else qp_num,
+            peer_qp_num=victim.qp.qp_num,
+            peer_psn=PSN,
+        ).encode()
+
+    def dial(self, victim: End) -> socket.socket:
+        sock = self.directory.dial(f"rnic-{victim.rnic.gid.hex()}")
+        self.open.append(sock)
+        return sock
+
+    def say(self, victim: End, data: bytes, fds: list[int]) -> socket.socket:
+        sock = self.dial(victim)
+        socket.send_fds(sock, [data], fds)
+        return sock
+
+    def connect(self, victim: End) -> socket.socket:
+        """Get the victim's ring, and have it accept ours; returns the socket to speak on."""
+        victim.qp.post_receive(RECEIVES)
+        victim.qp.to_rtr(gid=self.gid, qp_num=self.qp_num, psn=PSN, mtu=5)
+        victim.qp.to_rts(psn=PSN)
+        hearer, _ = self.listener.accept()
+        self.open.append(hearer)
+        packet = receive(hearer)
+        assert packet is not None
+        self.victim_ring = PeerMemory.map_untrusted(packet[1][0], RING_SIZE)
+        for fd in packet[1]:
+            os.close(fd)
+        self.put(self.ring.view, POSTED, SLOTS)
+        sock = self.say(victim, self.hello(victim), self.fds())
+        victim.rnic.service()
+        return sock
+
+    @staticmethod
+    def put(view: memoryview, offset: int, value: int) -> None:
+        struct.pack_into("<Q", view, offset, value)
+
+    def word(self, offset: int, value: int) -> None:
+        """Set a word of the victim's ring."""
+        assert self.victim_ring is not None
+        self.put(self.victim_ring.view, offset, value)
+
+
+@pytest.fixture
+def rnic(runtime_directory: Path) -> Iterator[SoftRnic]:
+    rnic = SoftRnic()
+    rnic.open(runtime_directory / "smc")
+    yield rnic
+    rnic.close()
+
+
+@pytest.fixture
+def victim(rnic: SoftRnic) -> Iterator[End]:
+    """A queue pair in INIT; another pair on the same RNIC must work to the end."""
+    bystanders = make_end(rnic), make_end(rnic)
+    connect(*bystanders)
+    end = make_end(rnic)
+    yield end
+    end.close()
+    bystanders[0].qp.post_send(1, b"unharmed")
+    until(got(bystanders[1], 1), *bystanders)
+    for bystander in bystanders:
+        bystander.close()
+
+
+@pytest.fixture
+def attacker(rnic: SoftRnic, runtime_directory: Path) -> Iterator[Attacker]:
+    with Attacker(runtime_directory / "smc") as attacker:
+        yield attacker
+
+
+def state(qp: QueuePair) -> QpState:
+    return qp.state
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other side closed it."""
+    packet = receive(sock)
+    return packet is not None and packet[0] == b""
+
+
+def unsealed(size: int) -> int:
+    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    return fd
+
+
+class TestHello:
+    def test_a_proper_one_is_accepted(self, attacker: Attacker, victim: End) -> None:
+        sock = attacker.connect(victim)
+        assert not ended(sock)
+        victim.qp.post_send(1, b"hello")
+        until(lambda: victim.sent == [(1, 0)], victim)
+        assert bytes(attacker.ring.view[FIRST_SLOT + 8 :][:5]) == b"hello"
+
+    @pytest.mark.parametrize(
+        "mangle",
+        [
+            lambda hello: b"x",
+            lambda hello: hello[:-1],
+            lambda hello: hello + b"\0",
+            lambda hello: b"HTTP" + hello[4:],
+            lambda hello: hello[:4] + b"\2" + hello[5:],
+            lambda hello: hello[:5] + b"\7" + hello[6:],
+            lambda hello: bytes(100_000),
+            lambda hello: Register(rkey=1, slot=1, address=4096, length=4096).encode(),
+            lambda hello: Revoke(rkey=1).encode(),
+        ],
+    )
+    def test_a_mangled_one(
+        self, attacker: Attacker, victim: End, mangle: Callable[[bytes], bytes]
+    ) -> None:
+        sock = attacker.say(victim, mangle(attacker.hello(victim)), attacker.fds())
+        victim.rnic.service()
+        assert ended(sock)
+
+    @pytest.mark.parametrize("count", [0, 1, 2, 4, 50, 250])
+    def test_a_wrong_number_of_descriptors(
+        self, attacker: Attacker, victim: End, count: int
+    ) -> None:
+        fds = (attacker.fds() * 100)[:count]
+        sock = attacker.say(victim, attacker.hello(victim), fds)
+        victim.rnic.service()
+        assert ended(sock)
+
+    def test_to_a_queue_pair_that_does_not_exist(self, attacker: Attacker, victim: End) -> None:
+        hello = Hello(gid=attacker.gid, qp_num=1, peer_qp_num=1, peer_psn=1).encode()
+        sock = attacker.say(victim, hello, attacker.fds())
+        victim.rnic.service()
+        assert ended(sock)
+
+    def test_from_somebody_else(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        sock = attacker.say(victim, attacker.hello(victim, qp_num=5), attacker.fds())
+        again = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        victim.rnic.service()
+        assert ended(sock)
+        assert ended(again)
+        assert state(victim.qp) is QpState.RTS
+
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    @pytest.mark.parametrize("kind", ["pipe", "null", "file", "unsealed", "short", "socket"])
+    def test_descriptors_of_a_wrong_kind(
+        self, attacker: Attacker, victim: End, which: int, kind: str, tmp_path: Path
+    ) -> None:
+        victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
+        victim.qp.to_rts(psn=PSN)
+        with contextlib.ExitStack() as stack:
+            fd = self._bad_descriptor(kind, stack, tmp_path)
+            fds = attacker.fds()
+            fds[which] = fd
+            sock = attacker.say(victim, attacker.hello(victim), fds)
+            victim.rnic.service()
+        assert ended(sock)
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, WcStatus.RETRY_EXC_ERR)], victim)
+
+    def _bad_descriptor(self, kind: str, stack: contextlib.ExitStack, tmp_path: Path) -> int:
+        if kind == "pipe":
+            for fd in (ends := os.pipe()):
+                stack.callback(os.close, fd)
+            return ends[1]
+        if kind == "socket":
+            return stack.enter_context(socket.socket(socket.AF_UNIX)).fileno()
+        if kind == "short":
+            memory = Memory(100)
+            stack.callback(memory.close)
+            return memory.fd
+        if kind == "unsealed":
+            fd = unsealed(RING_SIZE)
+        else:
+            path = "/dev/null" if kind == "null" else str(tmp_path / "file")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        stack.callback(os.close, fd)
+        return fd
+
+    def test_many_that_say_nothing(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
+        socks = [attacker.dial(victim) for _ in range(200)]
+        rnic.service()
+        assert sum(ended(sock) for sock in socks) == 200 - 64
+        attacker.connect(victim)
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, 0)], victim)
+
+    def test_many_for_a_queue_pair_that_is_not_ready(self, attacker: Attacker, victim: End) -> None:
+        socks = [
+            attacker.say(victim, attacker.hello(victim, qp_num=index), attacker.fds())
+            for index in range(1, 20)
+        ]
+        victim.rnic.service()
+        assert sum(ended(sock) for sock in socks) == 19 - 4
+
+    def test_dialling_and_leaving(self, attacker: Attacker, victim: End) -> None:
+        for index in range(20):
+            sock = attacker.dial(victim)
+            if index % 2:
+                socket.send_fds(sock, [attacker.hello(victim)], attacker.fds())
+            sock.close()
+        victim.rnic.service()
+
+    @given(st.binary(max_size=64), st.integers(0, 4))
+    def test_decoding_anything(self, data: bytes, fds: int) -> None:
+        with contextlib.suppress(ProtocolError):
+            message = decode_untrusted(data, fds)
+            assert message.encode() == data
+
+    @given(st.binary(max_size=40), st.sampled_from([1, 2, 3]), st.integers(0, 3))
+    def test_decoding_anything_plausible(self, body: bytes, kind: int, fds: int) -> None:
+        data = b"SMCN\1" + bytes([kind]) + b"\0\0" + body
+        with contextlib.suppress(ProtocolError):
+            assert decode_untrusted(data, fds).encode() == data
+
+
+class TestAnnouncements:
+    @pytest.mark.parametrize(
+        ("rkey", "slot", "length"),
+        [(0, 1, 4096), (1, 1024, 4096), (1, 1, 0), (1, 1, 4097), (1, 1, 1 << 63), (9, 1, 4096)],
+    )
+    def test_regions_that_cannot_be(
+        self, attacker: Attacker, victim: End, rkey: int, slot: int, length: int
+    ) -> None:
+        sock = attacker.connect(victim)
+        good = Register(rkey=9, slot=0, address=4096, length=4096).encode()
+        memory = Memory(4096)
+        socket.send_fds(sock, [good], [memory.fd])
+        bad = Register(rkey=rkey, slot=slot, address=4096, length=length).encode()
+        socket.send_fds(sock, [bad], [memory.fd])
+        memory.close()
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+        assert ended(sock)
+
+    @pytest.mark.parametrize("what", ["unsealed", "hello", "garbage", "revoke with descriptor"])
+    def test_messages_that_cannot_be(self, attacker: Attacker, victim: End, what: str) -> None:
+        sock = attacker.connect(victim)
+        fd = unsealed(4096)
+        if what == "unsealed":
+            data = Register(rkey=1, slot=1, address=4096, length=4096).encode()
+            socket.send_fds(sock, [data], [fd])
+        elif what == "hello":
+            socket.send_fds(sock, [attacker.hello(victim)], attacker.fds())
+        elif what == "garbage":
+            socket.send_fds(sock, [b"garbage"], [fd] * 200)
+        else:
+            socket.send_fds(sock, [Revoke(rkey=1).encode()], [fd])
+        os.close(fd)
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+
+    def test_a_region_whose_key_is_not_on_the_key_page(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        sock = attacker.connect(victim)
+        memory = Memory(4096)
+        data = Register(rkey=9, slot=3, address=1 << 20, length=4096).encode()
+        socket.send_fds(sock, [data], [memory.fd])
+        victim.qp.post_write(1, memoryview(b"x"), None, address=1 << 20, rkey=9)
+        until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim)
+        assert memory.view[0] == 0
+        memory.close()
+
+    def test_a_region_at_the_end_of_the_address_space(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        sock = attacker.connect(victim)
+        memory = Memory(4096)
+        top = (1 << 64) - 16
+        struct.pack_into("<I", attacker.keys.view, 12, 9)
+        data = Register(rkey=9, slot=3, address=top, length=4096).encode()
+        socket.send_fds(sock, [data], [memory.fd])
+        victim.qp.post_write(1, memoryview(b"x"), None, address=top + 4096, rkey=9)
+        until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim)
+        memory.close()
+
+
+class TestRing:
+    @pytest.mark.parametrize("head", [RECEIVES + 1, SLOTS * 2, 1 << 63, CLOSED])
+    def test_more_messages_than_receives(self, attacker: Attacker, victim: End, head: int) -> None:
+        attacker.connect(victim)
+        attacker.word(HEAD, head)
+        until(lambda: bool(victim.flushed), victim)
+        assert victim.flushed == [WcStatus.GENERAL_ERR, WcStatus.WR_FLUSH_ERR]
+        assert victim.received == []
+        assert state(victim.qp) is QpState.ERR
+
+    def test_going_backwards(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        attacker.word(HEAD, 2)
+        until(got(victim, 2), victim)
+        attacker.word(HEAD, 1)
+        until(lambda: bool(victim.flushed), victim)
+        assert victim.flushed[0] == WcStatus.GENERAL_ERR
+
+    def test_a_message_longer_than_a_slot(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        assert attacker.victim_ring is not None
+        attacker.victim_ring.view[FIRST_SLOT + 64] = RECEIVE_SIZE + 1
+        attacker.word(HEAD, 3)
+        until(lambda: bool(victim.flushed), victim)
+        assert victim.received == [b""]
+        assert victim.flushed[0] == WcStatus.GENERAL_ERR
+
+    @pytest.mark.parametrize(
+        ("posted", "status"),
+        [
+            (SLOTS + 1, WcStatus.GENERAL_ERR),
+            (1 << 63, WcStatus.GENERAL_ERR),
+            (PORT_DOWN, WcStatus.RETRY_EXC_ERR),
+            (CLOSED, WcStatus.RETRY_EXC_ERR),
+        ],
+    )
+    def test_credits_that_cannot_be(
+        self, attacker: Attacker, victim: End, posted: int, status: WcStatus
+    ) -> None:
+        attacker.connect(victim)
+        attacker.put(attacker.ring.view, POSTED, posted)
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, status)], victim)
+        assert state(victim.qp) is QpState.ERR
+
+    def test_credits_taken_back(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        victim.qp.post_send(1, b"x")
+        victim.qp.post_send(2, b"x")
+        attacker.put(attacker.ring.view, POSTED, 1)
+        victim.qp.post_send(3, b"x")
+        until(lambda: len(victim.sent) == 3, victim)
+        assert victim.sent[-1] == (3, WcStatus.GENERAL_ERR)
+
+    def test_a_doorbell_that_is_full(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        os.eventfd_write(attacker.doorbell, (1 << 64) - 2)
+        attacker.put(attacker.ring.view, ARMED, 1)
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, 0)], victim)
+
+    def test_random_words(self, attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
+        """Any words at any time: completions that are well formed, or the end of that one."""
+        ends = 0
+        for _ in range(150):
+            end = make_end(rnic)
+            attacker.qp_num = rng.randint(1, (1 << 24) - 1)
+            sock = attacker.connect(end)
+            assert attacker.victim_ring is not None
+            views = [attacker.victim_ring.view, attacker.ring.view]
+            for step in range(20):
+                view = rng.choice(views)
+                value = rng.choice([rng.randint(0, 70), rng.getrandbits(64), CLOSED, PORT_DOWN])
+                attacker.put(view, rng.choice(WORDS), value)
+                attacker.put(view, FIRST_SLOT + rng.randrange(SLOTS) * 64, rng.getrandbits(64))
+                end.qp.post_send(step + 1, b"message")
+                for completion in rnic.poll():
+                    assert completion.qp_num == end.qp.qp_num
+                    end.take(completion)
+                rnic.arm()
+                rnic.service()
+            assert all(len(data) <= RECEIVE_SIZE for data in end.received)
+            ends += end.qp.state is QpState.ERR
+            end.close()
+            sock.close()
+            attacker.victim_ring.close()
+            attacker.victim_ring = None
+            attacker.ring.zero(0, RING_SIZE)
+        assert ends > 50
+
+
+class TestMapping:
+    def test_memory_that_could_shrink(self) -> None:
+        fd = unsealed(4096)
+        with pytest.raises(ProtocolError, match="sealed"):
+            PeerMemory.map_untrusted(fd, 4096)
+        os.close(fd)
+
+    def test_huge_pages(self) -> None:
+        """They can run out, and the access would then be a SIGBUS."""
+        try:
+            fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        except OSError as problem:
+            pytest.skip(f"this kernel has no huge pages: {problem}")
+        os.ftruncate(fd, 2 << 20)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        with pytest.raises(ProtocolError, match="huge"):
+            PeerMemory.map_untrusted(fd, 4096)
+        os.close(fd)
+
+    @pytest.mark.parametrize("size", [0, 4097, 1 << 62, 1 << 64])
+    def test_a_wrong_size(self, size: int) -> None:
+        memory = Memory(4096)
+        with pytest.raises(ProtocolError):
+            PeerMemory.map_untrusted(memory.fd, size)
+        memory.close()
+
+    def test_closing_twice(self) -> None:
+        memory = Memory(5000)
+        peer = PeerMemory.map_untrusted(memory.fd, 5000)
+        words = peer.cast(0, 64, "Q")
+        words[1] = 7
+        assert memory.view[8] == 7
+        piece = memory.slice(10, 10)
+        for closable in (peer, memory, peer, memory):
+            closable.close()
+        with pytest.raises(ValueError, match="released"):
+            piece[0]
+
+    @pytest.mark.parametrize(("start", "length"), [(0, 200_000), (1, 5), (4095, 2), (9, 150_000)])
+    def test_zeroing(self, start: int, length: int) -> None:
+        memory = Memory(200_000)
+        memory.view[:] = b"\xff" * 200_000
+        memory.zero(start, length)
+        assert bytes(memory.view) == (
+            b"\xff" * start + bytes(length) + b"\xff" * (200_000 - start - length)
+        )
+        memory.close()

@@ -1,0 +1,417 @@
+"""`enable()`: sockets of Trio programs that are TCP's to look at and SMC-R underneath."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import random
+import re
+import socket as stdlib_socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import cast
+
+import anyio
+import anyio.abc
+import pytest
+import trio
+from outcome import Outcome
+from trio.testing import check_half_closeable_stream
+
+import trio_smc
+from tests.streams.stream_pairs import cancelled_when_it_waits
+from trio_smc.sockets.drop_in import SocketFace
+
+LOOPBACK = "127.0.0.1"
+TCP_ULP = 31  # Python has no name for it
+SMALL = trio_smc.Config(receive_buffer=16 * 1024)
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    """Enabled before the run, as a program's first line does it."""
+    trio_smc.enable(SMALL)
+    try:
+        yield
+    finally:
+        trio_smc.disable()
+
+
+@asynccontextmanager
+async def faces() -> AsyncIterator[tuple[SocketFace, SocketFace]]:
+    """The client's and the server's end of a connection."""
+    listener = trio.socket.socket()
+    await listener.bind((LOOPBACK, 0))
+    listener.listen()
+    client = trio.socket.socket()
+    accepted: list[trio.socket.SocketType] = []
+
+    async def accept() -> None:
+        accepted.append((await listener.accept())[0])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(accept)
+        await client.connect(listener.getsockname())
+    with listener, client, accepted[0] as server:
+        assert isinstance(client, SocketFace)
+        assert isinstance(server, SocketFace)
+        yield client, server
+
+
+@contextmanager
+def refused(number: int) -> Iterator[None]:
+    with pytest.raises(OSError, match=re.escape(f"[Errno {number}]")):
+        yield
+
+
+def over_smc(face: SocketFace) -> bool:
+    return face.stream is not None and face.stream.mode is trio_smc.Mode.SMC_R
+
+
+async def make_pair(
+    local_address: str | None = None,
+) -> tuple[trio.SocketStream, trio.SocketStream]:
+    (listener,) = await trio.open_tcp_listeners(0, host=LOOPBACK)
+    async with listener:
+        ends: list[trio.SocketStream] = []
+
+        async def accept() -> None:
+            ends.append(await listener.accept())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            client = await trio.open_tcp_stream(
+                *listener.socket.getsockname(), local_address=local_address
+            )
+    assert over_smc(cast(SocketFace, client.socket))
+    return client, ends[0]
+
+
+async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
+    client, server = await make_pair()
+    for sending in (client, server):
+
+        async def fill(sending: trio.SocketStream = sending) -> None:
+            while True:
+                await sending.socket.send(b"x" * 4096)
+
+        assert await cancelled_when_it_waits(fill)
+    return client, server
+
+
+def test_trios_own_streams_keep_their_contract(enabled: None) -> None:
+    trio.run(check_half_closeable_stream, make_pair, make_clogged)
+
+
+def test_bytes_and_names(enabled: None, seed: int) -> None:
+    data = random.Random(seed).randbytes(1_000_000)
+
+    async def main() -> None:
+        async with faces() as (client, server):
+            assert over_smc(client)
+            assert over_smc(server)
+            assert client.getsockname() == server.getpeername()
+            assert (client.family, client.type) == (
+                stdlib_socket.AF_INET,
+                stdlib_socket.SOCK_STREAM,
+            )
+            got = bytearray()
+
+            async def send() -> None:
+                rest = memoryview(data)
+                while rest:
+                    sent = await client.send(rest)
+                    assert 0 < sent <= len(rest)
+                    rest = rest[sent:]
+                client.shutdown(stdlib_socket.SHUT_WR)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                while piece := await server.recv(30_000):
+                    got += piece
+            assert got == data
+            assert client.did_shutdown_SHUT_WR
+            with pytest.raises(BrokenPipeError):
+                await client.send(b"more")
+
+    trio.run(main)
+
+
+def test_names_and_options_of_both_ends(enabled: None) -> None:
+    """What was set before there was a connection counts over SMC-R (docs/socket-options.md)."""
+    level, tcp = stdlib_socket.SOL_SOCKET, stdlib_socket.IPPROTO_TCP
+    linger = b"\1\0\0\0\5\0\0\0"
+
+    async def main() -> None:
+        with trio.socket.socket() as listener, trio.socket.socket() as client:
+            await listener.bind((LOOPBACK, 0))
+            listener.setsockopt(level, stdlib_socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(level, stdlib_socket.SO_LINGER, linger)
+            listener.setsockopt(level, stdlib_socket.SO_RCVBUF, 50_000)
+            listener.listen()
+            client.setsockopt(level, stdlib_socket.SO_SNDBUF, 8192)
+            client.setsockopt(tcp, stdlib_socket.TCP_USER_TIMEOUT, 5000)
+            accepted: list[tuple[trio.socket.SocketType, object]] = []
+
+            async def accept() -> None:
+                accepted.append(await listener.accept())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(accept)
+                await client.connect(listener.getsockname())
+            server, address = accepted[0]
+            with server:
+                assert over_smc(cast(SocketFace, client))
+                assert over_smc(cast(SocketFace, server))
+                assert client.getsockname() == server.getpeername() == address
+                assert client.getpeername() == server.getsockname() == listener.getsockname()
+                assert client.getsockopt(level, stdlib_socket.SO_RCVBUF) == 16 * 1024
+                assert client.getsockopt(level, stdlib_socket.SO_SNDBUF) == 8192
+                assert client.getsockopt(level, stdlib_socket.SO_ERROR) == 0
+                assert client.getsockopt(tcp, stdlib_socket.TCP_USER_TIMEOUT) == 5000
+                assert server.getsockopt(level, stdlib_socket.SO_KEEPALIVE) == 1
+                assert server.getsockopt(level, stdlib_socket.SO_RCVBUF) == 64 * 1024
+                assert server.getsockopt(level, stdlib_socket.SO_LINGER, 8) == linger
+                for value in (0, 1):
+                    client.setsockopt(tcp, stdlib_socket.TCP_NODELAY, value)
+                    assert client.getsockopt(tcp, stdlib_socket.TCP_NODELAY) == value
+                with refused(errno.EOPNOTSUPP):
+                    client.setsockopt(tcp, TCP_ULP, b"tls")
+
+    trio.run(main)
+
+
+def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
+    async def main() -> None:
+        async with faces() as (client, server):
+            assert not server.is_readable()
+            await client.sendmsg([b"abc", b"def"])
+            assert await server.recv(4, stdlib_socket.MSG_PEEK) == b"abcd"
+            assert server.is_readable()
+            buffer = bytearray(2)
+            assert await server.recv_into(buffer) == 2
+            assert buffer == b"ab"
+            first, second = bytearray(1), bytearray(1)
+            assert (await server.recvmsg_into([first, second]))[0] == 2
+            assert first + second == b"cd"
+            assert await server.recvfrom(10) == (b"ef", None)
+
+    trio.run(main)
+
+
+def test_shut_for_reading(enabled: None) -> None:
+    async def main() -> None:
+        async with faces() as (client, server):
+            await client.send(b"nobody reads this")
+            server.shutdown(stdlib_socket.SHUT_RD)
+            assert await server.recv(10) == b""
+            await server.send(b"this is read")
+            assert await client.recv(100) == b"this is read"
+
+    trio.run(main)
+
+
+def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
+    async def main() -> None:
+        async with faces() as (client, server):
+            await client.send(b"goodbye")
+            client.close()
+            assert await server.recv(100) == b"goodbye"
+            assert await server.recv(100) == b""
+            with refused(errno.EBADF):
+                await client.recv(1)
+            assert client.fileno() == -1
+            assert server.fileno() >= 0
+
+    trio.run(main)
+
+
+def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
+    async def main() -> None:
+        async with faces() as (client, _):
+            for attempt in (
+                partial(client.recv, 1, stdlib_socket.MSG_WAITALL),
+                partial(client.sendmsg, [b"x"], [(1, 1, b"")]),
+            ):
+                with refused(errno.EOPNOTSUPP):
+                    await attempt()
+            for sync in (client.detach, client.dup):
+                with refused(errno.EOPNOTSUPP):
+                    sync()
+            with refused(errno.EISCONN):
+                await client.sendto(b"x", (LOOPBACK, 1))
+
+    trio.run(main)
+
+
+def test_urgent_data(enabled: None) -> None:
+    async def main() -> None:
+        async with faces() as (client, server):
+            assert await client.send(b"!", stdlib_socket.MSG_OOB) == 1
+            assert server.stream is not None
+            assert await server.stream.receive_urgent() == b"!"
+
+    trio.run(main)
+
+
+def test_sockets_of_the_standard_library(enabled: None) -> None:
+    """As hypercorn and AnyIO listen."""
+
+    async def main() -> None:
+        theirs = stdlib_socket.create_server((LOOPBACK, 0))
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(theirs))
+        async with listener, trio.open_nursery() as nursery:
+            accepted: list[trio.SocketStream] = []
+
+            async def accept() -> None:
+                accepted.append(await listener.accept())
+
+            nursery.start_soon(accept)
+            # Nobody has called `listen` on it in Trio: `accept` publishes it.
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            client = await trio.open_tcp_stream(*theirs.getsockname())
+        assert over_smc(cast(SocketFace, client.socket))
+        assert over_smc(cast(SocketFace, accepted[0].socket))
+        await accepted[0].aclose()
+        await client.aclose()
+
+    trio.run(main)
+
+
+def test_what_is_not_tcp_stays_as_it_is(enabled: None) -> None:
+    async def main() -> None:
+        one, other = trio.socket.socketpair()
+        with one, other, trio.socket.socket(type=stdlib_socket.SOCK_DGRAM) as datagrams:
+            for each in (one, other, datagrams):
+                assert not isinstance(each, SocketFace)
+
+    trio.run(main)
+
+
+def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
+    async def main() -> None:
+        with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
+            client = trio.socket.socket()
+            with client:
+                await client.connect(theirs.getsockname())
+                with theirs.accept()[0] as peer:
+                    peer.sendall(b"plain")
+                    assert await client.recv(10) == b"plain"
+                    assert isinstance(client, SocketFace)
+                    assert client.stream is not None
+                    assert client.stream.fallback is not None
+                    client.close()
+                    assert peer.recv(1) == b""
+
+    trio.run(main)
+
+
+def test_required(enabled: None) -> None:
+    trio_smc.enable(trio_smc.Config(require_smc=True))
+
+    async def main() -> None:
+        with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
+            client = trio.socket.socket()
+            with pytest.raises(trio_smc.SmcUnavailable):
+                await client.connect(theirs.getsockname())
+            assert client.fileno() == -1
+
+    trio.run(main)
+
+
+def test_a_guest_run(enabled: None) -> None:
+    """A host loop that runs Trio beside its own work, as graphical programs do."""
+    todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    done: list[Outcome[str]] = []
+
+    async def main() -> str:
+        client, server = await make_pair()
+        async with client, server:
+            assert isinstance(client.socket, SocketFace)
+            assert over_smc(client.socket)
+            await client.send_all(b"from the guest")
+            return (await server.receive_some()).decode()
+
+    trio.lowlevel.start_guest_run(
+        main, run_sync_soon_threadsafe=todo.put, done_callback=done.append
+    )
+    while not done:
+        todo.get(timeout=30)()
+    assert done[0].unwrap() == "from the guest"
+
+
+async def test_enabled_inside_a_run() -> None:
+    trio_smc.enable(SMALL)
+    try:
+        async with faces() as (client, server):
+            assert over_smc(client)
+            assert over_smc(server)
+    finally:
+        trio_smc.disable()
+    with trio.socket.socket() as plain:
+        assert not isinstance(plain, SocketFace)
+
+
+def test_disabled_again() -> None:
+    run, wrap = trio.run, trio.socket.from_stdlib_socket
+    trio_smc.enable()
+    assert trio.run is not run
+    trio_smc.enable()  # twice is as good as once
+    trio_smc.disable()
+    assert trio.run is run
+    assert trio.socket.from_stdlib_socket is wrap
+
+
+def test_a_program_with_a_factory_of_its_own_keeps_it(enabled: None) -> None:
+    class Theirs(trio.abc.SocketFactory):
+        def socket(self, *_: object) -> trio.socket.SocketType:
+            raise RuntimeError("theirs")
+
+    async def main() -> None:
+        trio.socket.set_custom_socket_factory(Theirs())
+        with pytest.raises(RuntimeError, match="theirs"):
+            trio.socket.socket()
+
+    trio.run(main)
+
+
+def test_ports_are_known_before_connecting(enabled: None) -> None:
+    """`trio.open_tcp_stream` with a local address asks for a port as late as possible."""
+
+    async def main() -> None:
+        client, server = await make_pair(local_address="127.0.0.2")
+        async with client, server:
+            assert client.socket.getsockname()[0] == "127.0.0.2"
+
+    trio.run(main)
+
+
+def test_a_connected_descriptor_is_left_alone(enabled: None) -> None:
+    async def main() -> None:
+        with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
+            theirs_client = stdlib_socket.create_connection(theirs.getsockname())
+            with trio.socket.from_stdlib_socket(theirs_client) as taken:
+                assert not isinstance(taken, SocketFace)
+
+    trio.run(main)
+
+
+def test_anyio_connects_and_listens(enabled: None) -> None:
+    async def echo(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.send(await stream.receive())
+
+    async def main() -> None:
+        listener = await anyio.create_tcp_listener(local_host=LOOPBACK)
+        async with listener, anyio.create_task_group() as group:
+            group.start_soon(listener.serve, echo)
+            port = listener.extra(anyio.abc.SocketAttribute.local_port)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            async with await anyio.connect_tcp(LOOPBACK, port) as client:
+                assert over_smc(client._trio_socket)  # type: ignore[attr-defined]
+                await client.send(b"by anyio")
+                assert await client.receive() == b"by anyio"
+            group.cancel_scope.cancel()
+
+    trio.run(main)

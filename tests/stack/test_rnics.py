@@ -1,0 +1,299 @@
+"""RoCE ports that come and go while a stack is open, on a host made up for it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+from tests.rnic.port_world import HOST, FakePort, World
+from trio_smc import Config, FallbackReason
+from trio_smc.host import pnet
+from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.roce.hotplug import PortWatch
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.verbs import Rnic, RnicError, RnicEvent
+from trio_smc.stack.rnics import RnicChange, StackRnics
+
+ADDRESSES = ("192.0.2.1", "192.0.2.9")  # on rxe0's network
+AVAILABLE, LOST = RnicChange.AVAILABLE, RnicChange.LOST
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(Pump, "add", lambda self, rnic: None)
+    monkeypatch.setattr(Pump, "remove", lambda self, rnic: None)
+    return World.made(monkeypatch)
+
+
+class Followed:
+    """The RNICs of a stack that keeps to what there is, and what link groups were told."""
+
+    def __init__(self, config: Config) -> None:
+        self.told: list[tuple[str, RnicChange]] = []
+        discovery: Any = None
+
+        def on_change(rnic: Rnic, change: RnicChange) -> None:
+            self.told.append((rnic.name, change))
+
+        self.rnics = StackRnics(config, discovery, Pump(spin=0), on_change)
+
+    def names(self) -> list[str]:
+        return [each.name for each in self.rnics.opened if each.kind == "roce"]
+
+
+@asynccontextmanager
+async def followed(world: World, *named: Rnic) -> AsyncIterator[Followed]:
+    made = Followed(Config(rnics=named) if named else Config())
+    made.rnics.open()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.rnics.follow)
+        await trio.testing.wait_all_tasks_blocked()
+        yield made
+        nursery.cancel_scope.cancel()
+    made.rnics.close()
+    assert world.opened == [], "all were closed"
+
+
+async def tell(world: World) -> None:
+    world.news.set()
+    await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_a_port_that_comes_and_goes(world: World, autojump_clock: trio.abc.Clock) -> None:
+    async with followed(world) as stack:
+        assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
+        world.come("rxe0", "rxe1")
+        await tell(world)
+        assert stack.names() == ["rxe0", "rxe1"]
+        assert stack.told == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
+        served = stack.rnics.serving(*ADDRESSES)
+        assert isinstance(served, Rnic)
+        assert served.name == "rxe0#1"
+        await tell(world)  # of something else
+        assert len(world.opened) == 3
+        stack.told.clear()
+        world.go("rxe0")
+        await tell(world)
+        assert stack.names() == ["rxe1"]
+        assert stack.told == [("rxe0", LOST), ("rxe0#1", LOST)]
+        assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for that"
+        assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
+        world.come("rxe0")
+        await tell(world)
+        assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
+
+
+async def test_a_port_that_comes_while_a_stack_is_opened(
+    world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """Between the first look and the subscription to news."""
+
+    def subscribe() -> AbstractContextManager[World]:
+        world.come("rxe0")
+        return world.watch()
+
+    monkeypatch.setattr(PortWatch, "open", subscribe)
+    async with followed(world) as stack:
+        assert stack.names() == ["rxe0"]
+
+
+async def test_a_port_that_only_goes_down_stays(
+    world: World, autojump_clock: trio.abc.Clock
+) -> None:
+    world.come("rxe0")
+    async with followed(world) as stack:
+        world.active.clear()
+        await tell(world)
+        assert stack.names() == ["rxe0"]
+        assert stack.told == []
+
+
+async def test_what_cannot_be_opened_yet(
+    world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """udev has not given the node its permissions: tried again without more news, but not for
+    ever."""
+    tried: list[float] = []
+    ready = 1.0
+
+    def open_later(self: FakePort, directory: Path) -> None:
+        tried.append(trio.current_time() - start)
+        if tried[-1] < ready:
+            raise PermissionError(errno.EACCES, "not yet")
+        really(self, directory)
+
+    really = FakePort.open
+    monkeypatch.setattr(FakePort, "open", open_later)
+    async with followed(world) as stack:
+        start = trio.current_time()
+        world.come("rxe0")
+        await tell(world)
+        assert stack.names() == []
+        await trio.sleep(100)
+        assert stack.names() == ["rxe0"]
+        assert tried == pytest.approx([0, 0.3, 1.3])
+        world.go("rxe0")
+        await tell(world)
+        world.come("rxe0")
+        ready, start = 1e9, trio.current_time()
+        tried.clear()
+        await tell(world)
+        await trio.sleep(100)
+        assert tried == pytest.approx([0, 0.3, 1.3, 6.3])
+
+
+@pytest.mark.parametrize("delay", [0.1, 1, 5])
+async def test_a_port_that_follows_its_interface(
+    delay: float, world: World, autojump_clock: trio.abc.Clock
+) -> None:
+    """The news may be there before the port is, seconds before it on a busy host."""
+    async with followed(world) as stack:
+        await tell(world)
+        await trio.sleep(delay)
+        world.come("rxe0")
+        await trio.sleep(100)
+        assert stack.names() == ["rxe0"]
+
+
+async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock) -> None:
+    """Only the device itself tells; it is tried again when the kernel tells something."""
+    world.come("rxe0", "rxe1")
+    async with followed(world) as stack:
+        [port, _] = world.opened
+        port.failed, port.port_active = True, False
+        assert port.on_event is not None
+        port.on_event(RnicEvent.FATAL)
+        assert stack.told == [("rxe0", LOST)]
+        assert port in world.opened, "not while the device is at work"
+        await trio.testing.wait_all_tasks_blocked()
+        assert stack.names() == ["rxe1"]
+        assert port not in world.opened
+        await trio.sleep(100)
+        assert stack.names() == ["rxe1"]
+        await tell(world)
+        assert stack.names() == ["rxe1", "rxe0"]
+
+
+async def test_a_device_that_is_made_anew_at_once(
+    world: World, autojump_clock: trio.abc.Clock
+) -> None:
+    """Its failure and the news of its successor are seen together."""
+    world.come("rxe0")
+    async with followed(world) as stack:
+        [port] = world.opened
+        port.failed, port.port_active = True, False
+        assert port.on_event is not None
+        port.on_event(RnicEvent.FATAL)
+        await tell(world)
+        await trio.sleep(100)
+        [again] = world.opened
+        assert again is not port
+        assert stack.names() == ["rxe0"]
+
+
+async def test_a_kernel_that_tells_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    """What fails is closed all the same."""
+
+    def refuse() -> AbstractContextManager[World]:
+        raise PermissionError(errno.EPERM, "no netlink")
+
+    monkeypatch.setattr(PortWatch, "open", refuse)
+    world.come("rxe0", "rxe1")
+    async with followed(world) as stack:
+        [port, _] = world.opened
+        port.failed = True
+        assert port.on_event is not None
+        port.on_event(RnicEvent.FATAL)
+        await trio.testing.wait_all_tasks_blocked()
+        assert stack.names() == ["rxe1"]
+
+
+async def test_a_device_that_cannot_be_closed(
+    world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs nobody else anything."""
+
+    def refuse(port: FakePort) -> None:
+        close(port)
+        raise RnicError(errno.EBUSY, "in use")
+
+    close = FakePort.close
+    monkeypatch.setattr(FakePort, "close", refuse)
+    world.come("rxe0", "rxe1")
+    async with followed(world) as stack:
+        world.go("rxe0")
+        await tell(world)
+        assert stack.names() == ["rxe1"]
+        monkeypatch.setattr(FakePort, "close", close)
+
+
+async def test_what_is_left_of_a_link_group(
+    world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first RNIC goes, and its interface with it: the others are companions still."""
+    world.come("rxe2", "rxe3")
+    async with followed(world) as stack:
+        first, second = stack.rnics.opened[-2:]
+        assert stack.rnics.companions(first) == [first, second]
+        world.go("rxe2")
+        left = {index: each for index, each in HOST.items() if each.name != "eth2"}
+        monkeypatch.setattr(pnet, "interfaces", lambda: left)
+        await tell(world)
+        assert stack.rnics.companions(first) == [second]
+        assert stack.rnics.companions(second) == [second]
+
+
+async def test_one_that_was_named_comes_back(world: World, autojump_clock: trio.abc.Clock) -> None:
+    """As the same object, and nothing that was not named is opened."""
+    named = world.port("rxe0")
+    world.come("rxe0", "rxe1")
+    async with followed(world, named) as stack:
+        for _ in range(2):
+            world.go("rxe0")
+            await tell(world)
+            assert stack.names() == []
+            assert world.opened == []
+            world.come("rxe0")
+            await tell(world)
+            assert stack.rnics.opened == [named]
+
+
+async def test_nothing_to_follow(world: World) -> None:
+    """Software RNICs alone: no task, no socket."""
+    with trio.fail_after(5):
+        made = Followed(Config(rnics=(SoftRnic(),)))
+        await made.rnics.follow()
+
+
+async def test_listeners_offer_the_option_from_then_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under "auto" listeners offer SMC-R by the TCP option when there is a RoCE port."""
+    async with trio_smc.open_stack() as stack:
+        offered: list[object] = []
+        monkeypatch.setattr(stack.tcp_option, "offer", offered.append)
+        [listener] = await stack.open_listeners(0, host="127.0.0.1")
+        [closed] = await stack.open_listeners(0, host="127.0.0.1")
+        await closed.aclose()
+        assert offered == []
+        world.come("rxe0")
+        await tell_and_wait(world, lambda: bool(offered))
+        assert offered == [listener.socket]
+        await listener.aclose()
+
+
+async def tell_and_wait(world: World, condition: Callable[[], bool]) -> None:
+    world.news.set()
+    with trio.fail_after(5):
+        while not condition():
+            await trio.lowlevel.checkpoint()

@@ -1,0 +1,155 @@
+"""`SmcStream.receive_some_into`, over SMC-R and over TCP."""
+
+from __future__ import annotations
+
+import array
+import mmap
+import random
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, smc_config, tcp_config
+from trio_smc import SmcStream
+
+KINDS = {
+    "strict": smc_config(),
+    "amortised": smc_config(checkpoints="amortised"),
+    "eye-catcher": smc_config(rmbe_eye_catcher=True),
+    "tcp": tcp_config(),
+}
+
+
+@pytest.fixture(params=KINDS)
+async def pairs(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
+    async with open_pairs(KINDS[request.param]) as made:
+        yield made
+
+
+@pytest.fixture
+async def pair(pairs: Pairs) -> AsyncIterator[tuple[SmcStream, SmcStream]]:
+    a, b = await pairs.make()
+    yield a, b
+    await a.aclose()
+    await b.aclose()
+
+
+async def test_the_same_bytes_as_receive_some(
+    pair: tuple[SmcStream, SmcStream], rng: random.Random
+) -> None:
+    a, b = pair
+    data = rng.randbytes(5 * SMALL_RING + 1)
+
+    async def send() -> None:
+        await a.send_all(data)
+        await a.send_eof()
+
+    got = bytearray()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        while True:
+            buffer = bytearray(rng.choice((1, 7, 1000, SMALL_RING, 2 * SMALL_RING)))
+            if rng.random() < 0.3:
+                piece = await b.receive_some(len(buffer))
+            else:
+                piece = bytes(buffer[: await b.receive_some_into(buffer)])
+            if not piece:
+                break
+            got += piece
+    assert got == data
+    assert await b.receive_some_into(bytearray(1)) == 0
+
+
+async def test_only_what_came_is_written(pair: tuple[SmcStream, SmcStream]) -> None:
+    a, b = pair
+    await a.send_all(b"abc")
+    buffer = bytearray(b"-" * 10)
+    with memoryview(buffer) as view:
+        assert await b.receive_some_into(view[2:8]) == 3
+    assert buffer == b"--abc-----"
+    buffer.append(0)  # no view of it is left
+
+
+async def test_buffers_of_every_kind(pair: tuple[SmcStream, SmcStream]) -> None:
+    a, b = pair
+    with mmap.mmap(-1, 4096) as mapped:
+        numbers = array.array("I", [0, 0])
+        for buffer in (mapped, numbers, memoryview(bytearray(8)).cast("B", (2, 4))):
+            await a.send_all(b"12345678")
+            assert await b.receive_some_into(buffer) == 8
+            assert bytes(memoryview(buffer).cast("B")[:8]) == b"12345678"
+
+
+async def test_buffers_that_are_none(pair: tuple[SmcStream, SmcStream]) -> None:
+    a, b = pair
+    await a.send_all(b"x")
+    with pytest.raises(ValueError, match="empty"):
+        await b.receive_some_into(bytearray())
+    with pytest.raises(TypeError, match="written"):
+        await b.receive_some_into(b"constant")
+    with pytest.raises(TypeError):
+        await b.receive_some_into(memoryview(bytearray(8))[::2])
+    with pytest.raises(TypeError):
+        await b.receive_some_into("text")  # type: ignore[arg-type]
+    assert await b.receive_some() == b"x"
+
+
+async def test_cancelled_it_takes_nothing(pair: tuple[SmcStream, SmcStream]) -> None:
+    a, b = pair
+    buffer = bytearray(4)
+    with trio.move_on_after(0.01) as scope:
+        await b.receive_some_into(buffer)
+    assert scope.cancelled_caught
+    await a.send_all(b"late")
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await b.receive_some_into(buffer)
+    assert scope.cancelled_caught
+    assert await b.receive_some_into(buffer) == 4
+    assert buffer == b"late"
+
+
+async def test_one_task_at_a_time(pair: tuple[SmcStream, SmcStream]) -> None:
+    _, b = pair
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(b.receive_some_into, bytearray(1))
+        await wait_all_tasks_blocked()
+        for call in (partial(b.receive_some_into, bytearray(1)), b.receive_some):
+            with pytest.raises(trio.BusyResourceError):
+                await call()
+        nursery.cancel_scope.cancel()
+
+
+async def test_closed_meanwhile_and_before(pair: tuple[SmcStream, SmcStream]) -> None:
+    _, b = pair
+
+    async def receive() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await b.receive_some_into(bytearray(1))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receive)
+        await wait_all_tasks_blocked()
+        await b.aclose()
+    await receive()
+
+
+async def test_broken(pair: tuple[SmcStream, SmcStream]) -> None:
+    a, b = pair
+    a.abort()
+    with pytest.raises(trio.BrokenResourceError):
+        await b.receive_some_into(bytearray(1))
+
+
+@pytest.mark.parametrize("kind", ["strict", "tcp"])
+async def test_each_call_is_a_checkpoint(kind: str) -> None:
+    async with open_pairs(KINDS[kind]) as pairs:
+        a, b = await pairs.make()
+        await a.send_all(b"ab")
+        with assert_checkpoints():
+            assert await b.receive_some_into(bytearray(1)) == 1
+        await a.aclose()
+        await b.aclose()

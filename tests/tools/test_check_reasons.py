@@ -1,0 +1,287 @@
+"""Every reason for a fallback is brought about; `trio-smc check` explains it and its remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.api.api_peers import HOST, PATIENCE, QUICK, accept, decline, plain_server, read_clc
+from tests.tools.tools_processes import quick_command
+from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
+from trio_smc._base.reasons import Diagnosis
+from trio_smc.rendezvous.discovery import announcing as _places
+from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.stack.policy import SHORT_AFTER
+from trio_smc.tools.commands import check
+from trio_smc.wire import clc
+
+Reason = FallbackReason
+LOCAL, PEER = Origin.LOCAL, Origin.PEER
+Patch = pytest.MonkeyPatch
+Server = Callable[[Patch], AbstractAsyncContextManager[int]]
+"""Arranges everything; yields the port to check."""
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def ours(
+    patch: Patch,
+    config: Config = QUICK,
+    prepare: Callable[[Patch, Stack], None] = lambda patch, stack: None,
+) -> AsyncIterator[int]:
+    """A server with trio_smc, on a stack of its own."""
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(stack.serve, until_its_end, 0, host=HOST))
+        prepare(patch, stack)
+        yield listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+async def until_its_end(stream: trio.abc.ReceiveStream) -> None:
+    """Handle a connection: wait until the peer ends it."""
+    async for _ in stream:
+        pass
+
+
+@asynccontextmanager
+async def nobody(patch: Patch) -> AsyncIterator[int]:
+    """A server that has never heard of SMC-R."""
+    async with plain_server() as listener:
+        yield listener.socket.getsockname()[1]
+
+
+@asynccontextmanager
+async def by_hand(patch: Patch, answer: clc.Message) -> AsyncIterator[int]:
+    """A server that answers the Proposal with this message."""
+    async with plain_server() as listener, trio.open_nursery() as nursery:
+
+        async def handle(stream: trio.SocketStream) -> None:
+            await read_clc(stream)
+            await stream.send_all(answer.encode())
+            await until_its_end(stream)
+
+        nursery.start_soon(trio.serve_listeners, handle, [listener])
+        yield listener.socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def bored(patch: Patch) -> AsyncIterator[int]:
+    """A server of ours that learns, and has seen nothing but short connections."""
+    async with ours(patch, Config(receive_buffer=16384, learn_short=True)) as port:
+        async with trio_smc.open_stack(QUICK) as stack:
+            for _ in range(SHORT_AFTER):
+                stream = await stream_of_mode(stack, port)
+                await stream.aclose()
+        yield port
+
+
+async def stream_of_mode(stack: Stack, port: int) -> trio_smc.SmcStream:
+    """A connection that is SMC-R."""
+    stream = await stack.open_stream(HOST, port)
+    assert stream.fallback is None
+    return stream
+
+
+# --- what is wrong with the side that checks -----------------------------------------------------
+
+
+def checking_with(server: Server, **settings: Any) -> Server:
+    """With these settings of the stack that checks."""
+
+    def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
+        patch.setattr(check, "Config", partial(Config, **settings))
+        return server(patch)
+
+    return arrange
+
+
+def checking_after(server: Server, prepare: Callable[[Patch, Stack], None]) -> Server:
+    """With this done to the stack that checks before it connects."""
+
+    def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
+        connect = check._connect
+
+        async def prepared(report: Any, stack: Stack, directory: Any) -> None:
+            prepare(patch, stack)
+            await connect(report, stack, directory)
+
+        patch.setattr(check, "_connect", prepared)
+        return server(patch)
+
+    return arrange
+
+
+def changed(server: Server, change: Callable[[Patch], None]) -> Server:
+    """With something else changed."""
+
+    def arrange(patch: Patch) -> AbstractAsyncContextManager[int]:
+        change(patch)
+        return server(patch)
+
+    return arrange
+
+
+def fail_rnic(patch: Patch, stack: Stack) -> None:
+    """The port goes down."""
+    [rnic] = stack.rnics
+    assert isinstance(rnic, SoftRnic)
+    rnic.fail()
+
+
+def no_memory(patch: Patch, stack: Stack) -> None:
+    """There is no memory for RMBs."""
+
+    def full(size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    [rnic] = stack.rnics
+    patch.setattr(rnic, "alloc_memory", full)
+
+
+def no_option(number: int) -> Callable[[Patch], None]:
+    """The kernel does not take the program that sends the TCP option."""
+
+    def change(patch: Patch) -> None:
+        def refuse(cgroup: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(tcp_option, "load_option", refuse)
+
+    return change
+
+
+def open_to_all(patch: Patch) -> None:
+    """The private directory is not private."""
+    directory = Config().private_directory()
+    directory.mkdir(parents=True)
+    directory.chmod(0o755)
+
+
+def another_user(patch: Patch) -> None:
+    """The process that answers for the port is another user's."""
+    patch.setattr(_places, "is_same_user", lambda connection: False)
+
+
+def another_release(patch: Patch) -> None:
+    """What the checking side says comes from another release."""
+    announce = _local_protocol.announce
+
+    def from_the_future(connection: bytes) -> bytes:
+        message = bytearray(announce(connection))
+        message[4:6] = b"\xfe\xff"
+        return bytes(message)
+
+    patch.setattr(_local_protocol, "announce", from_the_future)
+
+
+def another_processor(patch: Patch) -> None:
+    """Memory is ordered otherwise than the software RNIC needs it."""
+    patch.setattr("trio_smc.rnic.soft.device.platform.machine", lambda: "riscv64")
+
+
+# --- the cases -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reason, which side decides it, as the checking side sees it, and how it comes about."""
+
+    reason: FallbackReason
+    origin: Origin
+    arrange: Server
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}-{self.origin.value}"
+
+
+def declined(reason: FallbackReason, word: int) -> Case:
+    """The server declines with this diagnosis word."""
+    server = partial(by_hand, answer=decline(word))
+    return Case(reason, PEER, server, ("--discovery", "assume"))
+
+
+def seen(reason: FallbackReason, answer: clc.Message) -> Case:
+    """The server's answer makes this side decline."""
+    return Case(reason, LOCAL, partial(by_hand, answer=answer), ("--discovery", "assume"))
+
+
+def served(reason: FallbackReason, **settings: Any) -> Case:
+    """A server of ours with these settings stays on TCP."""
+    return Case(reason, PEER, partial(ours, config=Config(receive_buffer=16384, **settings)))
+
+
+OPTION = ("--discovery", "tcp-option")
+NOWHERE = checking_with(nobody, tcp_option="/nowhere")
+CASES = [
+    Case(Reason.PEER_NOT_CAPABLE, LOCAL, nobody),
+    declined(Reason.PEER_NOT_CAPABLE, Diagnosis.PEER_NOT_CAPABLE),
+    Case(Reason.NO_RNIC, LOCAL, checking_with(ours, rnics=())),
+    served(Reason.NO_RNIC, rnics=()),
+    Case(Reason.RNIC_DOWN, LOCAL, checking_after(ours, fail_rnic)),
+    Case(Reason.RNIC_DOWN, PEER, partial(ours, prepare=fail_rnic)),
+    Case(
+        Reason.PREFIX_MISMATCH, PEER,
+        partial(by_hand, answer=decline(Diagnosis.PREFIX_MISMATCH)), ("--discovery", "assume"),
+    ),
+    Case(Reason.OUT_OF_RESOURCES, LOCAL, checking_after(ours, no_memory)),
+    Case(Reason.OUT_OF_RESOURCES, PEER, partial(ours, prepare=no_memory)),
+    seen(Reason.OUT_OF_SYNC, accept(first_contact=False)),
+    declined(Reason.OUT_OF_SYNC, Diagnosis.OUT_OF_SYNC),
+    seen(Reason.RESERVED_VALUE, accept(qp_mtu=9)),
+    declined(Reason.VERSION_MISMATCH, Diagnosis.VERSION_MISMATCH),
+    declined(Reason.MODE_MISMATCH, Diagnosis.MODE_MISMATCH),
+    declined(Reason.EYE_CATCHER, Diagnosis.EYE_CATCHER),
+    seen(Reason.LINK_FAILED, accept()),
+    declined(Reason.LINK_FAILED, Diagnosis.CONFIRM_LINK_TIMEOUT),
+    served(Reason.HANDSHAKE_LIMIT, handshake_limit=0),
+    Case(Reason.TCP_OPTION_UNAVAILABLE, LOCAL, changed(NOWHERE, no_option(errno.ENOSYS)), OPTION),
+    Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
+    Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(nobody, open_to_all)),
+    Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
+    Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
+    Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(nobody, another_processor)),
+    Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),
+    served(Reason.NOT_PERMITTED, allow=("192.0.2.0/24",)),
+    Case(Reason.SHORT_CONNECTIONS, PEER, bored),
+    declined(Reason.DECLINED, 0x12345678),
+]  # fmt: skip
+
+
+# Where it is for the other side to do something, if that side decided.
+AT_THE_PEER = {
+    Reason.NO_RNIC, Reason.RNIC_DOWN, Reason.OUT_OF_RESOURCES, Reason.HANDSHAKE_LIMIT,
+    Reason.NOT_PERMITTED,
+}  # fmt: skip
+
+
+def test_no_reason_is_missing() -> None:
+    assert {case.reason for case in CASES} == set(FallbackReason)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_check_explains(case: Case, monkeypatch: Patch) -> None:
+    local = Fallback.local(case.reason)
+    with trio.fail_after(PATIENCE):
+        async with case.arrange(monkeypatch) as port:
+            done = await quick_command("check", HOST, port, *case.arguments)
+    assert (done.code, done.err) == (1, ""), done
+    said = done.out.partition("\nThe server, process ")[0]
+    who = "this side" if case.origin is LOCAL else "the server"
+    assert f"SMC-R is not used: {local.message}" in said
+    assert ("(said by the peer" in said) is (case.origin is PEER)
+    assert f"  reason     {case.reason}, decided by {who}\n" in said
+    elsewhere = case.origin is PEER and case.reason in AT_THE_PEER
+    assert f"  remedy     {'at the peer: ' * elsewhere}{local.remedy}\n" in said

@@ -1,0 +1,403 @@
+"""`trio-smc ss, lg, rnic, stats, top, check, reasons`: real processes that look at real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.api.api_peers import plain_server
+from tests.tools.tools_processes import (
+    LIMIT,
+    command,
+    command_here,
+    one_line,
+    quick_command,
+    running,
+)
+from trio_smc import Fallback, FallbackReason
+from trio_smc._base.reasons import Diagnosis
+from trio_smc.tools import output
+from trio_smc.tools.commands import check
+
+# --- ss ------------------------------------------------------------------------------------------
+
+
+async def test_ss_shows_every_connection_with_its_mode_and_queues() -> None:
+    async with running("pair") as peer:
+        [stack] = (await quick_command("ss", "--json")).json
+        assert stack["pid"] == peer.pid
+        assert stack["listeners"] == [["127.0.0.1", peer.told["port"]]]
+        server, client, plain = sorted(
+            stack["connections"], key=lambda each: (each["mode"], -each["receive_queue"])
+        )
+        here, there = ["127.0.0.1", peer.told["port"]], ["127.0.0.1", peer.told["client"]]
+        assert (server["mode"], server["state"]) == ("smc-r", "ACTIVE")
+        assert (server["local"], server["peer"]) == (here, there)
+        assert (client["local"], client["peer"]) == (there, here)
+        # 1500 bytes were sent to the server, which took 500; the 200 of its own were taken.
+        assert server["receive_queue"] == 1000
+        assert server["cursors"]["received"] == client["cursors"]["produced"] == 1500
+        assert server["cursors"]["consumed"] == 500
+        assert client["cursors"]["ring"] == server["cursors"]["peer_ring"] == 16384
+        assert client["send_queue"] == 1500 - client["cursors"]["taken"]
+        assert (client["receive_queue"], client["cursors"]["received"]) == (0, 200)
+        assert client["statistics"]["bytes_sent"] == 1500
+        assert {server["link_group"], client["link_group"]} == {1, 2}
+        assert plain["mode"] == "tcp"
+        assert plain["state"] == "ESTABLISHED"
+        assert plain["peer"] == ["127.0.0.1", peer.told["plain"]]
+        assert plain["fallback"]["reason"] == "peer-not-capable"
+        assert plain["cursors"] is plain["link_group"] is None
+
+
+async def test_the_table_of_ss() -> None:
+    async with running("pair") as peer:
+        heading, *rows = (await command("ss")).rows()
+        assert heading[:4] == ["PID", "STATE", "MODE", "RECV-Q"]
+        assert {row[0] for row in rows} == {str(peer.pid)}
+        assert sorted(row[1:3] for row in rows) == [
+            ["ACTIVE", "smc-r"], ["ACTIVE", "smc-r"], ["ESTABLISHED", "tcp"], ["LISTEN", "-"],
+        ]  # fmt: skip
+        [tcp] = [row for row in rows if row[2] == "tcp"]
+        assert tcp[-2:] == ["local:", "peer-not-capable"]
+        only = (await command("ss", "--tcp")).rows()[1:]
+        assert [row[1:3] for row in only] == [["ESTABLISHED", "tcp"]]
+        verbose = (await command("ss", "-v", "--pid", peer.pid)).out
+        assert "1500 arrived, 500 taken; ring 16.0 KiB" in verbose
+        assert "local 0x03010000 peer-not-capable, peer none" in verbose
+        assert Fallback.local(FallbackReason.PEER_NOT_CAPABLE).remedy in verbose
+
+
+def test_tables_are_not_squeezed_into_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells stay whole, sentences are wrapped, and nothing can steer the terminal."""
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("LINES", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    row = ["127.0.0.1:40001", 12345678, "some words " * 20]
+    output.show(output.table(("NAME", ">NUMBER", "~TEXT"), [row]))
+    lines = capsys.readouterr().out.splitlines()
+    assert "127.0.0.1:40001  12345678" in lines[1]
+    assert len(lines) > 4
+    assert sum(line.count("words") for line in lines) == 20
+    output.show(output.table(("NAME",), [["\x1b[31mred"]]))
+    assert "\\x1b[31mred" in capsys.readouterr().out
+
+
+def test_without_rich_there_is_json_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert "pip install 'trio-smc[cli]'" in one_line(command_here(capsys, "reasons"))
+    assert command_here(capsys, "reasons", "--json").json
+
+
+async def test_several_processes_are_told_apart() -> None:
+    async with running("server") as one, running("server") as two:
+        both = (await quick_command("ss", "--json")).json
+        assert [each["pid"] for each in both] == sorted((one.pid, two.pid))
+        [single] = (await quick_command("ss", "--json", "--pid", two.pid)).json
+        assert (single["pid"], single["listeners"][0][1]) == (two.pid, two.told["port"])
+
+
+async def test_a_default_stack_answers_too() -> None:
+    [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+    [stack] = (await command("ss", "--json")).json
+    assert stack["pid"] == os.getpid()
+    assert stack["listeners"] == [list(listener.socket.getsockname())]
+    await listener.aclose()
+
+
+# --- lg, rnic, stats, top ------------------------------------------------------------------------
+
+
+async def test_lg_shows_both_roles_of_a_process_that_talks_to_itself() -> None:
+    async with running("pair") as peer:
+        [stack] = (await quick_command("lg", "--json")).json
+        server, client = sorted(stack["link_groups"], key=lambda group: str(group["role"]))[::-1]
+        assert (server["role"], client["role"]) == ("server", "client")
+        assert server["peer_id"] == client["peer_id"] == stack["stack"]
+        [link], [other] = server["links"], client["links"]
+        assert (link["state"], link["rnic"], link["connections"]) == ("ACTIVE", "soft0", 1)
+        assert link["user_id"] == other["peer_user_id"]
+        [rmb] = server["rmbs"]
+        assert (rmb["element_size"], rmb["in_use"]) == (16384, 1)
+        rows = (await quick_command("lg", "--pid", peer.pid)).rows()[1:]
+        assert sorted(row[2] for row in rows) == ["client", "server"]
+        assert {" ".join(row[-6:]) for row in rows} == {f"1 of {rmb['elements']} × 16.0 KiB"}
+
+
+async def test_rnic_with_and_without_a_process() -> None:
+    alone = (await quick_command("rnic", "--json")).json
+    assert alone["stacks"] == []
+    assert [each["name"] for each in alone["auto"] if each["kind"] == "software"] == ["soft0"]
+    assert "RNICs of running stacks" not in (await quick_command("rnic")).out
+    async with running("pair") as peer:
+        found = (await quick_command("rnic", "--json", "--pid", peer.pid)).json
+        assert found.keys() == {"stacks"}
+        [stack] = found["stacks"]
+        assert [(each["name"], each["links"]) for each in stack["rnics"]] == [("soft0", 2)]
+        text = (await quick_command("rnic")).out
+        assert text.index("RNICs of running stacks") < text.index('What "auto" finds')
+
+
+async def test_stats_since_the_start_and_of_an_interval() -> None:
+    async with running("pair"):
+        [stack] = (await quick_command("stats", "--json")).json
+        counters = stack["counters"]
+        assert counters["connections"] == counters["open_connections"] == 2
+        assert counters["bytes_sent"] == counters["bytes_received"] == 1700
+        assert counters["fallbacks"] == 1
+        assert stack["fallbacks"] == [{"origin": "local", "reason": "peer-not-capable", "count": 1}]
+        assert set(counters) == {each.name for each in fields(trio_smc.StackStatistics)}
+        [added] = (
+            await quick_command("stats", "--json", "--interval", "0.05", "--count", "1")
+        ).json
+        assert added["counters"]["open_connections"] == 2
+        assert added["counters"]["bytes_sent"] == added["counters"]["fallbacks"] == 0
+        rows = (await quick_command("stats")).rows()
+        assert ["bytes", "sent", "1.7", "KiB"] in rows
+        assert ["local:", "peer-not-capable", "1"] in rows
+
+
+async def test_top_prints_frames_into_a_pipe() -> None:
+    async with running("pair") as peer:
+        done = await command("top", "--interval", "0.05", "--count", "2", "--lines", "1")
+        assert (done.code, done.err) == (0, "")
+        assert done.out.count("connections: 2 over SMC-R, 1 over TCP") == 2
+        assert done.out.count("... and 1 more (--lines)") == 2
+        shown = [row for row in done.rows() if row[:1] == [str(peer.pid)]]
+        assert [row[-1] for row in shown] == ["ACTIVE"] * 2
+
+
+async def test_top_as_documents() -> None:
+    async with running("pair") as peer:
+        done = await command("top", "--interval", "0.05", "--count", "2", "--lines", "1", "--json")
+    assert (done.code, done.err) == (0, "")
+    first, length = json.JSONDecoder().raw_decode(done.out)
+    for report in (first, json.loads(done.out[length:])):
+        assert {name: report[name] for name in ("stacks", "smc-r", "tcp", "fallbacks")} == {
+            "stacks": 1, "smc-r": 2, "tcp": 1, "fallbacks": 1,
+        }  # fmt: skip
+        assert report["seconds"] >= 0.05
+        [one] = report["connections"]
+        assert (one["pid"], one["state"], one["bytes_sent"]) == (peer.pid, "ACTIVE", 0.0)
+        assert (one["send_queue"], one["receive_queue"]) in ((200, 1000), (1000, 0))
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+async def test_check_of_a_server_that_speaks_smc_r() -> None:
+    async with running("server") as peer:
+        done = await command("check", "127.0.0.1", peer.told["port"], "--json")
+        report = done.json
+        assert report["mode"] == "smc-r"
+        steps = [(step["name"], step["verdict"]) for step in report["steps"]]
+        assert [name for name, _ in steps if name != "LLC"] == [
+            "resolve", "RNICs", "connect", "discovery", "CLC", "CLC", "CLC", "mode",
+        ]  # fmt: skip
+        assert {verdict for _, verdict in steps} == {"ok"}
+        assert ("LLC", "ok") in steps
+        assert (report["server"]["pid"], report["server"]["mode"]) == (peer.pid, "smc-r")
+        text = await command("check", "127.0.0.1", peer.told["port"])
+        assert "SMC-R is used.\n" in text.out
+        assert "received Accept\n" in text.out
+
+
+async def test_check_of_a_server_that_does_not() -> None:
+    async with plain_server() as listener:
+        port = listener.socket.getsockname()[1]
+        done = await quick_command("check", "127.0.0.1", port)
+    assert (done.code, done.err) == (1, "")
+    expected = Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
+    assert f"SMC-R is not used: {expected.message}." in done.out
+    assert "decided by this side" in done.out
+    assert expected.remedy in done.out
+
+
+async def test_check_names_what_the_server_declined_for() -> None:
+    """A Decline over the TCP connection: both sides' words, and who decided."""
+    from tests.api.api_peers import decline, read_clc
+
+    async with plain_server() as listener, trio.open_nursery() as nursery:
+
+        async def refuse() -> None:
+            async with await listener.accept() as stream:
+                await read_clc(stream)
+                await stream.send_all(decline(Diagnosis.PREFIX_MISMATCH).encode())
+                await stream.receive_some()
+
+        nursery.start_soon(refuse)
+        port = listener.socket.getsockname()[1]
+        done = await quick_command("check", "127.0.0.1", port, "--discovery", "assume")
+    assert done.code == 1
+    assert "received Decline, diagnosis 0x03070000 prefix-mismatch" in done.out
+    assert "prefix-mismatch, decided by the server" in done.out
+    assert "this side  0x05000000 peer-declined" in done.out
+    assert "server     0x03070000 prefix-mismatch" in done.out
+
+
+@pytest.mark.parametrize(("rnics", "code"), [("auto", 0), ((), 1)], ids=["smc-r", "tcp"])
+async def test_check_of_a_server_that_resets_at_once(
+    rnics: Any, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy does whose target is not there."""
+    names = check._names
+    connected = threading.Event()
+
+    def after_the_reset(stream: trio_smc.SmcStream) -> Any:
+        connected.set()
+        with contextlib.suppress(OSError):
+            while stream.socket.getpeername():
+                time.sleep(0.01)
+        return names(stream)
+
+    async def refuse(stream: trio_smc.SmcStream) -> None:
+        await trio.to_thread.run_sync(connected.wait)
+        stream.abort()
+
+    monkeypatch.setattr(check, "_names", after_the_reset)
+    config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        [listener] = await stack.open_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, refuse, [listener])
+        done = await quick_command("check", "127.0.0.1", listener.socket.getsockname()[1])
+        nursery.cancel_scope.cancel()
+    assert (done.code, done.err) == (code, ""), done
+    assert re.search(r"^connect    ok  127\.0\.0\.1:\d+ → -$", done.out, re.MULTILINE)
+
+
+async def test_check_without_a_server() -> None:
+    with trio.socket.socket() as sock:
+        await sock.bind(("127.0.0.1", 0))
+        done = await quick_command("check", "127.0.0.1", sock.getsockname()[1])
+    assert done.code == 1
+    assert "Connection refused" in done.out
+    assert "Errno" not in done.out
+    assert "No connection came about.\n" in done.out
+
+
+# --- reasons -------------------------------------------------------------------------------------
+
+
+async def test_reasons_explains_all_of_them() -> None:
+    everything = (await quick_command("reasons", "--json")).json
+    assert [each["reason"] for each in everything["reasons"]] == list(FallbackReason)
+    assert [int(each["word"], 0) for each in everything["words"]] == list(Diagnosis)
+    text = (await quick_command("reasons")).out
+    for reason in FallbackReason:
+        assert Fallback.local(reason).remedy in text
+    one = (await quick_command("reasons", "0x03030000", "--json")).json
+    assert (one["name"], one["reason"]) == ("no-device", "no-rnic")
+    assert (await quick_command("reasons", "RNIC_DOWN", "--json")).json["reason"] == "rnic-down"
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ss"], "no running process has a stack in "),
+        (["lg", "--pid", "0"], "'0' is not a process number"),
+        (["stats", "--pid", str((1 << 22) + 1)], "there is no process 4194305"),
+        (["stats", "--interval", "nan"], "'nan' is not a number of seconds above 0"),
+        (["top", "--count", "-1"], "'-1'"),
+        (["check", "127.0.0.1", "70000"], "'70000' is not a TCP port"),
+        (["check", "host.invalid", "1"], "'host.invalid' has no address: Name or service not"),
+        (["check", "a..b", "1"], "'a..b' has no address: it is no name of a host"),
+        (["check", "::1", "1", "--directory", "/nowhere"], "/nowhere: no such directory"),
+        (["lg", "--colour"], "trio-smc lg: unrecognized arguments: --colour"),
+        (["capture", "1", "-o", "x", "--payload", "4097"], "not a number of bytes up to 4096"),
+        (["capture", "1", "-o", "x", "--payload", "-1"], "'-1'"),
+        (["ladder", "x", "--svg", "y", "--json"], "not allowed with argument"),
+        (["proxy", "tcp:[::1]:0", "tcp:[::1]:7"], "one of LISTEN and TARGET must be smc:"),
+        (["proxy", "tcp:[::1]:0", "smc:[::1]:0"], "TARGET needs a port"),
+        (["check"], "the following arguments are required: HOST, PORT"),
+        (["reasons", "because"], "'because' is no reason"),
+        (["reasons", "0x1_0000_0000"], "is not a diagnosis word of 32 bits"),
+        (["reasons", "0x12345678"], "is a diagnosis word of the peer's own"),
+        (["ss", "--directory", "/tmp"], "/tmp "),
+        (["frobnicate"], "'frobnicate'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert said in one_line(command_here(capsys, *arguments))
+
+
+async def test_a_process_that_has_no_stack() -> None:
+    assert "has no stack in" in one_line(await quick_command("ss", "--pid", os.getpid()))
+
+
+async def test_a_stack_without_control_socket(runtime_directory: Path) -> None:
+    async with running("off") as peer:
+        assert not (runtime_directory / "trio-smc" / "control").exists()
+        assert "Config(control=False)" in one_line(await quick_command("ss", "--pid", peer.pid))
+
+
+async def test_a_process_whose_loop_stands_still(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_smc.tools.client.PATIENCE", 0.5)
+    async with running("blocked") as blocked:
+        said = one_line(command_here(capsys, "ss", "--pid", str(blocked.pid)))
+        assert "does not answer" in said
+        async with running("server") as peer:
+            # It holds up nobody else.  That one may be slow, on a busy machine.
+            with trio.fail_after(LIMIT):
+                while (done := command_here(capsys, "ss", "--json")).code:
+                    await trio.lowlevel.checkpoint()
+            [answered] = done.json
+            assert answered["pid"] == peer.pid
+
+
+async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directory: Path) -> None:
+    control = runtime_directory / "trio-smc" / "control"
+    async with running("idle") as peer:
+        peer.process.send_signal(signal.SIGKILL)
+        with trio.fail_after(LIMIT):
+            await peer.process.wait()
+    [name] = os.listdir(control)
+    assert name.startswith(f"{peer.pid}-")
+    assert "no running process has a stack" in one_line(await command("ss"))
+    assert os.listdir(control) == []
+    async with running("idle") as peer:
+        peer.process.send_signal(signal.SIGKILL)
+    async with trio_smc.open_stack():
+        # The next stack does it as well.
+        assert all(name.startswith(f"{os.getpid()}-") for name in os.listdir(control))
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+async def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    from trio_smc.tools.commands import load
+
+    text = (await command("--help")).out
+    for each in load():
+        assert f"    {each.NAME} " in text
+        assert " ".join(each.SUMMARY.split()[:3]) in text
+        one = command_here(capsys, each.NAME, "--help")
+        assert one.code == 0
+        assert f"trio-smc {each.NAME}" in one.out
+        assert "Exit codes" in one.out

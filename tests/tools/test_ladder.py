@@ -1,0 +1,273 @@
+"""`trio-smc ladder`: what it draws of two kernels' conversation, of ours, and of damaged files."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from scripts import ladders
+from tests.capture.test_capture import GOLDEN, captured, packets_of
+from trio_smc.capture import pcapng
+from trio_smc.capture.dissection import Seen, Unreadable, dissect
+from trio_smc.tools import ladder_svg, ladder_text
+from trio_smc.tools.cli import main
+from trio_smc.tools.ladder import read_ladders
+from trio_smc.tools.ladder_labels import KINDS, details, kind, title
+from trio_smc.tools.ladder_model import Ladder, Row
+from trio_smc.wire import cdc, llc
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def golden() -> list[Seen]:
+    return list(dissect(packets_of(GOLDEN)))
+
+
+def text(ladder: Ladder, limit: int = 10_000, width: int = 100) -> list[str]:
+    start = ladder.rows[0].time if ladder.rows else 0
+    return list(ladder_text.draw(ladder, start=start, limit=limit, width=width))
+
+
+def titles(rows: list[Row]) -> list[tuple[str, str]]:
+    return [("->" if row.to_server else "<-", title(row)) for row in rows]
+
+
+# --- two kernels -------------------------------------------------------------------------------
+
+
+def test_first_contact_of_two_kernels() -> None:
+    [ladder] = read_ladders(golden())
+    assert titles(ladder.rows[:16]) == [
+        ("->", "Proposal"),
+        ("<-", "Accept, first contact"),
+        ("->", "Confirm"),
+        ("<-", "CONFIRM LINK"),
+        ("->", "CONFIRM LINK, reply"),
+        ("<-", "ADD LINK 2"),
+        ("->", "ADD LINK 2, reply"),
+        ("<-", "ADD LINK CONTINUATION 2"),
+        ("->", "ADD LINK CONTINUATION 2, reply"),
+        ("<-", "CONFIRM LINK"),
+        ("->", "CONFIRM LINK, reply"),
+        ("->", "RDMA write, 20000 bytes at 0"),
+        ("->", "CDC 1, prod 0:20000, cons 0:0"),
+        ("<-", "RDMA write, 20000 bytes at 0"),
+        ("<-", "CDC 1, prod 0:20000, cons 0:20000"),
+        ("->", "CDC 2, prod 0:20000, cons 0:20000"),
+    ]
+    assert [row.link_number for row in ladder.rows[:11]] == [None] * 3 + [1] * 6 + [2] * 2
+
+
+def test_everything_of_two_kernels_has_its_place() -> None:
+    """Five connections alternate between two links; each write lies in a known RMB element."""
+    [ladder] = read_ladders(golden())
+    assert len(ladder.rows) == 160
+    used: dict[int, set[int | None]] = {}
+    for row in ladder.rows:
+        if kind(row.event) in ("CDC", "write"):
+            assert row.connection is not None
+            used.setdefault(row.connection.number, set()).add(row.link_number)
+        if kind(row.event) == "write":
+            assert row.place is not None
+    assert used == {1: {1}, 2: {2}, 3: {1}, 4: {2}, 5: {1}}
+    assert Counter(kind(row.event) for row in ladder.rows) == {
+        "CLC": 15, "LLC": 93, "CDC": 32, "write": 20,
+    }  # fmt: skip
+
+
+def test_one_connection() -> None:
+    [whole], [second] = read_ladders(golden()), read_ladders(golden(), 2)
+    assert {row.connection.number for row in second.rows if row.connection} == {2}
+    count, of_whole = (Counter(kind(r.event) for r in each.rows) for each in (second, whole))
+    assert count["LLC"] == of_whole["LLC"]  # its group's
+    assert (count["CLC"], count["write"]) == (3, 4)
+    assert read_ladders(golden(), 6) == []
+
+
+@pytest.mark.parametrize("width", [1, 60, 100, 137])
+def test_text_has_straight_edges(width: int) -> None:
+    [ladder] = read_ladders(golden())
+    drawn = [line for line in text(ladder, width=width) if "|" in line]
+    assert len({line.rindex("|") for line in drawn}) == 1
+    assert len({line.index("|") for line in drawn}) == 1
+    arrows = [line for line in drawn if "|<-" in line or "->|" in line]
+    assert len(arrows) == len(ladder.rows)
+
+
+def test_limit() -> None:
+    [ladder] = read_ladders(golden())
+    drawn = text(ladder, limit=3)
+    assert sum("->|" in line or "|<-" in line for line in drawn) == 3
+    assert "157 more messages (--limit 160)" in drawn[-1]
+
+
+def test_svg_shows_every_message() -> None:
+    [ladder] = read_ladders(golden())
+    root = ET.fromstring(ladder_svg.picture([ladder], start=ladder.rows[0].time, limit=1000))
+    arrows = [line for line in root.iter(f"{SVG}line") if line.get("marker-end")]
+    assert len(arrows) == len(ladder.rows) + len({kind(row.event) for row in ladder.rows})
+    words = Counter(each.text for each in root.iter(f"{SVG}text"))
+    wanted = Counter(word for row in ladder.rows for word in (title(row), *details(row)))
+    assert wanted.items() <= words.items() or all(words[w] >= n for w, n in wanted.items())
+    markers = {each.get("id") for each in root.iter(f"{SVG}marker")}
+    assert markers == set(KINDS)
+
+
+@pytest.mark.parametrize("missing", range(1, 60, 7))
+def test_a_capture_that_began_late(missing: int) -> None:
+    """What is not known is left open; directions and links stay together."""
+    late = golden()[missing:]
+    drawn = read_ladders(late)
+    assert sum(len(each.rows) for each in drawn) == len(late)
+    for ladder in drawn:
+        assert text(ladder)
+    confirms = [row for each in drawn for row in each.rows
+                if isinstance(row.event, llc.ConfirmLink)]  # fmt: skip
+    assert all(row.to_server is row.event.reply for row in confirms)  # type: ignore[union-attr]
+
+
+def test_anything_can_be_drawn(rng: random.Random) -> None:
+    whole = packets_of(GOLDEN)
+    unreadable = 0
+    for _ in range(60):
+        packets = []
+        for packet in rng.sample(whole, 60):
+            data = bytearray(packet.data)
+            for _ in range(rng.choice((0, 0, 1, 5))):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            packets.append(packet._replace(data=bytes(data)))
+        seen = list(dissect(packets))
+        unreadable += sum(isinstance(each.event, Unreadable) for each in seen)
+        drawn = read_ladders(seen)
+        for ladder in drawn:
+            assert len(text(ladder)) > len(ladder.rows)
+        ET.fromstring(ladder_svg.picture(drawn, start=0, limit=50))
+    assert unreadable > 0
+
+
+async def test_a_failover_of_ours(tmp_path: Path) -> None:
+    """What docs/capture.md shows: the writes of both sides, before and after an RNIC fails."""
+    first_contact, failover = await ladders.record(tmp_path / "private")
+    assert titles(first_contact.rows)[:3] == titles(read_ladders(golden())[0].rows)[:3]
+    assert {row.link_number for row in first_contact.rows} == {None, 1, 2}
+    said = titles(failover.rows)
+    validated = ("->", "CDC 1, failover validation [F]")
+    assert validated in said
+    replayed = failover.rows[said.index(validated) :]
+    assert {row.link_number for row in replayed} == {2, 3}
+    writes = {(row.to_server, title(row)) for row in replayed if kind(row.event) == "write"}
+    assert writes == {(way, "RDMA write, 2000 bytes at 1000") for way in (True, False)}
+
+
+def test_the_page_shows_what_is_there() -> None:
+    page = (ladders.DOCS / ladders.PAGE).read_text(encoding="utf-8")
+    for name in ("first-contact", "failover"):
+        assert f"(ladders/{name}.svg)" in page
+        ET.parse(ladders.DOCS / "ladders" / f"{name}.svg")
+    assert "failover validation [F]" in page
+
+
+# --- words -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "words", "more"),
+    [
+        (
+            cdc.CdcMessage(65535, 7, 1, 16, 2, 32, cdc.WRITER_BLOCKED | cdc.UPDATE_REQUESTED,
+                           cdc.SENDING_DONE | cdc.CONNECTION_CLOSED),
+            "CDC 65535, prod 1:16, cons 2:32 [B R D C]",
+            ["writer blocked, update requested, sending done, connection closed"],
+        ),
+        (
+            cdc.CdcMessage(3, 7, 1, 16, 2, 32, cdc.FAILOVER_VALIDATION),
+            "CDC 3, failover validation [F]",
+            [],
+        ),
+        (
+            llc.DeleteLink(link_number=2, reason=llc.DeleteLinkReason.LOST_PATH),
+            "DELETE LINK 2",
+            ["disorderly, lost path"],
+        ),
+        (
+            llc.AddLink(mac=bytes(6), gid=bytes(16), reply=True, rejected=True, reason=1),
+            "ADD LINK 0, rejected",
+            ["reason no alternate path"],
+        ),
+        (llc.OptionalMessage(data=b"\x81" + bytes(43)), "optional message 0x81", []),
+        (Unreadable("too short"), "not understood", ["too short"]),
+    ],
+)  # fmt: skip
+def test_words(
+    event: cdc.CdcMessage | llc.Message | Unreadable, words: str, more: list[str]
+) -> None:
+    row = Row(0, True, event)
+    assert (title(row), details(row)) == (words, more)
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+async def test_our_own_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "capture.pcapng"
+    await captured(path, data=bytes(1000))
+    assert main(["ladder", str(path), "--connection", "2"]) == 0
+    drawn = capsys.readouterr().out
+    assert drawn.count("Proposal") == 1
+    assert "RDMA write, 1000 bytes at 0" in drawn
+    assert "prod 0:1000" in drawn
+    assert main(["ladder", str(path), "--svg", str(tmp_path / "x.svg")]) == 0
+    assert capsys.readouterr().out == ""
+    ET.parse(tmp_path / "x.svg")
+    assert main(["ladder", str(path), "--svg", "-"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+
+
+def test_a_ladder_for_scripts_from_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(GOLDEN.read_bytes()))
+    monkeypatch.setattr("sys.stdin", piped)
+    assert main(["ladder", "-", "--json", "--limit", "3"]) == 0
+    [drawn] = json.loads(capsys.readouterr().out)
+    [whole] = read_ladders(golden())
+    assert drawn["client"]["peer_id"] == (whole.client.peer_id or b"").hex()
+    assert drawn["server"]["addresses"]
+    said = [(each["from"], each["title"], each["connection"]) for each in drawn["messages"]]
+    assert said == [
+        ("client", "Proposal", 1), ("server", "Accept, first contact", 1), ("client", "Confirm", 1),
+    ]  # fmt: skip
+    assert drawn["messages"][0]["seconds"] == 0
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut, empty, other = (tmp_path / name for name in ("cut", "empty.pcapng", "other"))
+    cut.write_bytes(GOLDEN.read_bytes()[:-3])
+    empty.write_bytes(pcapng.header("a", "b"))
+    other.write_bytes(b"no capture at all")
+    for path, code, said in (
+        (cut, 2, "cut off at byte"),
+        (other, 2, "neither pcapng nor pcap"),
+        (tmp_path / "missing", 2, "No such file"),
+        (empty, 1, "nothing of SMC-R"),
+    ):
+        assert main(["ladder", str(path)]) == code
+        out, err = capsys.readouterr()
+        assert said in err
+        assert err.count("\n") == 1
+        assert ("Proposal" in out) is (path is cut)  # what could be read is drawn
+    assert main(["ladder", str(GOLDEN), "--connection", "9"]) == 1
+    assert main(["ladder", str(GOLDEN), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
+
+
+def test_both_formats_are_drawn_alike() -> None:
+    parts = [pcapng.packet(p.time, p.data, p.length) for p in packets_of(GOLDEN)]
+    modern = io.BytesIO(pcapng.header("a", "b") + b"".join(parts))
+    [one], [other] = read_ladders(golden()), read_ladders(dissect(pcapng.read(modern)))
+    assert text(one) == text(other)

@@ -1,0 +1,126 @@
+"""Running `trio-smc` and processes for it to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from trio_smc.tools.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 40.0
+"""Seconds after which a test has failed."""
+
+
+@dataclass
+class Peer:
+    """A process of `tests.tools.tools_peer`, and what it told."""
+
+    process: trio.Process
+    told: dict[str, Any]
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self.process.pid
+
+
+@contextlib.asynccontextmanager
+async def running(mode: str, module: str = "tests.tools.tools_peer") -> AsyncIterator[Peer]:
+    """A process of `tests.tools.tools_peer`, ready; it ends with the block."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", module, mode],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(LIMIT):
+            said = b""
+            while b"\n" not in said:
+                piece = await process.stdout.receive_some()
+                assert piece, "the process ended before it was ready"
+                said += piece
+        yield Peer(process, json.loads(said))
+    finally:
+        with trio.CancelScope(shield=True):
+            await process.stdin.aclose()
+            with trio.move_on_after(LIMIT):
+                await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await process.stdout.aclose()
+
+
+@dataclass
+class Done:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The output as JSON; it must have ended well."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+    def rows(self) -> list[list[str]]:
+        """The output's lines as words."""
+        return [line.split() for line in self.out.splitlines()]
+
+
+async def command(*arguments: object) -> Done:
+    """Run `trio-smc` as a process."""
+    with trio.fail_after(LIMIT):
+        done = await trio.run_process(
+            [sys.executable, "-W", "error", "-m", "trio_smc.tools", *map(str, arguments)],
+            cwd=ROOT,
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+async def quick_command(*arguments: object) -> Done:
+    """Run `trio-smc` in a thread of this process, which takes a tenth of the time."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        trio.fail_after(LIMIT),
+    ):
+        code = await trio.to_thread.run_sync(main, list(map(str, arguments)))
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
+    """The same in this process, which is quicker; not where a Trio run is."""
+    try:
+        code = main(arguments)
+    except SystemExit as exit_:  # how argparse ends
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    said = capsys.readouterr()
+    return Done(code, said.out, said.err)
+
+
+def one_line(done: Done) -> str:
+    """The line on stderr of a command that was given bad input."""
+    assert (done.code, done.out) == (2, ""), done
+    [line] = done.err.splitlines()
+    assert line.startswith("trio-smc")
+    return line

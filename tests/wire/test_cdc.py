@@ -1,0 +1,118 @@
+"""The CDC codec against hand-typed and captured messages, and against hostile ones."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wire import strategies as wire
+from tests.wire import vectors
+from tests.wire.tshark_reader import expected
+from trio_smc._base.errors import ProtocolError
+from trio_smc.wire import cdc
+
+VECTORS = pytest.mark.parametrize(("message", "data"), vectors.CDC.values(), ids=vectors.CDC)
+
+
+@pytest.mark.rfc("A.4/1", "A.4/2", "3.4/1", "3.4/2")
+@VECTORS
+def test_hand_typed(message: cdc.CdcMessage, data: bytes) -> None:
+    assert message.encode() == data
+    assert cdc.decode_untrusted(data) == message
+
+
+@VECTORS
+def test_fast_path_agrees_with_the_value(message: cdc.CdcMessage, data: bytes) -> None:
+    items = (
+        message.sequence,
+        message.alert_token,
+        message.producer_wrap,
+        message.producer_cursor,
+        message.consumer_wrap,
+        message.consumer_cursor,
+        message.producer_flags,
+        message.connection_flags,
+    )
+    assert cdc.unpack_untrusted(memoryview(data)) == (cdc.HEADER, *items)
+    if not any(message.reserved):
+        assert cdc.pack(*items) == data
+
+
+@pytest.mark.rfc("A.4/2")
+def test_captured() -> None:
+    captured = vectors.captured("cdc")
+    assert len(captured) == 29
+    for item in captured:
+        message = cdc.decode_untrusted(item.data)
+        assert message.encode() == item.data
+        assert not any(message.reserved)
+        assert expected(message) == item.tshark, item.frame
+    # Kernels set one flag only in what was captured: hand-typed messages have the others.
+    flags = {(item.data[24], item.data[25]) for item in captured}
+    assert flags == {(0, 0), (0, cdc.CONNECTION_CLOSED)}
+
+
+@pytest.mark.rfc("3.4/1")
+@given(wire.CDC_MESSAGES)
+def test_round_trip(message: cdc.CdcMessage) -> None:
+    data = message.encode()
+    assert len(data) == cdc.CDC_SIZE
+    assert cdc.decode_untrusted(data) == message
+
+
+@given(st.binary(min_size=42, max_size=42))
+def test_any_body_comes_back(body: bytes) -> None:
+    data = b"\xfe\x2c" + body
+    assert cdc.decode_untrusted(data).encode() == data
+    assert cdc.decode_untrusted(memoryview(bytearray(data))).encode() == data
+
+
+@given(st.binary(max_size=100))
+def test_anything_else_is_a_protocol_error(data: bytes) -> None:
+    if len(data) == cdc.CDC_SIZE and data[:2] == b"\xfe\x2c":
+        return
+    for decode in (cdc.decode_untrusted, cdc.unpack_untrusted):
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
+@pytest.mark.rfc("A.4/1")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        vectors.CDC["no flags"][1][:-1],
+        vectors.CDC["no flags"][1] + b"\0",
+        b"\x01" + vectors.CDC["no flags"][1][1:],
+        b"\xfe\x2b" + vectors.CDC["no flags"][1][2:],
+        b"\xfe\x2c" * 11,
+    ],
+    ids=["empty", "43 bytes", "45 bytes", "an LLC type", "length byte 43", "22 bytes"],
+)
+def test_malformed(data: bytes) -> None:
+    for decode in (cdc.decode_untrusted, cdc.unpack_untrusted):
+        with pytest.raises(ProtocolError, match="CDC message"):
+            decode(data)
+
+
+@pytest.mark.parametrize("name", ["sequence", "producer_wrap", "consumer_wrap", "producer_flags"])
+def test_a_value_too_large_is_not_truncated(name: str) -> None:
+    message = cdc.CdcMessage(1, 2)
+    setattr(message, name, 1 << 16)
+    with pytest.raises(struct.error):
+        message.encode()
+
+
+def test_reserved_has_22_bytes() -> None:
+    with pytest.raises(ValueError, match="22"):
+        cdc.CdcMessage(1, 2, reserved=b"").encode()
+
+
+def test_a_value_shows_itself() -> None:
+    text = repr(cdc.CdcMessage(1, 0xAB, producer_wrap=2, producer_cursor=3))
+    assert "0xab" in text
+    assert "producer=2:3" in text
+    assert cdc.CdcMessage(1, 2) != "something else"

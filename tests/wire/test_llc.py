@@ -1,0 +1,216 @@
+"""The LLC codec against hand-typed and captured messages, and against hostile ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wire import strategies as wire
+from tests.wire import vectors
+from tests.wire.tshark_reader import expected
+from trio_smc._base.errors import ProtocolError
+from trio_smc.wire import llc
+
+# One of each type that fills all its slots.
+FULL = {
+    type(vectors.LLC[name][0]): vectors.LLC[name][1]
+    for name in (
+        "CONFIRM LINK",
+        "ADD LINK",
+        "ADD LINK CONTINUATION, the first two of five",
+        "DELETE LINK, all of them",
+        "CONFIRM RKEY, five other links",
+        "CONFIRM RKEY CONTINUATION",
+        "DELETE RKEY, eight",
+        "TEST LINK",
+    )
+}
+
+
+@pytest.mark.rfc("A.3/1", "A.3/2")
+@pytest.mark.parametrize(("message", "data"), vectors.LLC.values(), ids=vectors.LLC)
+def test_hand_typed(message: llc.Message, data: bytes) -> None:
+    assert len(data) == llc.MESSAGE_SIZE
+    assert message.encode() == data
+    assert llc.decode_untrusted(data) == message
+
+
+def test_captured() -> None:
+    captured = vectors.captured("llc")
+    assert {item.data[0] for item in captured} == {1, 2, 3, 4, 6, 7, 9}
+    for item in captured:
+        message: Any = llc.decode_untrusted(item.data)
+        assert message.encode() == item.data
+        assert message.reserved == b""
+        assert expected(message) == item.tshark, item.frame
+        if isinstance(message, llc.ConfirmLink):
+            assert message.no_eye_catcher
+
+
+@given(wire.LLC_MESSAGES)
+def test_round_trip(message: llc.Message) -> None:
+    data = message.encode()
+    assert len(data) == llc.MESSAGE_SIZE
+    assert llc.decode_untrusted(data) == message
+
+
+@given(st.sampled_from(list(llc.MessageType)), st.binary(min_size=42, max_size=42))
+def test_any_body_comes_back(kind: llc.MessageType, body: bytes) -> None:
+    data = bytes((kind, llc.MESSAGE_SIZE)) + body
+    if kind is llc.MessageType.DELETE_RKEY and body[2] > 8:
+        with pytest.raises(ProtocolError, match="rkeys in a message that holds 8"):
+            llc.decode_untrusted(data)
+        return
+    assert llc.decode_untrusted(data).encode() == data
+    assert llc.decode_untrusted(memoryview(bytearray(data))).encode() == data
+
+
+@given(st.binary(max_size=100))
+def test_random_bytes(data: bytes) -> None:
+    try:
+        message = llc.decode_untrusted(data)
+    except ProtocolError:
+        return
+    assert message.encode() == data
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_every_bit_is_a_field_or_reserved(kind: type) -> None:
+    """Flip each bit of a message: a reserved one must change nothing but ``reserved``, any other
+    must change a field (or the message's type or length)."""
+    data = FULL[kind]
+    original: Any = llc.decode_untrusted(data)
+    for position in range(16, 8 * llc.MESSAGE_SIZE):
+        byte, bit = position // 8, 0x80 >> position % 8
+        if kind is llc.ConfirmLink and byte == 3 and bit & 0x03:
+            continue  # one flag of two bits: a hand-typed message has it
+        flipped = bytearray(data)
+        flipped[byte] ^= bit
+        message: Any = None
+        try:
+            message = llc.decode_untrusted(flipped)
+        except ProtocolError:
+            assert kind is llc.DeleteRkey
+            assert byte == 4  # a count above 8
+            continue
+        if wire.RESERVED[kind].get(byte, 0) & bit:
+            assert dataclasses.replace(message, reserved=b"") == original
+            assert message.reserved == bytes(byte) + bytes((bit,))
+        else:
+            assert dataclasses.replace(message, reserved=b"") != original
+            # A smaller count leaves slots unused, and so their bytes reserved.
+            assert message.reserved == b"" or byte == 4 + (kind is llc.AddLinkContinuation)
+
+
+@pytest.mark.rfc("A.3/3", "A.3/4", "A.3/5")
+@pytest.mark.parametrize("kind", range(256))
+def test_types(kind: int) -> None:
+    data = bytes((kind, llc.MESSAGE_SIZE)) + bytes(42)
+    if kind in list(llc.MessageType):
+        message = llc.decode_untrusted(data)
+        assert not isinstance(message, llc.OptionalMessage)
+        assert type(message).TYPE.value == kind
+    elif kind >> 6 == 0b10:
+        assert llc.decode_untrusted(data) == llc.OptionalMessage(data=data)
+    else:
+        with pytest.raises(ProtocolError, match=f"unknown type {kind:#04x}"):
+            llc.decode_untrusted(data)
+
+
+@pytest.mark.rfc("3.3/1")
+@pytest.mark.parametrize("size", [0, 1, 2, 43, 45, 48, 1000])
+@pytest.mark.parametrize("kind", [1, 7, 0x80])
+def test_size(size: int, kind: int) -> None:
+    data = (bytes((kind, llc.MESSAGE_SIZE)) + bytes(998))[:size]
+    with pytest.raises(ProtocolError, match=f"of {size} bytes"):
+        llc.decode_untrusted(data)
+
+
+@pytest.mark.rfc("3.3/1")
+def test_length_byte() -> None:
+    with pytest.raises(ProtocolError, match="length byte 43"):
+        llc.decode_untrusted(b"\x07\x2b" + bytes(42))
+    # We do not know the format of an optional message, so it is none of our business.
+    assert llc.decode_untrusted(b"\xbf\x2b" + bytes(42)).encode()[1] == 43
+
+
+def test_unknown_reasons_survive() -> None:
+    data = b"\x04\x2c\x00\x80\x01\x00\x11\x22\x33" + bytes(35)
+    message = llc.decode_untrusted(data)
+    assert isinstance(message, llc.DeleteLink)
+    assert message.reason == 0x00112233
+    rejection = llc.decode_untrusted(b"\x02\x2c\x0f\xc0" + bytes(40))
+    assert isinstance(rejection, llc.AddLink)
+    assert rejection.rejected
+    assert rejection.reason == 15
+
+
+def test_no_eye_catcher_is_either_bit() -> None:
+    link = vectors.LLC["CONFIRM LINK"][1]
+    for bits in range(4):
+        message = llc.decode_untrusted(link[:3] + bytes((bits,)) + link[4:])
+        assert isinstance(message, llc.ConfirmLink)
+        assert message.no_eye_catcher == bool(bits)
+        assert message.encode()[3] == bits
+
+
+def _link(**changes: Any) -> llc.ConfirmLink:
+    return dataclasses.replace(FULL_LINK, **changes)
+
+
+FULL_LINK = llc.ConfirmLink(
+    mac=bytes(6), gid=bytes(16), qp_number=1, link_number=1, link_user_id=1, max_links=2
+)
+TOKEN = llc.LinkRToken(link_number=1, rkey=2, address=3)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: _link(mac=bytes(5)), "mac has 5 bytes instead of 6"),
+        (lambda: _link(gid=bytes(17)), "gid has 17 bytes instead of 16"),
+        (lambda: _link(qp_number=1 << 24), "qp_number is 16777216"),
+        (lambda: _link(link_number=-1), "link_number is -1"),
+        (lambda: _link(reserved=b"\x01"), "belong to a field"),
+        (lambda: _link(reserved=b"\0\0\x01\0"), "ends with a zero byte"),
+        (lambda: _link(reserved=bytes(44) + b"\x01"), "longer than the message"),
+        (lambda: _link(reserved=b"\0\0\0\x01"), "belong to a field"),
+        (lambda: _link(no_eye_catcher=True, reserved=b"\0\0\0\x03"), "belong to a field"),
+        (lambda: llc.ConfirmRkey(rkey=1, address=2, other_tokens=1), "0 others where 1 belong"),
+        (lambda: llc.ConfirmRkey(rkey=1, address=2, others=(TOKEN,)), "1 others where 0 belong"),
+        (
+            lambda: llc.ConfirmRkey(rkey=1, address=2, other_tokens=3, others=(TOKEN,) * 3),
+            "3 others where 2 belong",
+        ),
+        (lambda: llc.ConfirmRkey(rkey=1 << 32, address=2), "rkey is 4294967296"),
+        (
+            lambda: llc.ConfirmRkeyContinuation(tokens_left=4, others=(TOKEN,) * 4),
+            "4 others where 3 belong",
+        ),
+        (lambda: llc.DeleteRkey(rkeys=tuple(range(9))), "9 rkeys where 8 belong"),
+        (lambda: llc.DeleteRkey(rkeys=(1 << 32,)), "rkeys beyond"),
+        (lambda: llc.DeleteRkey(rkeys=(1,), reserved=bytes(8) + b"\x01"), "belong to a field"),
+        (
+            lambda: llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=1 << 64),
+            "new_address is",
+        ),
+        (lambda: llc.LinkRToken(link_number=256, rkey=1, address=1), "link_number is 256"),
+        (lambda: llc.TestLink(user_data=b""), "user_data has 0 bytes"),
+    ],
+)
+def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+def test_an_answer_repeats_its_request() -> None:
+    data = vectors.LLC["CONFIRM RKEY, five other links"][1]
+    request = llc.decode_untrusted(data)
+    assert isinstance(request, llc.ConfirmRkey)
+    reply = dataclasses.replace(request, reply=True, negative=True)
+    assert reply.encode() == data[:3] + b"\xa0" + data[4:]
