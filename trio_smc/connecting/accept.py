@@ -11,8 +11,8 @@ import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.host.addresses import (
-    has_prefix,
-    has_subnet,
+    Prefix,
+    is_attached,
     is_on_network,
     is_same_host,
     plain_address,
@@ -248,12 +248,10 @@ def _admit(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason |
     """
     if not proposal.offers_smc_r:
         return FallbackReason.MODE_MISMATCH
-    if rnic.kind == "roce":
-        common = is_on_network(address, proposal)
-    elif proposal.ipv6_prefixes:
-        common = has_prefix(proposal.ipv6_prefixes)
-    else:
-        common = has_subnet(proposal.ipv4_subnet, proposal.ipv4_mask_length)
+    networks = [Prefix(each.prefix, each.length) for each in proposal.ipv6_prefixes]
+    if proposal.ipv4_mask_length:
+        networks = [Prefix(proposal.ipv4_subnet, proposal.ipv4_mask_length)]
+    common = is_on_network(address, networks) if rnic.kind == "roce" else is_attached(networks)
     return None if common else FallbackReason.PREFIX_MISMATCH
 
 
