@@ -290,8 +290,9 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         peer_id=bytes(8), gid=bytes(16), mac=bytes(6),
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
-    refusal = _admit(proposal, MemoryRnic(Fabric(), kind="roce"), "192.0.2.1")
-    assert refusal is (None if expected else FallbackReason.PREFIX_MISMATCH)
+    rnic = MemoryRnic(Fabric(), kind="roce")
+    admitted = _admit(proposal, rnic, "192.0.2.1")
+    assert admitted is (rnic if expected else FallbackReason.PREFIX_MISMATCH)
 
 
 # --- what the kernel says -------------------------------------------------------------------------

@@ -409,22 +409,19 @@ class Call:
             ipv4_subnet=b"\x0a\0\0\0",
             ipv4_mask_length=8,
         )
-        negotiation = ClientNegotiation(
-            host=client.stack, rnic=ours, proposal=self.proposal, receive_buffer=size
-        )
+        negotiation = ClientNegotiation(host=client.stack, receive_buffer=size)
         self.client = End(client, self.tcp[0], negotiation)
         self.server = End(
             server,
             self.tcp[1],
             ServerNegotiation(
                 host=server.stack,
-                rnic=theirs,
-                admit=lambda _: refusal,
+                admit=lambda _: refusal or theirs,
                 receive_buffer=size,
             ),
         )
         world.calls.append(self)
-        negotiation.start()
+        negotiation.propose(ours, self.proposal)
 
     @property
     def ends(self) -> tuple[End, End]:

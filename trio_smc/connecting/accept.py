@@ -157,10 +157,7 @@ class Arrival:
         options = inherited(sock)
         negotiation = ServerNegotiation(
             host=stack,
-            rnic=None if isinstance(rnic, FallbackReason) else rnic,
-            admit=lambda proposal: (
-                rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, address)
-            ),
+            admit=lambda proposal: _admit(proposal, rnic, address),
             receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
         )
         negotiation.sock = sock
@@ -240,19 +237,23 @@ def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
     return "software" if isinstance(rnic, FallbackReason) else rnic.kind
 
 
-def _admit(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
-    """The server's look at a Proposal (RFC 7609, 3.5.1.2).
+def _admit(
+    proposal: clc.Proposal, rnic: Rnic | FallbackReason, address: str
+) -> Rnic | FallbackReason:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it, or why none does.
 
     A RoCE port must itself be on the common network, which is that of our own ``address``: the
     credentials in SMC Accept are for it.
     """
+    if isinstance(rnic, FallbackReason):
+        return rnic
     if not proposal.offers_smc_r:
         return FallbackReason.MODE_MISMATCH
     networks = [Prefix(each.prefix, each.length) for each in proposal.ipv6_prefixes]
     if proposal.ipv4_mask_length:
         networks = [Prefix(proposal.ipv4_subnet, proposal.ipv4_mask_length)]
     common = is_on_network(address, networks) if rnic.kind == "roce" else is_attached(networks)
-    return None if common else FallbackReason.PREFIX_MISMATCH
+    return rnic if common else FallbackReason.PREFIX_MISMATCH
 
 
 class _Silent(Exception):

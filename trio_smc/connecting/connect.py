@@ -129,15 +129,10 @@ async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> Rdma
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             return _refused(refusal, said=True)
-    negotiation = ClientNegotiation(
-        host=stack,
-        rnic=rnic,
-        proposal=_proposal(stack, rnic, here),
-        receive_buffer=config.receive_buffer_for(rnic.kind),
-    )
+    negotiation = ClientNegotiation(host=stack, receive_buffer=config.receive_buffer_for(rnic.kind))
     negotiation.sock = sock
     with stack.handshake():
-        negotiation.start()
+        negotiation.propose(rnic, _proposal(stack, rnic, here))
         outcome = await run_negotiation(
             negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
         )
@@ -151,7 +146,7 @@ async def _decline(
     stack: StackCore, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
 ) -> Fallback:
     """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
-    negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
+    negotiation = ClientNegotiation(host=stack, receive_buffer=1)
     with stack.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(

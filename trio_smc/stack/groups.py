@@ -143,16 +143,13 @@ class StackCore(StackLife):
 
     # --- trio_smc.rendezvous.negotiation.NegotiationHost ---------------------------------
 
-    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
-        """The client-role group with the link that an SMC Accept names (RFC 7609, 3.5.2.2)."""
+    def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
+        """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
         for group in self._groups:
-            if (
-                group.client
-                and group.peer_id == accept.peer_id
-                and group.usable
-                and group.find_link(accept.gid, accept.mac, accept.qp_number) is not None
-            ):
-                return group
+            if group.client and group.peer_id == accept.peer_id and group.usable:
+                link = group.find_link(accept.gid, accept.mac, accept.qp_number)
+                if link is not None:
+                    return group, link
         return None
 
     def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:

@@ -161,7 +161,7 @@ def test_everything_ends_while_a_first_contact_waits(
         world.finish()
         for end in call.ends:
             assert isinstance(end.outcome, (Failed, FellBack))
-            assert end.negotiation._address is None, "it still looks for the address"
+            assert end.negotiation._wait is None, "it still looks for the address"
         world.pass_time(2 * PATIENCE)
 
 
