@@ -154,7 +154,7 @@ async def test_a_defect_costs_one_answer(
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_stack() as (_, path):
         with monkeypatch.context() as patch:
-            patch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+            patch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
             assert await answer(path, GOOD) == []
         assert len(await answer(path, GOOD)) == 3
 
@@ -341,7 +341,7 @@ def test_an_answer_of_somebody_else(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = runtime_directory / "trio-smc"
-    monkeypatch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+    monkeypatch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
     with (
         liar(directory, lambda client: None),
         pytest.raises(ToolError, match="gave a damaged answer: it is user"),

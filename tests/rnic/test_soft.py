@@ -335,7 +335,7 @@ class TestDevice:
     def test_another_users_process(
         self, rnic: SoftRnic, other: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_fabric, "same_user", lambda _: False)
+        monkeypatch.setattr(_fabric, "is_same_user", lambda _: False)
         end = make_end(rnic)
         with pytest.raises(RnicError, match="another user"):
             end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)
@@ -364,14 +364,14 @@ class TestDirectory:
     def test_a_lax_mode(self, directory: Path) -> None:
         directory.mkdir()
         directory.chmod(0o755)
-        with pytest.raises(RnicError, match="0700"):
+        with pytest.raises(RnicError, match="mode 755 where only 700"):
             SoftRnic().open(directory)
 
     def test_a_foreign_owner(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         directory.mkdir(mode=0o700)
         real = os.geteuid()
         monkeypatch.setattr("os.geteuid", lambda: real + 1)
-        with pytest.raises(RnicError, match="belong to this user"):
+        with pytest.raises(RnicError, match="belongs to user"):
             SoftRnic().open(directory)
 
     def test_a_symbolic_link(self, directory: Path) -> None:
@@ -390,7 +390,7 @@ class TestDirectory:
 
     def test_only_old_unfinished_names_are_swept(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
-        old, new = directory / "new-rnic-old", directory / "new-rnic-new"
+        old, new = directory / ".rnic-old", directory / ".rnic-new"
         for path in (old, new):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                 sock.bind(str(path))

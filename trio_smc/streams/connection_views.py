@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from trio_smc._base.reasons import Fallback, Mode
+from trio_smc.host.tcp import unread_bytes, unsent_bytes
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.streams.group_views import LinkView
 
@@ -34,10 +34,6 @@ __all__ = [
     "socket_name",
 ]
 
-
-if sys.platform == "linux":  # elsewhere queues are not told
-    import fcntl
-    import termios
 
 # TCP_INFO's first byte (linux/tcp_states.h); the names are those of RFC 9293, 3.3.2.
 _TCP_STATES: Final = (
@@ -270,10 +266,8 @@ def socket_name(
 
 def _queue(sock: trio.socket.SocketType, *, output: bool) -> int:
     """Bytes in a queue of a TCP socket (tcp(7), SIOCOUTQ and SIOCINQ)."""
-    if sys.platform != "linux":
+    if sys.platform != "linux":  # elsewhere queues are not told
         return 0
     with contextlib.suppress(OSError):
-        request = termios.TIOCOUTQ if output else termios.FIONREAD
-        answer = fcntl.ioctl(sock.fileno(), request, bytes(4))
-        return int(struct.unpack("i", answer)[0])
+        return unsent_bytes(sock) if output else unread_bytes(sock)
     return 0

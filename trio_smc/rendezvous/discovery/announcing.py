@@ -15,7 +15,6 @@ long, to end that wait.
 from __future__ import annotations
 
 import math
-import os
 import select
 import socket
 from pathlib import Path
@@ -25,10 +24,10 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host
-from trio_smc.host.private_directory import open_private
+from trio_smc.host.private_directory import PrivateDirectory, is_same_user
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery import messages as protocol
-from trio_smc.rendezvous.discovery.messages import Kind, Message, is_same_user, take
+from trio_smc.rendezvous.discovery.messages import Kind, Message, take
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
@@ -207,7 +206,7 @@ class Places:
         """Add a channel to everyone who might accept the TCP connection; why there is none."""
         address, port = destination
         try:
-            root = open_private(self._private, create=False)
+            root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
             return FallbackReason.PEER_NOT_CAPABLE
         listeners: list[directory.Listeners] = []
@@ -232,7 +231,7 @@ class Places:
         finally:
             for each in listeners:
                 each.close()
-            os.close(root)
+            root.close()
         ours = [channel for channel in channels if is_same_user(channel.connection)]
         if not others and ours == channels and stamps and directory.settled(stamps):
             if len(self.known) >= _MOST_PLACES:

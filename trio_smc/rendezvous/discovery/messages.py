@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import socket
 import struct
 from enum import IntEnum
@@ -42,7 +41,6 @@ __all__ = [
     "announce",
     "decode_untrusted",
     "four_tuple",
-    "is_same_user",
     "refused",
     "take",
     "withdraw",
@@ -53,6 +51,8 @@ LOWEST_VERSION = 2
 HIGHEST_VERSION = 2
 MAX_SIZE = 512
 """Bytes to receive at most; what a longer packet has beyond is cut off."""
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 256  # addresses packed last
 _MAGIC = b"TSMC"
@@ -177,17 +177,6 @@ def _packed(address: str) -> bytes:
     if ":" in address:
         return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
     return _MAPPED + socket.inet_pton(socket.AF_INET, address)
-
-
-_log = logging.getLogger(__name__)
-
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the peer's effective user, when it connected or listened, is ours."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
 
 
 def take(connection: socket.socket) -> Message | None:

@@ -20,9 +20,10 @@ import socket
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc.host.private_directory import is_same_user
 from trio_smc.rendezvous.discovery import messages as protocol
 from trio_smc.rendezvous.discovery.directory import NewSocket
-from trio_smc.rendezvous.discovery.messages import Kind, is_same_user, take
+from trio_smc.rendezvous.discovery.messages import Kind, take
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [

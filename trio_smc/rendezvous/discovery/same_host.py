@@ -35,7 +35,6 @@ what is not understood costs that peer only, and the number of pending announcem
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import weakref
 from pathlib import Path
@@ -44,7 +43,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.private_directory import DirectoryUnusable, open_private
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import Announcement, AnySocket, Channels
 from trio_smc.rendezvous.discovery.publication import Claim, Publication
@@ -96,7 +95,7 @@ class Discovery:
     def unusable(self) -> FallbackReason | None:
         """What is wrong with the private directory, which is made when it is missing."""
         try:
-            os.close(open_private(self._private, create=True))
+            PrivateDirectory.open(self._private, create=True).close()
         except DirectoryUnusable as error:
             return error.reason
         return None

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.private_directory import is_same_user
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.messages import (
     Directory,
@@ -35,7 +36,6 @@ from trio_smc.rnic.soft.messages import (
     close_all,
     decode_untrusted,
     receive,
-    same_user,
 )
 from trio_smc.rnic.soft.port import Port, PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
@@ -424,7 +424,7 @@ class Reception:
             except OSError:
                 return  # nobody left, or out of descriptors: the next who dials tries again
             # A port that is down hears nobody.
-            if not self._rnic.port_active or not same_user(sock):
+            if not self._rnic.port_active or not is_same_user(sock):
                 sock.close()
                 continue
             sock.setblocking(False)
