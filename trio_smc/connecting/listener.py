@@ -10,7 +10,7 @@ which saves a short-lived connection a task and two passes of the scheduler.
 Listening TCP sockets that are known before they listen.
 
 `trio.open_tcp_listeners` gives sockets that listen already; the TCP option must be asked for
-before (`rendezvous.tcp_option`).
+before (`rendezvous.discovery.tcp_option`).
 """
 
 from __future__ import annotations

@@ -372,7 +372,7 @@ AS_NOBODY = """
     sys.path[:0] = {path!r}
     import logging, socket
     from pathlib import Path
-    from trio_smc.rendezvous.tcp_option import TcpOption
+    from trio_smc.rendezvous.discovery.tcp_option import TcpOption
     os.setgroups({groups!r})
     os.setgid({nobody})
     os.setuid({nobody})

@@ -1,4 +1,4 @@
-"""The messages of same-host discovery, as bytes, and one Unix connection that carries them.
+"""The messages of same-host discovery: their bytes, and taking one from a Unix connection.
 
 One message is one packet of a Unix SOCK_SEQPACKET connection::
 
@@ -7,15 +7,13 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
     byte  5      highest version the sender speaks
     byte  6      kind
     byte  7      REFUSED: why; otherwise 0
-    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source port
-(2),
-                 destination address (16), destination port (2); big-endian, as its client sees
-it
+    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source
+                 port (2), destination address (16), destination port (2); big-endian, as its
+                 client sees it
 
 A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first
-eight
-bytes, and such a REFUSED, are the same in every version for ever, so that two programs with no
-version in common can tell each other so.  A later version may append bytes, which earlier ones
+eight bytes, and such a REFUSED, are the same in every version for ever, so that two programs with
+no version in common can tell each other so.  A later version may append bytes, which earlier ones
 skip.
 """
 

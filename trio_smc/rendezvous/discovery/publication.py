@@ -1,4 +1,7 @@
-"""The server's half of same-host discovery; `trio_smc.rendezvous.discovery.same_host` explains it.
+"""Hearing which TCP connections were announced to a listener: the server's half of discovery.
+
+What is said, and why both sides come to one answer, `trio_smc.rendezvous.discovery.same_host`
+tells.
 
 Theory of operation: clients keep their Unix connections, and what they say waits there until it
 is needed.  A client has announced a TCP connection before the kernel hears of it, so whoever looks
@@ -21,7 +24,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.private_directory import is_same_user
-from trio_smc.rendezvous.discovery import messages as protocol
+from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
 from trio_smc.rnic.spinner import NEVER, Spinner
@@ -82,7 +85,7 @@ class Claim:
 
     def accept(self) -> None:
         """Tell the client at once that its connection was accepted; `confirm` is to follow."""
-        self._told = not self._is_over() and self._client.tell(protocol.accepted(self._key))
+        self._told = not self._is_over() and self._client.tell(messages.accepted(self._key))
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
@@ -117,7 +120,7 @@ class Claim:
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
         if not self._settled:
-            self._client.tell(protocol.refused(reason, self._key))
+            self._client.tell(messages.refused(reason, self._key))
             self._settle()
 
     def _is_over(self) -> bool:
@@ -155,7 +158,7 @@ class Claims:
             # The new client is bound to the port, so the old one no longer is.
             older[0].pending.discard(key)
         if len(self.pending) >= _MAX_PENDING:
-            client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT, key))
+            client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT, key))
             return
         self.pending[key] = client, now + _PENDING_TIMEOUT
         client.pending.add(key)
@@ -224,7 +227,7 @@ class Publication:
         """
         if self._heard is None:
             return None
-        key = protocol.four_tuple(remote, local)
+        key = messages.four_tuple(remote, local)
         pending = self.claims.pending
         found = pending.pop(key, None)
         while found is None and self._hear():
@@ -398,7 +401,7 @@ class Publication:
         return came
 
     def hear_all(self, client: Client) -> None:
-        """Take all that a client has said; it is dropped when it went or broke the protocol."""
+        """Take all that a client has said; it is dropped when it went or broke the messages."""
         while client.connection.fileno() >= 0 and self._take(client):
             pass
 
@@ -411,7 +414,7 @@ class Publication:
         if message is None:
             self._drop(client)
         elif client in self._silent and not is_same_user(client.connection):
-            client.tell(protocol.refused(FallbackReason.OTHER_USER))
+            client.tell(messages.refused(FallbackReason.OTHER_USER))
             self._drop(client)
         elif message.kind is Kind.ANNOUNCE:
             self._silent.pop(client, None)
@@ -420,7 +423,7 @@ class Publication:
             self.claims.withdrawn(client, message.connection)
         else:
             if message.kind is None:
-                client.tell(protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
+                client.tell(messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
             self._drop(client)
         return True
 
@@ -442,4 +445,4 @@ def _turn_away(client: Client) -> None:
         # Unread data would turn our answer into a reset.
         with contextlib.suppress(BlockingIOError):
             take(connection)
-        client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT))
+        client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
