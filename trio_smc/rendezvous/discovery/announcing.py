@@ -17,15 +17,16 @@ long, to end that wait.
 
 from __future__ import annotations
 
-import math
 import select
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.private_directory import PrivateDirectory, is_same_user
 from trio_smc.rendezvous.discovery import directory, messages
@@ -260,8 +261,7 @@ class Announcer:
         self._epoll: select.epoll | None = None
         self._ends: select.epoll | None = None
         self._reading = False
-        # Who waits, and until when.
-        self._deadlines: dict[Announcement, float] = {}
+        self._timers = Timers(trio.current_time, self._timer_is_earlier)  # who waits, until when
         self._nap: trio.CancelScope | None = None  # around the sleep of `run`
         # Who waits while another one reads.
         self._others: dict[Announcement, trio.lowlevel.Task] = {}
@@ -275,24 +275,25 @@ class Announcer:
         """Let go of processes that have ended, until cancelled; after `open`."""
         try:
             while self._ends is not None:
-                due = min(self._deadlines.values(), default=math.inf)
-                with trio.CancelScope(deadline=due) as self._nap:
+                with trio.CancelScope(deadline=self._timers.next_deadline()) as self._nap:
                     await trio.lowlevel.wait_readable(self._ends.fileno())
                 self._hear_ends()
-                self._give_up(trio.current_time())
+                self._timers.run_due()
         finally:
             self._nap = None
-            self._give_up(math.inf)
+            self._timers.run_all()
 
-    def _give_up(self, now: float) -> None:
-        """End the waits that have taken too long."""
-        for announcement, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                announcement.close()
-                if announcement in self._others:
-                    self.wake(announcement)
-                elif self._epoll is not None:
-                    trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
+    def _timer_is_earlier(self) -> None:
+        if self._nap is not None:
+            self._nap.deadline = self._timers.next_deadline()
+
+    def _give_up(self, announcement: Announcement) -> None:
+        """End a wait that has taken too long."""
+        announcement.close()
+        if announcement in self._others:
+            self.wake(announcement)
+        elif self._epoll is not None:
+            trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
 
     def _hear_ends(self) -> None:
         """Let go of processes that have ended by now."""
@@ -394,18 +395,18 @@ class Announcer:
     async def wait(self, announcement: Announcement, deadline: float) -> None:
         """Wait until ``announcement`` is answered, or given up at ``deadline``."""
         self._spinner.sleeping += 1
+        timer: Timer | None = None
         try:
             if self._nap is None:
                 with trio.CancelScope(deadline=deadline):
                     await self._wait(announcement)
                 return
-            self._deadlines[announcement] = deadline
-            if deadline < self._nap.deadline:
-                self._nap.deadline = deadline
+            timer = self._timers.call_at(deadline, partial(self._give_up, announcement))
             await self._wait(announcement)
         finally:
             self._spinner.sleeping -= 1
-            self._deadlines.pop(announcement, None)
+            if timer is not None:
+                timer.cancel()
             self._others.pop(announcement, None)
             if not self._reading and self._others:
                 self.wake(next(iter(self._others)))
