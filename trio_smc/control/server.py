@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-The protocol is told in `_base.control`.  One task of the stack waits in accept and costs nothing
+The protocol is told in `control.protocol`.  One task of the stack waits in accept and costs nothing
 until somebody asks; each client gets a task, a deadline, and what it asked for, piece by piece,
 so that a stack with many connections goes on with its own work in between.  Whatever a client
 does wrong costs that client only, and a stack that cannot have a socket goes without.

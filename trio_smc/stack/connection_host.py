@@ -1,4 +1,4 @@
-"""The joint between a connection core, its TCP connection and its link group."""
+"""`Endpoint`: the joint between a connection core, its TCP connection and its link group."""
 
 from __future__ import annotations
 
