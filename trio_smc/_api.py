@@ -19,13 +19,7 @@ from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.server import ControlSocket
 from trio_smc.streams.stream import SmcStream
 
-__all__ = [
-    "open_listeners",
-    "open_stack",
-    "open_stream",
-    "serve",
-]
-
+__all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
 
 LOGGER = logging.getLogger("trio_smc")
 

@@ -36,14 +36,7 @@ if TYPE_CHECKING:
     from trio_smc.stack.connection_host import Endpoint
     from trio_smc.streams.smc_socket import SmcSocket
 
-__all__ = [
-    "EventObserver",
-    "EventStream",
-    "StackEvent",
-    "log_event",
-    "open_events",
-]
-
+__all__ = ["EventObserver", "EventStream", "StackEvent", "log_event", "open_events"]
 
 LOGGER: Final = logging.getLogger("trio_smc.events")
 

@@ -36,12 +36,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.stack.groups import GroupTable
 
-__all__ = [
-    "Arrival",
-    "HandshakeHost",
-    "established_stream",
-]
-
+__all__ = ["Arrival", "HandshakeHost", "established_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 

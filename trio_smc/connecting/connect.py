@@ -31,12 +31,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "ConnectHost",
-    "connect_socket",
-    "connect_stream",
-]
-
+__all__ = ["ConnectHost", "connect_socket", "connect_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 

@@ -29,13 +29,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
-__all__ = [
-    "Attempt",
-    "DialHost",
-    "connect_attempt",
-    "connect_tcp",
-]
-
+__all__ = ["Attempt", "DialHost", "connect_attempt", "connect_tcp"]
 
 _REMEMBERED = 256  # numeric addresses looked up last
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address

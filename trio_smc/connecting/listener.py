@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from trio_smc.stack.runtime import Busy, Cancellable, Closable
     from trio_smc.streams.stream import SmcStream
 
-__all__ = [
-    "ListenerHost",
-    "SmcListener",
-    "open_listening_sockets",
-]
-
+__all__ = ["ListenerHost", "SmcListener", "open_listening_sockets"]
 
 LOGGER = logging.getLogger("trio_smc")
 

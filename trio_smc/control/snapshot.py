@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
     from trio_smc.streams.group_views import LinkGroupView
 
-__all__ = [
-    "Snapshots",
-]
-
+__all__ = ["Snapshots"]
 
 _Thing = TypeVar("_Thing")
 

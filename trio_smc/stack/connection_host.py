@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.tcp_watch import TcpWatch
 
-__all__ = [
-    "Endpoint",
-    "EndpointOwner",
-]
-
+__all__ = ["Endpoint", "EndpointOwner"]
 
 _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 

@@ -44,11 +44,7 @@ if TYPE_CHECKING:
     from trio_smc.stack.tcp_watch import TcpWatch
     from trio_smc.wire import clc
 
-__all__ = [
-    "GroupTable",
-    "OpenStream",
-]
-
+__all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
 

@@ -49,11 +49,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rnic.pump import Pump
 
-__all__ = [
-    "RnicChange",
-    "StackRnics",
-]
-
+__all__ = ["RnicChange", "StackRnics"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
 

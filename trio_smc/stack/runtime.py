@@ -49,15 +49,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "Attached",
-    "Busy",
-    "Call",
-    "Cancellable",
-    "Closable",
-    "Runtime",
-]
-
+__all__ = ["Attached", "Busy", "Cancellable", "Closable", "Runtime"]
 
 LOGGER = logging.getLogger("trio_smc")
 

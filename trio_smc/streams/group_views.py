@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "LinkGroupKind",
-    "LinkGroupView",
-    "LinkView",
-    "RmbView",
-    "View",
-]
-
+__all__ = ["LinkGroupKind", "LinkGroupView", "LinkView", "RmbView", "View"]
 
 _Core = TypeVar("_Core")
 
