@@ -13,7 +13,7 @@ from trio_smc.rendezvous.links.group import GroupLife
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.rkeys import Rkeys
-from trio_smc.stack.groups import StackCore
+from trio_smc.stack.groups import GroupTable
 
 
 def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:
@@ -96,7 +96,7 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
     ("owner", "name", "broken", "text", "case"),
     [
         (Link, "start_idle_timer", _no_tests, "the server []", 745),
-        (StackCore, "_rnic_changed", lambda *_: None, "RNICs", 249),
+        (GroupTable, "rnic_changed", lambda *_: None, "RNICs", 249),
     ],
     ids=["no TEST LINK", "RNICs that nobody hears of"],
 )

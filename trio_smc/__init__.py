@@ -1,7 +1,14 @@
-"""SMC-R (RFC 7609) in user space for Trio.
+"""SMC-R (RFC 7609) in user space for Trio: the public names.
 
-The public names.  Rooms below: `states` (every state machine), `rendezvous` (how two peers find
-and agree with each other), `datapath` (how bytes travel), `rnic` (what carries them).
+The house, from the street down; a room imports only rooms below its own:
+`sockets` (Trio's own sockets over SMC-R), `_api` (`open_stream` and the like), `control`;
+`_stack` (`Stack`, what users see of a peer);
+`connecting` (TCP connection, discovery, handshake), `streams` (what users send and receive by);
+`stack` (what runs for one peer: its nursery, RNICs, link groups and connections);
+`failover` (connections move to another link), `rendezvous` (two peers agree: discovery, CLC, LLC);
+`datapath` (bytes travel: RMBs, cursors, CDC), `config`, `rnic` (what carries them: RoCE, software);
+`capture`, `wire` (messages), `host` (this machine), `states` (all state machines), `_base`.
+`tools` (the command ``trio-smc``) and `adapters` (AnyIO) stand on the public names.
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.sockets.enable import disable, enable
 from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
-from trio_smc.streams.group_views import LinkGroup, LinkGroupKind, LinkView, RmbView
+from trio_smc.streams.group_views import LinkGroupKind, LinkView, RmbView
+from trio_smc.streams.group_views import LinkGroupView as LinkGroup
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.stream import SmcStream
 

@@ -148,7 +148,7 @@ async def test_a_defect_costs_one_answer(
         assert (said[-1]["part"], "see its log" in said[-1]["data"]) == ("error", True)
         assert "a defect" in caplog.text
         assert len(await answer(path, GOOD)) == 3
-        assert stack.failure is None
+        assert stack.runtime.failure is None
 
 
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     async with trio_smc.open_stack(Config(directory=tmp_path)) as stack:
-        assert not stack.attached
+        assert not stack.runtime.attached
         assert os.listdir(tmp_path) == []
 
 

@@ -163,7 +163,7 @@ class Actor:
     async def tcp_reset(self) -> None:
         """Reset the TCP connection; this end does not notice."""
         sock = self._endpoint_socket()
-        self._stack.tcp_watch.remove(sock)
+        self._stack.runtime.groups.tcp_watch.remove(sock)
         # Disconnecting is the only way to send RST and keep the descriptor.
         nowhere = bytes(16)  # AF_UNSPEC
         if ctypes.CDLL(None, use_errno=True).connect(sock.fileno(), nowhere, len(nowhere)):

@@ -354,6 +354,6 @@ async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) ->
     async with trio_smc.open_stack() as stack:
         assert [(each.kind, each.name) for each in stack.rnics][1:] == [("roce", "rxe0")]
         assert stack.rnics[0].kind == "software"
-        assert served(stack.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
-        assert served(stack.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+        assert served(stack.runtime.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
+        assert served(stack.runtime.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
     assert world.opened == []

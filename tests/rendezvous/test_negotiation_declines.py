@@ -43,7 +43,7 @@ def fail(_: bytes) -> None:
 
 
 def decline(side: Side, **fields: Any) -> bytes:
-    return clc.Decline(peer_id=side.stack.peer_id, diagnosis=0x01010000, **fields).encode()
+    return clc.Decline(peer_id=side.stack.groups.peer_id, diagnosis=0x01010000, **fields).encode()
 
 
 def check_both_fell_back(
@@ -91,7 +91,7 @@ def test_the_server_refuses_a_proposal(reason: FallbackReason, code: int) -> Non
         data = record.messages()[-1][2]
         assert data == (
             bytes.fromhex("e2d4c3d9 04 001c 10")
-            + server.stack.peer_id
+            + server.stack.groups.peer_id
             + code.to_bytes(4, "big")
             + bytes(4)
             + bytes.fromhex("e2d4c3d9")

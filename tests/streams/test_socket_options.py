@@ -422,7 +422,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
         for stream in streams[::2]:
             stream.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
             stream.setsockopt(TCP, socket.TCP_KEEPIDLE, 1)
-        pairs.client.observer = observer = TestLinks()
+        pairs.client.runtime.groups.observer = observer = TestLinks()
         start = trio.current_time()
         with trio.fail_after(30):
             await observer.second.wait()

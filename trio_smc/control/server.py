@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
     from trio_smc._stack import Stack
 
-__all__ = [
-    "ControlSocket",
-]
-
+__all__ = ["ControlSocket"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 

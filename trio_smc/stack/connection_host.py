@@ -1,4 +1,4 @@
-"""The joint between a connection core, its TCP connection and its link group."""
+"""`Endpoint`: the joint between a connection core, its TCP connection and its link group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.tcp_watch import TcpWatch
 
-__all__ = [
-    "Endpoint",
-    "EndpointOwner",
-]
-
+__all__ = ["Endpoint", "EndpointOwner"]
 
 _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 

@@ -13,13 +13,14 @@ import operator
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import OVER, SmcStream, UrgentState, flat, some_bytes, writable
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
+    from trio_smc.rnic.pump import Pump
     from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.stack.groups import StackCore
     from trio_smc.streams.socket_options import Inherited
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "RdmaCalls",
     "RdmaStream",
     "RdmaUrgent",
+    "StreamHost",
 ]
 
 
@@ -247,6 +250,16 @@ def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
+class StreamHost(Protocol):
+    """What a stream wants of the stack."""
+
+    pump: Pump
+    timers: Timers
+
+    def check_not_forked(self) -> None:
+        """Raise RuntimeError in a forked child."""
+
+
 class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
@@ -256,10 +269,10 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     _closed = True  # until there is something to close
 
     def __init__(
-        self, stack: StackCore, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+        self, stack: StreamHost, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
     ) -> None:
         self.socket = SmcSocket(sock)
-        self.link_group = stack.view(endpoint.group)
+        self.link_group = LinkGroupView(endpoint.group, stack.check_not_forked)
         self._endpoint = endpoint
         self._core = core = endpoint.connection
         core.tell_later = stack.pump.flush_soon

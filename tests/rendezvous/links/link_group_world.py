@@ -156,7 +156,7 @@ class GroupWorld(World):
         if write is not None:
             self._trace = Trace("world", self, write)
             for side, name in ((self.client, "client"), (self.server, "server")):
-                side.stack.observer = Trace(name, self, write)
+                side.stack.groups.observer = Trace(name, self, write)
 
     @property
     def client_groups(self) -> list[LinkGroup]:

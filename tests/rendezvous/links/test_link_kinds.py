@@ -10,6 +10,7 @@ from tests.rendezvous.rendezvous_pair import SIZE, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
 from trio_smc.config.config import Config
 from trio_smc.rendezvous.links.link_set import Links
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.wire import llc
 
 NOTICE = "out ADD_LINK"
@@ -237,7 +238,7 @@ def test_new_connections_send_on_the_least_loaded_link() -> None:
         calls = [world.connect(client, server) for _ in range(7)]
         for side in (client, server):
             assert sorted(link.load for link in side.group.links.values()) == [2, 2, 3]
-            view = side.stack.view(side.group)
+            view = LinkGroupView(side.group, side.stack.check_not_forked)
             assert [each.connections for each in view.links] == [3, 2, 2]
         for call in calls:
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
