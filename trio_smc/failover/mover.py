@@ -211,13 +211,11 @@ class GroupMover:
             return True
         group = self._group
         if new is None or not new.usable:
-            new = group.members.link_for(connection, but=old)
+            new = group.connections.link_for(connection, but=old)
         if new is None:
             return False
-        address, rkey = group.peer_element_on(connection, new)
         LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
-        group.place(connection, new)
-        connection.move(new, address, rkey)
+        connection.move(*group.connections.move(connection, new))
         observer = group.host.observer
         if observer is not None:
             observer.state(connection, f"link {old.number}", f"link {new.number}", "move")

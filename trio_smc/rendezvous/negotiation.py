@@ -338,24 +338,12 @@ class Negotiation:
         connection = self._connection
         if peer is None or group is None or link is None or connection is None:
             raise RuntimeError("the peer's element is not known yet")
-        size = peer.buffer_size
-        group.members.take_peer_element_untrusted(
-            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, size=size,
-            user=connection,
-        )  # fmt: skip
-        # 2.3: which link this side sends on is not the peer's affair.
-        channel = group.members.link_for(connection)
-        if channel is None:
-            if group.links.get(link.number) is not link:
-                raise ProtocolError("no link is left that reaches the peer's RMB")
-            channel = link  # on its way out; its connections move or end with the others
+        channel, address, rkey = group.connections.attach_untrusted(connection, peer, link)
         if self._link is not None and group.links.get(self._link.number) is not self._link:
             self._link = channel  # lost since it was chosen; Confirm names one that is left
-        group.place(connection, channel)
-        address, rkey = group.peer_element_on(connection, channel)
         connection.peer_known(
             alert_token=peer.alert_token,
-            element_size=size,
+            element_size=peer.buffer_size,
             eye_catcher=group.setup.peer_eye_catcher,
             channel=channel,
             address=address,

@@ -184,7 +184,7 @@ class StackCore(StackLife):
         """A connection that owns ``rmbe``, known to its group by its alert token."""
         endpoint = Endpoint(self, group, rmbe)
         connection = endpoint.connection = Connection(
-            alert_token=group.new_token(),
+            alert_token=group.connections.new_token(),
             rmbe=rmbe,
             host=endpoint,
             close_timeout=self.config.close_timeout,

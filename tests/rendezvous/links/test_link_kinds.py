@@ -253,7 +253,7 @@ def test_the_two_sides_choose_their_links_independently() -> None:
         client, server = world.side(rnics=2), world.side(rnics=2)
         first = world.connect(client, server)
         link = client.group.links[1]
-        client.group.place(first.client.connection, client.group.links[2])
+        client.group.connections.move(first.client.connection, client.group.links[2])
         second = world.connect(client, server)
         assert second.client.connection in link.users
         assert second.server.connection in server.group.links[2].users

@@ -141,7 +141,7 @@ class Group(LinkOwner, Protocol):
 class Mover(Protocol):
     """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
 
-    Who sends on which link is in `Link.users`; `LinkGroup.place` changes it.
+    Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
     """
 
     def link_lost(self, link: Link) -> None:

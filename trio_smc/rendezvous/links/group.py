@@ -48,6 +48,7 @@ from trio_smc.wire import llc
 
 if TYPE_CHECKING:
     from trio_smc.rendezvous.links.context import Group
+    from trio_smc.wire import clc
 
 __all__ = [
     "GroupConnection",
@@ -86,9 +87,8 @@ class LinkGroup:
       peer_id: the peer's 8-byte peer ID.
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
-      connections: by our alert token; closing ones included.
+      connections: by our alert token, closing ones included, and what each of them uses.
       setup, adding, seeking, deletion, rkeys, exchanges: what LLC messages do.
-      members: which connection uses what.
       mover: moves connections between links.
     """
 
@@ -106,8 +106,7 @@ class LinkGroup:
         self.host = host
         self.links = Links()
         self.idle_links = IdleLinks(self, lambda: self.seeking.seek(news=False))
-        self.members = GroupConnections(self, self.idle_links.connection_placed)
-        self.connections = self.members.by_token
+        self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.peer_rmbs = PeerRmbs()
         self.own_rmbs = OwnRmbs(self)
         self.exchanges = turns = Exchanges(self)
@@ -297,10 +296,6 @@ class LinkGroup:
 
     # --- connections -------------------------------------------------------------------------
 
-    def new_token(self) -> int:
-        """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
-        return self.members.new_token()
-
     def request_element(self, size: int, done: Callable[[Rmbe | None], None]) -> None:
         """Take an RMB element of ``size`` bytes; ``done(None)`` when none can be had.
 
@@ -315,29 +310,18 @@ class LinkGroup:
 
     def remove_connection(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
-        self.members.remove(token, user)
+        self.connections.remove(token, user)
         if not self.connections and self.machine.state in USABLE:
             self.life.start_idle_timer()
-
-    def place(self, connection: GroupConnection, link: Link) -> None:
-        """From now on ``connection`` sends on ``link``; `Link.users` has it."""
-        self.members.place(connection, link)
-
-    def peer_element_on(self, connection: ElementUser, link: Link) -> tuple[int, int]:
-        """Address and RKey of the connection's element at the peer on ``link``.
-
-        Raises KeyError when the peer gave no RToken for it there.
-        """
-        return self.members.peer_element_on(connection, link)
 
     @property
     def test_interval(self) -> float:
         """Seconds after which an idle link is tested: one test serves all connections (4.5.3)."""
-        return self.members.test_interval
+        return self.connections.test_interval
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
         """Test idle links this often while ``user`` is open; None: it asks for nothing."""
-        self.members.keep_alive(user, seconds)
+        self.connections.keep_alive(user, seconds)
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
         """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
@@ -551,24 +535,28 @@ class GroupLife:
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 
+class Attachment(NamedTuple):
+    """Where a connection sends, and where the peer's element is there."""
+
+    link: Link
+    address: int
+    rkey: int
+
+
 class _PeerElement(NamedTuple):
     rmb: PeerRmb
     number: int
     size: int
 
 
-class GroupConnections:
-    """The connections of one link group.
-
-    Attributes:
-      by_token: by our alert token; closing ones included.
-    """
+class GroupConnections(dict[int, GroupConnection]):
+    """The connections of one link group by our alert token, closing ones included."""
 
     def __init__(self, group: Group, placed: Callable[[], None]) -> None:
         """``placed``: called when a connection got a link."""
+        super().__init__()
         self._group = group
         self._placed = placed
-        self.by_token: dict[int, GroupConnection] = {}
         self._next_token = secrets.randbits(32)
         self._peer_elements: dict[ElementUser, _PeerElement] = {}
         self._keepalive: dict[ElementUser, float] = {}
@@ -578,12 +566,12 @@ class GroupConnections:
         """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
         while True:
             self._next_token = (self._next_token + 1) & 0xFFFFFFFF
-            if self._next_token and self._next_token not in self.by_token:
+            if self._next_token and self._next_token not in self:
                 return self._next_token
 
     def remove(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
-        connection = self.by_token.pop(token)
+        connection = self.pop(token)
         self._keepalive.pop(user, None)
         self._leave(connection)
         element = self._peer_elements.pop(user, None)
@@ -592,8 +580,37 @@ class GroupConnections:
 
     # --- links -----------------------------------------------------------------------------
 
-    def place(self, connection: GroupConnection, link: Link) -> None:
-        """From now on ``connection`` sends on ``link``."""
+    def attach_untrusted(
+        self, connection: GroupConnection, peer: clc.Accept | clc.Confirm, named: Link
+    ) -> Attachment:
+        """Give a new connection the peer's element and a link to send on.
+
+        Which link that is, is this side's affair alone (2.3), whichever one ``peer`` names.
+
+        Args:
+          peer: the CLC message that names the element.
+          named: the link that it names; it may have just gone.
+
+        Raises:
+          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
+            told of it and its link is gone.
+        """
+        self._take_peer_element_untrusted(connection, peer, named)
+        link = self.link_for(connection)
+        if link is None:
+            if self._group.links.get(named.number) is not named:
+                raise ProtocolError("no link is left that reaches the peer's RMB")
+            link = named  # on its way out; its connections move or end with the others
+        return self.move(connection, link)
+
+    def move(self, connection: GroupConnection, link: Link) -> Attachment:
+        """From now on ``connection`` sends on ``link``, of which `link_for` says that it may."""
+        rmb, index, size = self._peer_elements[connection]
+        token = rmb.tokens[link.number]
+        self._place(connection, link)
+        return Attachment(link, token.address + (index - 1) * size, token.rkey)
+
+    def _place(self, connection: GroupConnection, link: Link) -> None:
         self._leave(connection)
         self._link_of[connection] = link
         link.users[connection] = None
@@ -608,32 +625,16 @@ class GroupConnections:
 
     def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
         """The least loaded usable link on which the peer's element can be reached."""
-        rmb = self._peer_elements[connection].rmb
-        links = [
-            link
-            for link in self._group.usable_links()
-            if link is not but and link.number in rmb.tokens
-        ]
-        return min(links, key=_load, default=None)
+        return self._group.links.least_loaded(but, self._peer_elements[connection].rmb.tokens)
 
     # --- the peer's elements ---------------------------------------------------------------
 
-    def take_peer_element_untrusted(
-        self, link: Link, *, rkey: int, address: int, index: int, size: int, user: ElementUser
+    def _take_peer_element_untrusted(
+        self, user: GroupConnection, peer: clc.Accept | clc.Confirm, link: Link
     ) -> None:
-        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3).
-
-        Args:
-          link: which SMC Accept or Confirm names; it may have just gone.
-          rkey, address: of the RMB on that link.
-          index, size: of the element: from 1, bytes.
-
-        Raises:
-          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
-            told of it and its link is gone.
-        """
+        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3)."""
+        index, token = peer.rmbe_index, RToken(peer.rkey, peer.rmb_address)
         rmbs = self._group.peer_rmbs
-        token = RToken(rkey, address)
         rmb = rmbs.find_named(link.number, token)
         if rmb is not None and index in rmb.elements:
             # The last words of the element's last user may still wait on a link: TCP was quicker.
@@ -645,16 +646,10 @@ class GroupConnections:
             rmb = rmbs.learn_untrusted({link.number: token})
         holder = rmb.elements.get(index)
         rmb.elements[index] = user
-        self._peer_elements[user] = _PeerElement(rmb, index, size)
+        self._peer_elements[user] = _PeerElement(rmb, index, peer.buffer_size)
         if holder is not None:
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
             holder.rmbe_conflict()
-
-    def peer_element_on(self, connection: ElementUser, link: Link) -> tuple[int, int]:
-        """Address and RKey of the peer's element on ``link``; KeyError when it has none there."""
-        rmb, index, size = self._peer_elements[connection]
-        token = rmb.tokens[link.number]
-        return token.address + (index - 1) * size, token.rkey
 
     # --- TEST LINK -------------------------------------------------------------------------
 
@@ -673,7 +668,3 @@ class GroupConnections:
         if self.test_interval < before:
             for link in self._group.links.values():
                 link.test_interval_shortened()
-
-
-def _load(link: Link) -> int:
-    return link.load

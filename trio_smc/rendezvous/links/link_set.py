@@ -15,7 +15,7 @@ sides have agreed on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -86,10 +86,21 @@ class Links(dict[int, "Link"]):
         """Links that may carry more connections."""
         return [link for link in self.values() if link.usable]
 
-    def least_loaded(self, but: Link | None = None) -> Link | None:
-        """The usable link, and not ``but``, with the fewest connections."""
+    def least_loaded(
+        self, but: Link | None = None, among: Container[int] | None = None
+    ) -> Link | None:
+        """The usable link on which the fewest connections send: a new connection goes there.
+
+        Args:
+          but: not this one.
+          among: the numbers that come into question; None: all.
+        """
         return min(
-            (link for link in self.values() if link.usable and link is not but),
+            (
+                link
+                for link in self.values()
+                if link.usable and link is not but and (among is None or link.number in among)
+            ),
             key=lambda link: link.load,
             default=None,
         )
