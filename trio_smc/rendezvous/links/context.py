@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from trio_smc.rendezvous.links.link import LinkConnection, LinkOwner
+from trio_smc.rendezvous.links.link import LinkConnection, LinkMover, LinkOwner
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Group(LinkOwner, Protocol):
         """The peer wants the whole group deleted."""
 
 
-class Mover(Protocol):
+class Mover(LinkMover, Protocol):
     """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
 
     Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
@@ -160,17 +160,11 @@ class Mover(Protocol):
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: connections may be spread anew."""
 
-    def link_ends(self, link: Link) -> None:
-        """Take what the link still brought; its queue pair is closed next."""
-
     def link_stays(self, link: Link) -> None:
         """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
-
-    def judge(self, link: Link) -> None:
-        """A failover validation message on ``link`` misses what other links may have brought."""
 
     def close(self) -> None:
         """The group is gone."""

@@ -255,14 +255,6 @@ class LinkGroup:
         self.deletion.keep_last(link)
         self.mover.link_lost(link)
 
-    def link_ends(self, link: Link) -> None:
-        """Take what it still brought."""
-        self.mover.link_ends(link)
-
-    def judge(self, link: Link) -> None:
-        """A validation message misses what other links may have brought (4.6.1)."""
-        self.mover.judge(link)
-
     def link_down(self, link: Link) -> None:
         """A link has failed; its connections have moved if they could."""
         if self.machine.state == "GONE" or self.adding.failed(link):
