@@ -6,8 +6,9 @@ always up to date and costs nothing before.  Two views of one group are equal.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
+
+from trio_smc.rendezvous.links.link_set import LinkGroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,14 +24,6 @@ __all__ = [
     "LinkView",
     "RmbView",
 ]
-
-
-class LinkGroupKind(StrEnum):
-    """How well a link group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
-
-    SINGLE = "single"
-    ASYMMETRIC = "asymmetric"
-    SYMMETRIC = "symmetric"
 
 
 class LinkView:
@@ -140,7 +133,7 @@ class LinkGroup:
     @property
     def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric link group."""
-        return LinkGroupKind(self._core.kind)
+        return self._core.kind
 
     @property
     def state(self) -> str:

@@ -39,7 +39,12 @@ from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous.links.link import Link, PeerPort, PeerQueuePair
-from trio_smc.rendezvous.links.link_set import Kind, client_rnic, server_rnic, violates_rules
+from trio_smc.rendezvous.links.link_set import (
+    LinkGroupKind,
+    client_rnic,
+    server_rnic,
+    violates_rules,
+)
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
@@ -499,7 +504,7 @@ class LinkSeeking:
         elif self._held:
             self.retry_later()
             return
-        elif self._idle_links.spared and self._group.links.kind is Kind.SYMMETRIC:
+        elif self._idle_links.spared and self._group.links.kind is LinkGroupKind.SYMMETRIC:
             return
         self._wanted = True
         self._news |= news
@@ -537,7 +542,7 @@ class LinkSeeking:
             or rnic is None
             or not self._adding.make(group.links.next_number(), rnic)
         ):
-            if group.links.kind is Kind.SINGLE:
+            if group.links.kind is LinkGroupKind.SINGLE:
                 self.retry_later()
             return False
         self._adding.offer(carrier, rnic)
@@ -570,7 +575,7 @@ class LinkSeeking:
 
     def retry_later(self) -> None:
         """C.8: when there is no redundancy; a client's timer is for its notice (C.7.1)."""
-        if self._group.links.kind is Kind.SINGLE:
+        if self._group.links.kind is LinkGroupKind.SINGLE:
             self.retry_failed()
 
     def retry_failed(self) -> None:

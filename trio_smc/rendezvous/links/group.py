@@ -37,7 +37,7 @@ from trio_smc.rendezvous.links.delete_link import IdleLinks, LinkDeletion
 from trio_smc.rendezvous.links.exchanges import Exchanges, dispatch_untrusted
 from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure, LinkSetup
 from trio_smc.rendezvous.links.link import Link, LinkHost
-from trio_smc.rendezvous.links.link_set import Kind, Links
+from trio_smc.rendezvous.links.link_set import LinkGroupKind, Links
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.links.rkeys import Rkeys
@@ -141,7 +141,7 @@ class LinkGroup:
         return self.machine.state
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric, by the links there are now (2.2.2)."""
         return self.links.kind
 
@@ -388,17 +388,17 @@ class GroupLife:
     @property
     def is_single(self) -> bool:
         """No redundancy."""
-        return self._group.links.kind is Kind.SINGLE
+        return self._group.links.kind is LinkGroupKind.SINGLE
 
     @property
     def is_asymmetric(self) -> bool:
         """Two links that share an RNIC."""
-        return self._group.links.kind is Kind.ASYMMETRIC
+        return self._group.links.kind is LinkGroupKind.ASYMMETRIC
 
     @property
     def is_symmetric(self) -> bool:
         """Links that share no RNIC."""
-        return self._group.links.kind is Kind.SYMMETRIC
+        return self._group.links.kind is LinkGroupKind.SYMMETRIC
 
     @property
     def has_spare_link(self) -> bool:

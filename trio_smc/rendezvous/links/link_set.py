@@ -27,7 +27,7 @@ __all__ = [
     "FIRST_LINK",
     "GONE_LINKS",
     "LINK_LIMIT",
-    "Kind",
+    "LinkGroupKind",
     "Links",
     "client_rnic",
     "server_rnic",
@@ -44,8 +44,8 @@ GONE_LINKS: Final = 2 * LINK_LIMIT
 """Links that are remembered after their end."""
 
 
-class Kind(StrEnum):
-    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.2)."""
+class LinkGroupKind(StrEnum):
+    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
 
     SINGLE = "single"
     ASYMMETRIC = "asymmetric"
@@ -140,12 +140,12 @@ class Links(dict[int, "Link"]):
         return [link for link in self.usable() if link not in symmetric]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LinkGroupKind:
         """What these links make the group."""
         symmetric = len(self.symmetric())
         if symmetric > 1:
-            return Kind.SYMMETRIC
-        return Kind.ASYMMETRIC if self.asymmetric() else Kind.SINGLE
+            return LinkGroupKind.SYMMETRIC
+        return LinkGroupKind.ASYMMETRIC if self.asymmetric() else LinkGroupKind.SINGLE
 
     def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
         """Those of ``rnics`` that no symmetric link uses, those without any link first."""
@@ -171,10 +171,10 @@ def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -
     symmetric = links.symmetric()
     unused = links.unused(rnics)
     if unused and len(symmetric) < most:
-        if links.kind is Kind.ASYMMETRIC and shares_peer_port(links) and not news:
+        if links.kind is LinkGroupKind.ASYMMETRIC and shares_peer_port(links) and not news:
             return None  # the client has no RNIC for a symmetric link
         return unused[0]
-    if links.kind is Kind.SINGLE:
+    if links.kind is LinkGroupKind.SINGLE:
         # 3.5.1.6: the same one again, in case that the client has a second one.
         return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
     return None
@@ -185,7 +185,7 @@ def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) 
     second asymmetric one, or one too many (3.5.1.6.1)."""
     symmetric = links.symmetric()
     unused = links.unused(rnics)
-    single = links.kind is Kind.SINGLE
+    single = links.kind is LinkGroupKind.SINGLE
     if any(link.peer is not None and link.peer.port == peer for link in symmetric):
         return unused[0] if unused and single else None
     if unused:
@@ -211,4 +211,4 @@ def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
             return True
     for link in links.symmetric():
         shared |= link.rnic is rnic or (link.peer is not None and link.peer.port == peer)
-    return shared and links.kind is not Kind.SINGLE
+    return shared and links.kind is not LinkGroupKind.SINGLE
