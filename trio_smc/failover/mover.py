@@ -83,7 +83,7 @@ class GroupMover:
           done: called once nothing of them is in flight there, at once if nothing is.
         """
         connections = _connections(link)
-        if not connections or not any(other is not link for other in self._group.usable_links()):
+        if not connections or not any(other is not link for other in self._group.links.usable()):
             done()
             return
         departure = self._departures[link] = _Departure(connections, done)
@@ -96,7 +96,7 @@ class GroupMover:
         Not an asymmetric one: it shares an RNIC with the link it would relieve, and goes as soon
         as the group is symmetric again (2.2.2).
         """
-        loads = {each: each.load for each in self._group.usable_links()}
+        loads = {each: each.load for each in self._group.links.usable()}
         movable = {each: _connections(each) for each in loads if each is not link}
         if link not in loads or not movable or link in self._group.links.asymmetric():
             return

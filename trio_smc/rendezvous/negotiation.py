@@ -38,7 +38,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous.links.add_link import AddressWait
+from trio_smc.rendezvous.links.address_wait import AddressWait
 from trio_smc.rendezvous.links.first_contact import GroupFailure
 from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair

@@ -227,7 +227,7 @@ def test_a_deletion_whose_reply_was_lost_is_asked_for_again() -> None:
         world.until_time(lambda: any(message[3] & 0x80 for _, message in keeper.kept))
         leaving = client.group.own_rmbs._idle.leaving
         world.fabric.tamper = None
-        carrier = client.group.exchanges.of_rkeys._rkeys_link
+        carrier = client.group.rkey_exchanges._rkeys_link
         assert carrier is not None
         client.record()
         carrier.machine.send("failed")

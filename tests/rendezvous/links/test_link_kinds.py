@@ -88,7 +88,7 @@ def test_at_the_maximum_nobody_asks_or_offers() -> None:
         world.pass_time(1.0)
         assert transcript(client) == []
         # A client that asks all the same is not answered.
-        link = client.group.any_active_link()
+        link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))
         world.pass_time(1.0)

@@ -1,4 +1,4 @@
-"""What the parts of a link group share: the group's data and services, and whose turn it is.
+"""What the parts of a link group know of it and of each other, as protocols.
 
 No part knows the group itself, nor a part that is built on it: what it wants of them is here.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
     from trio_smc.rnic.verbs import Rnic
+    from trio_smc.states.engine import Machine
 
 __all__ = [
+    "Exchange",
     "Group",
     "GroupConnection",
     "Mover",
-    "Turns",
-    "Wishes",
 ]
 
 
@@ -33,15 +33,15 @@ class GroupConnection(LinkConnection, ElementUser, Protocol):
         """No link is left, or the group was terminated."""
 
 
-class Turns(Protocol):
-    """Exchanges, one at a time (3.5.5.3), as who takes part in one sees them."""
+class Exchange(Protocol):
+    """The LLC exchange under way, of which there is one at a time (3.5.5.3)."""
 
     carrier: Link | None
     """The link that the ADD LINK or DELETE LINK exchange under way travels on."""
 
     @property
     def state(self) -> str:
-        """The exchange under way (`trio_smc.states.llc_exchange`)."""
+        """Which one it is (`trio_smc.states.llc_exchange`)."""
 
     def send(self, event: str) -> None:
         """Something happened to it."""
@@ -52,27 +52,11 @@ class Turns(Protocol):
     def done(self) -> None:
         """It is complete."""
 
-    def look(self) -> None:
+    def queued(self) -> None:
         """Something waits: start it, if nothing is under way."""
 
     def adds(self, number: int) -> bool:
         """Whether link ``number`` is being confirmed as a new one."""
-
-
-class Wishes(Protocol):
-    """When one more link is wanted, for who takes links away."""
-
-    def seek(self, *, news: bool = True) -> None:
-        """Add a link now, or when the exchange under way is over."""
-
-    def hold(self) -> None:
-        """Add none before something has changed."""
-
-    def retry_failed(self) -> None:
-        """Try again later what failed (C.7.1)."""
-
-    def replace(self, link: Link) -> None:
-        """Add a link in the place of the only one."""
 
 
 class Group(LinkOwner, Protocol):
@@ -84,6 +68,10 @@ class Group(LinkOwner, Protocol):
     @property
     def mover(self) -> Mover:
         """Who moves connections between links."""
+
+    @property
+    def machine(self) -> Machine:
+        """Takes the events of `trio_smc.states.link_group`."""
 
     @property
     def state(self) -> str:
@@ -101,20 +89,11 @@ class Group(LinkOwner, Protocol):
     def reply_timeout(self) -> float:
         """Seconds that we wait for an LLC message."""
 
-    def usable_links(self) -> list[Link]:
-        """Links that may carry more connections."""
-
-    def any_active_link(self, but: Link | None = None) -> Link | None:
-        """A usable link, and not ``but``: the oldest."""
-
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """Its links go in order."""
-
-    def register_link(self, link: Link) -> None:
-        """Register all RMBs of this side on a new link.  Raises RnicError."""
 
     def forget_link(self, link: Link) -> None:
         """Free what the link had."""
@@ -124,18 +103,6 @@ class Group(LinkOwner, Protocol):
 
     def remove_link(self, number: int) -> None:
         """Both sides agree that the link goes."""
-
-    def delete_link(self, number: int, *, orderly: bool = True, reason: int = 0) -> None:
-        """Delete one link; a client asks its server to."""
-
-    def formed(self) -> None:
-        """Data may flow."""
-
-    def lost(self) -> None:
-        """No link is left that works."""
-
-    def deleted(self) -> None:
-        """The peer wants the whole group deleted."""
 
 
 class Mover(LinkMover, Protocol):

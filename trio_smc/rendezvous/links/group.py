@@ -5,37 +5,36 @@ Theory of operation
 A link group is a core without sockets, tasks or clocks: messages, completions and timers come
 in as calls, and what it wants of the world it asks of its `GroupHost`.  Its parts:
 
-- `links` by number, what they make the group, which of them is least loaded (`links`);
-- how links come up (`link_setup`, `link_adding`) and go (`link_deletion`), taking turns with
-  RKeys (`rkeys`) in `exchanges`;
-- this side's RMBs (`own_rmbs`), the peer's (`rtokens`), the connections (`group_connections`).
+- the links by number (`link`, `link_set`), which of them a new connection uses, and what they make
+  the group;
+- how the first link comes up (`first_contact`), when others are wanted (`link_demand`), how they
+  come (`add_link`) and go (`delete_link`), taking turns with RKeys (`rkeys`) in `exchanges`;
+- this side's RMBs (`own_rmbs`) and the peer's (`peer_rmbs`);
+- the connections, with the link that each sends on and the peer's element that it writes into
+  (`GroupConnections`).
 
-A link that fails is handled in this order: its connections move to another link, its queue pair
-is closed, then it is forgotten and the peer is told over another link; without another link the
-group ends (4.8.3).  Its life as a whole is told in `group_life`.
+A link that fails is handled in this order (`link_failing`, `link_down`): its connections move to
+another link (`failover.mover`), its queue pair is closed, then it is forgotten and the peer is told
+over another link; without another link the group ends (4.8.3).
 
-The connections of one link group: by alert token, by peer's element, by sending link.
-
-Which link a connection sends on is this side's affair alone (RFC 7609, 2.3); the peer chooses
-its own.  A new connection goes to the link with the fewest.
+Which link a connection sends on is this side's affair alone (2.3); the peer chooses its own.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.config.config import Config
-from trio_smc.datapath.rmb import Rmb, Rmbe
-from trio_smc.rendezvous.links.add_link import LinkAdding, LinkSeeking
+from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous.links.context import GroupConnection, Mover
-from trio_smc.rendezvous.links.delete_link import IdleLinks, LinkDeletion
-from trio_smc.rendezvous.links.exchanges import Exchanges, dispatch_untrusted
-from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure, LinkSetup
+from trio_smc.rendezvous.links.delete_link import IdleLinks
+from trio_smc.rendezvous.links.exchanges import Exchanges
+from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure
 from trio_smc.rendezvous.links.link import Link, LinkHost
 from trio_smc.rendezvous.links.link_set import LinkGroupKind, Links
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
@@ -61,6 +60,9 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
+_CLIENT_IDLE_EXTRA: Final = 10.0
+"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
+
 
 class GroupHost(LinkHost, Protocol):
     """What a link group wants of the stack it belongs to."""
@@ -80,7 +82,7 @@ class GroupHost(LinkHost, Protocol):
 
 
 class LinkGroup:
-    """One link group of this stack with one peer in one role.
+    """One link group of this stack with one peer in one role; the model of `states.link_group`.
 
     Attributes:
       client: whether this side was the TCP client at first contact.
@@ -88,11 +90,11 @@ class LinkGroup:
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
       connections: by our alert token, closing ones included, and what each of them uses.
-      setup, adding, seeking, deletion, rkeys, exchanges: what LLC messages do.
+      own_rmbs, peer_rmbs, rkeys: what each side may write into, and by which RKeys.
+      exchanges: the LLC exchanges, with `setup`, `demand`, `adding`, `deletion` and
+        `rkey_exchanges`, who take part.
       mover: moves connections between links.
     """
-
-    seeking: LinkSeeking
 
     def __init__(
         self, *, client: bool, peer_id: bytes, rnic: Rnic, config: Config, timers: Timers,
@@ -105,30 +107,23 @@ class LinkGroup:
         self.timers = timers
         self.host = host
         self.links = Links()
-        self.idle_links = IdleLinks(self, lambda: self.seeking.seek(news=False))
-        self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.peer_rmbs = PeerRmbs()
         self.own_rmbs = OwnRmbs(self)
-        self.exchanges = turns = Exchanges(self)
-        self.rkeys = Rkeys(self, self.own_rmbs, turns.of_rkeys)
-        self.setup = LinkSetup(
-            self,
-            turns,
-            self.rkeys,
-            lambda link: self.seeking.offer_second(link),  # noqa: PLW0108
-        )
-        self.deletion = LinkDeletion(self, turns, lambda: self.seeking)
-        self.adding = LinkAdding(self, turns, self.setup, self.rkeys, self.deletion)
-        self.seeking = LinkSeeking(
-            self, turns, self.setup, self.adding, self.deletion, self.idle_links
-        )
-        self.adding.seeking = self.seeking
-        turns.setup, turns.adding, turns.seeking = self.setup, self.adding, self.seeking
-        turns.deletion, turns.rkeys = self.deletion, self.rkeys
-        turns.of_rkeys.rkeys = self.rkeys
+        self.rkeys = Rkeys(self, self.own_rmbs)
+        self.exchanges = exchanges = Exchanges(self, self.rkeys)
+        self.setup = exchanges.setup
+        self.demand = exchanges.demand
+        self.adding = exchanges.adding
+        self.deletion = exchanges.deletion
+        self.rkey_exchanges = exchanges.rkey_exchanges
+        self.idle_links = IdleLinks(self, self.demand, self.deletion)
+        self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.first_contact: FirstContact | None = None
-        self.life = GroupLife(self)
-        self.machine = self.life.machine
+        self.machine = Machine(LINK_GROUP, self)
+        self._ending_for = llc.DeleteLinkReason.PROGRAM
+        self._timer: Timer | None = None
+        self._termination_link: Link | None = None
+        self._settled: list[Callable[[], None]] = []
         self.mover = host.new_mover(self)
 
     def __repr__(self) -> str:
@@ -155,31 +150,15 @@ class LinkGroup:
         """Whether this is the first contact."""
         return self.machine.state == "FORMING"
 
-    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """See `Rkeys.confirm`."""
-        self.rkeys.confirm(rmb, finished)
-
-    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """See `Rkeys.delete`."""
-        self.rkeys.delete(rmbs, finished)
-
     def takes(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
         return self.usable and self.own_rmbs.has_room(size)
 
     # --- links -------------------------------------------------------------------------------
 
-    def usable_links(self) -> list[Link]:
-        """Links that may carry more connections."""
-        return self.links.usable()
-
     def least_loaded_link(self, but: Link | None = None) -> Link | None:
         """The usable link, and not ``but``, on which the fewest connections send."""
         return self.links.least_loaded(but)
-
-    def any_active_link(self, but: Link | None = None) -> Link | None:
-        """A usable link, and not ``but``: the oldest."""
-        return next((link for link in self.links.usable() if link is not but), None)
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
         """The link whose peer end is this one, also if it has just gone (3.5.2.2, 3.5.2.3)."""
@@ -204,16 +183,16 @@ class LinkGroup:
         """An RNIC of the group's kind can carry links now (3.5.5.1.1, 3.5.5.1.2, C.8)."""
         used = any(link.rnic is rnic for link in self.links.usable())
         if self.machine.state in USABLE and (not used or self.deletion.links_to_go):
-            self.seeking.seek()
+            self.demand.want()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """An operator takes the RNIC out: its links go in order (3.5.5.1.3)."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
-            if self.any_active_link(but=link) is not None:
+            if self.links.oldest(but=link) is not None:
                 # The path is what goes; the links that are left may be completed anew.
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.LOST_PATH)
             else:
-                self.seeking.replace(link)
+                self.demand.replace(link)
 
     def rnic_lost(self, rnic: Rnic) -> None:
         """The RNIC's port went down: so did its links."""
@@ -225,22 +204,6 @@ class LinkGroup:
         self.mover.link_ready(link)
         self.idle_links.watch()
         self.machine.send("links_changed")
-
-    def formed(self) -> None:
-        """Data may flow."""
-        self.machine.send("formed")
-
-    def lost(self) -> None:
-        """No link is left that works."""
-        self.machine.send("links_lost")
-
-    def deleted(self) -> None:
-        """The peer wants the whole group deleted."""
-        self.machine.send("delete_all")
-
-    def register_link(self, link: Link) -> None:
-        """Register all RMBs of this side on a new link.  Raises RnicError."""
-        self.rkeys.register_on(link)
 
     def forget_link(self, link: Link) -> None:
         """Free what the link had, registrations first."""
@@ -298,13 +261,13 @@ class LinkGroup:
     def add_connection(self, token: int, connection: GroupConnection) -> None:
         """Route CDC messages with ``token`` to ``connection``."""
         self.connections[token] = connection
-        self.life.stop_timer()
+        self.stop_timer()
 
     def remove_connection(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
         self.connections.remove(token, user)
         if not self.connections and self.machine.state in USABLE:
-            self.life.start_idle_timer()
+            self.start_idle_timer()
 
     @property
     def test_interval(self) -> float:
@@ -330,12 +293,12 @@ class LinkGroup:
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when the group is formed or gone."""
-        self.life.when_settled(callback)
+        self._settled.append(callback)
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """One LLC message from the peer; what breaks the rules costs the link (C.7.1)."""
         try:
-            dispatch_untrusted(self.exchanges, self, link, data)
+            self.exchanges.dispatch_untrusted(link, data)
         except ProtocolError as error:
             LOGGER.warning("%r: protocol error: %s", link, error)
             self.setup.failure, self.setup.error = GroupFailure.PROTOCOL_ERROR, error
@@ -351,99 +314,69 @@ class LinkGroup:
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
-        self.life.reason = reason
+        self._ending_for = reason
         self.machine.send("terminate")
-
-
-_CLIENT_IDLE_EXTRA: Final = 10.0
-"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
-
-
-class GroupLife:
-    """The life of one link group.
-
-    Attributes:
-      reason: what DELETE LINK for the whole group will say.
-    """
-
-    def __init__(self, group: LinkGroup) -> None:
-        self._group = group
-        self.machine = Machine(LINK_GROUP, self)
-        self.reason = llc.DeleteLinkReason.PROGRAM
-        self._timer: Timer | None = None
-        self._termination_link: Link | None = None
-        self._settled: list[Callable[[], None]] = []
-
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when the group is formed or gone."""
-        self._settled.append(callback)
 
     # --- guards ------------------------------------------------------------------------------
 
     @property
-    def client(self) -> bool:
-        """Our role."""
-        return self._group.client
-
-    @property
     def is_single(self) -> bool:
         """No redundancy."""
-        return self._group.links.kind is LinkGroupKind.SINGLE
+        return self.links.kind is LinkGroupKind.SINGLE
 
     @property
     def is_asymmetric(self) -> bool:
         """Two links that share an RNIC."""
-        return self._group.links.kind is LinkGroupKind.ASYMMETRIC
+        return self.links.kind is LinkGroupKind.ASYMMETRIC
 
     @property
     def is_symmetric(self) -> bool:
         """Links that share no RNIC."""
-        return self._group.links.kind is LinkGroupKind.SYMMETRIC
+        return self.links.kind is LinkGroupKind.SYMMETRIC
 
     @property
     def has_spare_link(self) -> bool:
         """Whether DELETE LINK could be sent over another link than it was."""
-        link = self._group.links.for_llc(avoid=self._termination_link)
+        link = self.links.for_llc(avoid=self._termination_link)
         return link is not None and link is not self._termination_link
 
     # --- actions: links come and go ------------------------------------------------------------
 
     def tell_formed(self) -> None:
         """Data may flow."""
-        contact, self._group.first_contact = self._group.first_contact, None
+        contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_formed()
 
     def seek_links(self) -> None:
         """The server adds links up to the maximum; the client only when it has news."""
-        if not self._group.client:
-            self._group.seeking.seek(news=False)
+        if not self.client:
+            self.demand.want(news=False)
 
     def delete_asymmetric_link(self) -> None:
         """There are better ones now."""
-        group = self._group
-        if not group.client:
-            for link in group.links.asymmetric():
-                group.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
+        if not self.client:
+            for link in self.links.asymmetric():
+                self.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
 
     # --- actions: idle groups ------------------------------------------------------------------
 
     def start_idle_timer(self) -> None:
         """Keep a group without connections for a while (3.5.4)."""
         self.stop_timer()
-        if not self._group.connections:
-            extra = _CLIENT_IDLE_EXTRA if self._group.client else 0.0
-            self._call_later(self._group.config.link_group_idle + extra, self._idle_too_long)
+        if not self.connections:
+            extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
+            self._call_later(self.config.link_group_idle + extra, self._idle_too_long)
 
     def _idle_too_long(self) -> None:
-        if self._group.own_rmbs.busy:
+        if self.own_rmbs.busy:
             # A connection is just coming, or not: the peer's reply decides, or its time.
-            self._call_later(self._group.config.llc_timeout, self._idle_too_long)
+            self._call_later(self.config.llc_timeout, self._idle_too_long)
         else:
-            self._group.terminate()
+            self.terminate()
 
     def _call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._timer = self._group.timers.call_later(seconds, callback)
+        self._timer = self.timers.call_later(seconds, callback)
 
     def stop_timer(self) -> None:
         """The group is in use, or over."""
@@ -455,26 +388,25 @@ class GroupLife:
 
     def leave_turn(self) -> None:
         """See `LinkSetup.leave_turn`."""
-        self._group.setup.leave_turn()
+        self.setup.leave_turn()
 
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
-        group = self._group
-        contact, group.first_contact = group.first_contact, None
+        contact, self.first_contact = self.first_contact, None
         if contact is not None:
-            contact.group_failed(group.setup.failure, group.setup.error)
+            contact.group_failed(self.setup.failure, self.setup.error)
 
     def end_connections(self) -> None:
         """4.8.3: no link is left for them."""
-        for connection in list(self._group.connections.values()):
+        for connection in list(self.connections.values()):
             connection.links_lost()
 
     def send_delete_all(self) -> None:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
-        self._termination_link = link = self._group.links.for_llc()
+        self._termination_link = link = self.links.for_llc()
         if link is not None:
-            message = llc.DeleteLink(all_links=True, orderly=True, reason=self.reason)
-            link.send_llc(message, None if self._group.client else self._delete_sent)
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._ending_for)
+            link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
         self.machine.send("delete_sent")
@@ -482,7 +414,7 @@ class GroupLife:
     def start_termination_timer(self) -> None:
         """Do not wait for ever for a peer that is gone."""
         self.stop_timer()
-        self._call_later(self._group.config.llc_timeout, self._termination_timed_out)
+        self._call_later(self.config.llc_timeout, self._termination_timed_out)
 
     def _termination_timed_out(self) -> None:
         self.machine.send("termination_timeout")
@@ -494,37 +426,32 @@ class GroupLife:
 
     def free_resources(self) -> None:
         """Queue pairs, registrations and memory."""
-        group = self._group
         self.stop_timer()
-        group.deletion.close()
-        group.adding.close()
-        group.seeking.close()
-        group.idle_links.close()
-        group.own_rmbs.close_regions()
-        for link in group.links.values():
+        self.deletion.close()
+        self.adding.close()
+        self.demand.close()
+        self.idle_links.close()
+        self.own_rmbs.close_regions()
+        for link in self.links.values():
             link.close()
         # Who is told now finds a group that cannot be used any more.
-        group.exchanges.end()
+        self.exchanges.end()
         self.end_connections()
-        group.mover.close()
-        group.own_rmbs.close()
+        self.mover.close()
+        self.own_rmbs.close()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers, whoever waited, and at the end the stack."""
-        group = self._group
-        if group.host.observer is not None:
-            group.host.observer.state(group, old, new, event)
+        if self.host.observer is not None:
+            self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":
             settled, self._settled = self._settled, []
             for callback in settled:
                 callback()
         if new == "GONE":
-            group.host.group_gone(group)
+            self.host.group_gone(self)
         elif old == "FORMING":
-            group.exchanges.look()
-
-
-LOGGER = logging.getLogger("trio_smc.link_group")
+            self.exchanges.queued()
 
 
 class Attachment(NamedTuple):

@@ -1,15 +1,17 @@
-"""The links of one group: their numbers, which of them can be used, and what they make the group.
+"""The links of one group: which of them a connection or a message takes, and which may be added.
+
+Theory of operation
+-------------------
+A new connection sends on the usable link with the fewest connections (`Links.least_loaded`).
 
 Two links of a group never join the same two RNICs (a parallel link).  A link that shares an RNIC
-with another one at one end only is asymmetric; a group has at most one, and it is not counted
-among the links that the two sides have agreed on as the most (RFC 7609, 2.2.2).
+with another one at one end only is asymmetric; a group has at most one, as long as there is no
+symmetric pair, and it is not counted among the links that the two sides have agreed on as the
+most (RFC 7609, 2.2.2).
 
-Which RNICs a new link joins (RFC 7609, 2.2.2, 3.5.1.6, 3.5.5.1).
-
-The server picks its end first and names it in ADD LINK; the client picks the other end, or finds
-none and rejects.  Both follow the same rules: no two links join the same RNICs, one link at most
-is asymmetric, as long as there is no symmetric pair, and the others are no more than the two
-sides have agreed on.
+Which RNICs a new link joins is decided by both sides after these rules (3.5.1.6, 3.5.5.1).  The
+server picks its end first and names it in ADD LINK (`server_rnic`); the client picks the other
+end, or finds none and rejects (`client_rnic`).
 """
 
 from __future__ import annotations
@@ -104,6 +106,10 @@ class Links(dict[int, "Link"]):
             key=lambda link: link.load,
             default=None,
         )
+
+    def oldest(self, but: Link | None = None) -> Link | None:
+        """The usable link, and not ``but``, that has been there longest."""
+        return next((link for link in self.values() if link.usable and link is not but), None)
 
     def for_llc(self, avoid: Link | None = None) -> Link | None:
         """A link that can carry LLC messages; ``avoid``, or one that is being deleted, only if no
