@@ -17,6 +17,8 @@ soon as nothing of theirs is in flight. When it becomes the only one in the mean
 
 A link that comes takes over as few connections as make the loads even. A difference of one is
 even: nothing is moved for it.
+
+What a lost link still brought may hold back others' messages for a while: that is `validation`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.validation import Validation
@@ -33,12 +35,24 @@ from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.rendezvous.links.group import LinkGroup
-    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.group import GroupConnections
+    from trio_smc.rendezvous.links.link import Link, LinkHost
+    from trio_smc.rendezvous.links.link_set import Links
 
-__all__ = ["GroupMover"]
+__all__ = ["GroupMover", "MovedGroup"]
 
 LOGGER = logging.getLogger("trio_smc.failover")
+
+
+class MovedGroup(Protocol):
+    """What a mover wants of the link group whose connections it moves."""
+
+    links: Links
+    connections: GroupConnections
+
+    @property
+    def host(self) -> LinkHost:
+        """The stack, whose observer is told."""
 
 
 class GroupMover:
@@ -49,7 +63,7 @@ class GroupMover:
       drain: takes and dispatches what has completed on a queue pair (`rnic.pump.Pump`).
     """
 
-    def __init__(self, group: LinkGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
+    def __init__(self, group: MovedGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
         self._group = group
         self._drain = drain
         self._departures: dict[Link, _Departure] = {}

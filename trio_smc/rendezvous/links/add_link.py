@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.rkeys import Rkeys
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "LinkAdding",
-]
+__all__ = ["LinkAdding"]
 
 
 LOGGER = logging.getLogger("trio_smc.link_group")

@@ -2,14 +2,14 @@
 
 Theory of operation
 -------------------
-The server deletes, in an exchange of its own: connections leave the link (`link_leaving`), then
+The server deletes, in an exchange of its own: connections leave the link (`LinkLeaving`), then
 DELETE LINK goes out over any other link, and with the client's reply the link is freed.  The
 client does the same in between: it leaves the link, replies, and frees the link when the reply has
 arrived.  A link that has failed already has nothing to leave and is freed at once; both sides tell
 the other all the same.
 
 A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK
-(`deletion_requests`).
+(`DeletionRequests`).
 
 When the link fails that connections have left for, and no other is usable, the one that was to go
 stays: the peers still reach each other over it (4.8.3).  Each side decides that by itself, as

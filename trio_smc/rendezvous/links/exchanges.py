@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.rkeys import Rkeys
 
-__all__ = [
-    "Exchanges",
-]
+__all__ = ["Exchanges"]
 
 
 LOGGER = logging.getLogger("trio_smc.link_group")

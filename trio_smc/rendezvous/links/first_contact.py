@@ -60,7 +60,7 @@ class FirstContact(Protocol):
 
 
 class LinkSetup:
-    """How the links of one group come up.
+    """How the first link of one group comes up, and what the two sides agreed on then.
 
     Attributes:
       may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).

@@ -14,7 +14,8 @@ byte that counts them allows.  What is out of order is a protocol error; what ca
 a negative reply.  Both messages and replies are made when their turn comes, so that they
 name the links there are by then.
 
-When an exchange may run is decided in `exchanges`; which RMBs there are in `own_rmbs`.
+`Rkeys` makes and reads all these messages.  `RkeyExchanges` has the requests of both sides wait for
+their turn, which `exchanges` decides; which RMBs there are is decided in `own_rmbs`.
 
 Our requests begin anew, with the links there are then: after a failed link, after a reply that
 says so, and when an ADD LINK or DELETE LINK of the server overtook them (3.5.5.3.3); the last kind
