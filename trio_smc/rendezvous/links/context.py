@@ -12,6 +12,8 @@ from trio_smc.rendezvous.links.link import LinkConnection, LinkMover, LinkOwner
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser
 
 if TYPE_CHECKING:
+    from trio_smc._base.timers import Timers
+    from trio_smc.config.config import Config
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
@@ -22,6 +24,7 @@ __all__ = [
     "Exchange",
     "Group",
     "GroupConnection",
+    "GroupData",
     "Mover",
 ]
 
@@ -59,9 +62,12 @@ class Exchange(Protocol):
         """Whether link ``number`` is being confirmed as a new one."""
 
 
-class Group(LinkOwner, Protocol):
-    """The group's data and services, for its parts."""
+class GroupData(Protocol):
+    """A link group, for the parts that need no more than to know it."""
 
+    client: bool
+    config: Config
+    timers: Timers
     links: Links
     peer_rmbs: PeerRmbs
 
@@ -78,16 +84,16 @@ class Group(LinkOwner, Protocol):
         """The group's state (`trio_smc.states.link_group`)."""
 
     @property
-    def usable(self) -> bool:
-        """Whether connections may use the group."""
-
-    @property
     def forming(self) -> bool:
         """Whether this is the first contact."""
 
     @property
     def reply_timeout(self) -> float:
         """Seconds that we wait for an LLC message."""
+
+
+class Group(GroupData, LinkOwner, Protocol):
+    """A link group, for the parts by which links come and go."""
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""

@@ -46,7 +46,7 @@ from trio_smc.states.link_group import LINK_GROUP, USABLE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.links.context import Group
+    from trio_smc.rendezvous.links.context import GroupData
     from trio_smc.wire import clc
 
 __all__ = [
@@ -471,7 +471,7 @@ class _PeerElement(NamedTuple):
 class GroupConnections(dict[int, GroupConnection]):
     """The connections of one link group by our alert token, closing ones included."""
 
-    def __init__(self, group: Group, placed: Callable[[], None]) -> None:
+    def __init__(self, group: GroupData, placed: Callable[[], None]) -> None:
         """``placed``: called when a connection got a link."""
         super().__init__()
         self._group = group
