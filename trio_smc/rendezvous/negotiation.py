@@ -43,7 +43,7 @@ from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._base.timers import Timer
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous.links.add_link import AddressWait
+from trio_smc.rendezvous.links.address_wait import AddressWait
 from trio_smc.rendezvous.links.first_contact import GroupFailure
 from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
@@ -357,24 +357,12 @@ class Negotiation(ABC):
         """Tell the connection where the peer's element is; see `peer_element_known`."""
         peer, end = self._peer, known(self._end)
         group, connection, link = end.group, end.connection, self._peers_link or end.link
-        size = peer.buffer_size
-        group.members.take_peer_element_untrusted(
-            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, size=size,
-            user=connection,
-        )  # fmt: skip
-        # 2.3: which link this side sends on is not the peer's affair.
-        channel = group.members.link_for(connection)
-        if channel is None:
-            if group.links.get(link.number) is not link:
-                raise ProtocolError("no link is left that reaches the peer's RMB")
-            channel = link  # on its way out; its connections move or end with the others
+        channel, address, rkey = group.connections.attach_untrusted(connection, peer, link)
         if group.links.get(end.link.number) is not end.link:
             end.link = channel  # lost since it was chosen; Confirm names one that is left
-        group.place(connection, channel)
-        address, rkey = group.peer_element_on(connection, channel)
         connection.peer_known(
             alert_token=peer.alert_token,
-            element_size=size,
+            element_size=peer.buffer_size,
             eye_catcher=group.setup.peer_eye_catcher,
             channel=channel,
             address=address,

@@ -205,7 +205,7 @@ class GroupTable:
         """A connection that owns ``rmbe``, known to its group by its alert token."""
         endpoint = Endpoint(self, group, rmbe)
         connection = endpoint.connection = Connection(
-            alert_token=group.new_token(),
+            alert_token=group.connections.new_token(),
             rmbe=rmbe,
             host=endpoint,
             close_timeout=self._config.close_timeout,

@@ -6,12 +6,12 @@ always up to date and costs nothing before.  Two views of one thing are equal.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.links.link_set import LinkGroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["LinkGroupKind", "LinkGroupView", "LinkView", "RmbView", "View"]
 
 _Core = TypeVar("_Core")
-
-
-class LinkGroupKind(StrEnum):
-    """How well a link group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
-
-    SINGLE = "single"
-    ASYMMETRIC = "asymmetric"
-    SYMMETRIC = "symmetric"
 
 
 class View(Generic[_Core]):
@@ -135,7 +127,7 @@ class LinkGroupView(View[LinkGroup]):
     @property
     def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric link group."""
-        return LinkGroupKind(self._core.kind)
+        return self._core.kind
 
     @property
     def state(self) -> str:

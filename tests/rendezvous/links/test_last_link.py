@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -134,13 +136,14 @@ def test_an_element_used_again_before_its_last_words_were_heard(world: World, pl
     assert there.state == "CLOSED"
     assert here.state != "CLOSED"
 
-    members = stage.end(place).group.members
-    element = members._peer_elements[here]
+    connections = stage.end(place).group.connections
+    element = connections._peer_elements[here]
     number, token = next(iter(element.rmb.tokens.items()))
-    members.take_peer_element_untrusted(
-        stage.end(place).group.links[number], rkey=token.rkey, address=token.address,
-        index=element.number, size=element.size, user=here,
+    again: Any = SimpleNamespace(
+        rkey=token.rkey, rmb_address=token.address, rmbe_index=element.number,
+        buffer_size=element.size,
     )  # fmt: skip
+    connections.attach_untrusted(here, again, stage.end(place).group.links[number])
     assert here.state == "CLOSED"
     assert [tcp.cut for tcp in stage.call.tcp] == ["fin", "fin"]
 

@@ -89,7 +89,7 @@ def test_at_the_maximum_nobody_asks_or_offers() -> None:
         world.pass_time(1.0)
         assert transcript(client) == []
         # A client that asks all the same is not answered.
-        link = client.group.any_active_link()
+        link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))
         world.pass_time(1.0)
@@ -254,7 +254,7 @@ def test_the_two_sides_choose_their_links_independently() -> None:
         client, server = world.side(rnics=2), world.side(rnics=2)
         first = world.connect(client, server)
         link = client.group.links[1]
-        client.group.place(first.client.connection, client.group.links[2])
+        client.group.connections.move(first.client.connection, client.group.links[2])
         second = world.connect(client, server)
         assert second.client.connection in link.users
         assert second.server.connection in server.group.links[2].users

@@ -44,6 +44,7 @@ __all__ = [
     "RMB_IDLE",
     "OwnRmbs",
     "RmbOwner",
+    "RmbTeller",
 ]
 
 
@@ -70,6 +71,16 @@ _LOOK_EVERY: Final = 15.0
 """Seconds between two looks: how much longer than needed an RMB may stay."""
 
 
+class RmbTeller(Protocol):
+    """Who tells the peer of RMBs, and then calls ``finished`` with whether it has agreed."""
+
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB (3.5.5.2.1)."""
+
+    def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+
+
 class RmbOwner(Protocol):
     """What RMBs want of the group that they belong to."""
 
@@ -89,11 +100,9 @@ class RmbOwner(Protocol):
     def usable(self) -> bool:
         """Whether the peer can be told anything."""
 
-    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """Tell the peer of a new RMB (3.5.5.2.1)."""
-
-    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+    @property
+    def rkey_exchanges(self) -> RmbTeller:
+        """How the peer is told."""
 
 
 class OwnRmbs:
@@ -258,7 +267,7 @@ class OwnRmbs:
                 done(self.pool.take(size))
             return
         self._waiting[size] = waiting
-        owner.confirm_rmb(rmb, lambda agreed: self._confirmed(rmb, agreed))
+        owner.rkey_exchanges.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed))
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -364,7 +373,7 @@ class IdleRmbs:
         batch = tuple(islice(self._leaving, MAX_DELETED))
         if batch and not self._asking and self._owner.usable:
             self._asking = True
-            self._owner.delete_rmbs(batch, lambda replied: self._deleted(batch, replied))
+            self._owner.rkey_exchanges.delete(batch, lambda replied: self._deleted(batch, replied))
 
     def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
         self._asking = False
