@@ -43,8 +43,8 @@ _MODULES = {
     "calls of the stream, options": "_rdma_stream _rdma_calls _options _option_actions "
     "_option_inherited _urgent _tcp_names _views",
     "end of the TCP connection": "_endpoint _tcp_watch",
-    "data, CDC messages, states": "datapath.connection datapath.endings datapath.sender "
-    "datapath.receiver datapath.messenger datapath.delivery datapath.moving datapath.cdc "
+    "data, CDC messages, states": "datapath.connection datapath.sender datapath.receiver "
+    "datapath.messenger wire.cdc "
     "rendezvous.link rnic.pump rnic.software rnic._softqp rnic._softmr rnic._ring rnic.memory",
 }
 _PHASE_OF = {

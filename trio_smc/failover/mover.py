@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Which link a connection sends on is this side's affair alone, and the peer notices it by nothing
 but the failover validation message (RFC 7609, 4.6). So each side moves what it sends, when it
-learns of the failure; how one connection moves is told in `datapath.moving`.
+learns of the failure; how one connection moves is told in `failover.replay`.
 
 A link that fails: its queue pair goes to ERR first. From then on it can write nothing, so nothing
 old can land on what the new link writes, and the peer is not told any more that something has
@@ -27,6 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover import replay
 from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class GroupMover:
             return
         departure = self._departures[link] = _Departure(connections, done)
         for connection in connections:
-            connection.hold(partial(self._left, link, departure, connection))
+            replay.hold(connection, partial(self._left, link, departure, connection))
 
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: it gets its share of the connections.
@@ -108,7 +109,7 @@ class GroupMover:
             loads[donor] -= 1
             loads[link] += 1
             connection = movable[donor].pop()
-            connection.hold(partial(self._rebalance, connection, donor, link))
+            replay.hold(connection, partial(self._rebalance, connection, donor, link))
 
     def link_ends(self, link: Link) -> None:
         """Take what the link still brought: the peer counts it as delivered."""
@@ -126,7 +127,7 @@ class GroupMover:
         departure = self._departures.pop(link, None)
         for connection in departure.waiting if departure is not None else ():
             if connection.channel is link:
-                connection.stay()
+                replay.stay(connection)
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
@@ -185,7 +186,7 @@ class GroupMover:
         """Nothing of this connection is in flight on ``link`` any more."""
         if connection.channel is link:
             if link.usable:
-                connection.stay()  # it stays itself
+                replay.stay(connection)  # it stays itself
             elif not self._move(connection, link):
                 connection.links_lost()
         departure.waiting.discard(connection)
@@ -198,7 +199,7 @@ class GroupMover:
         if connection.channel is not old:
             return
         if old.usable and (not new.usable or old.load - new.load < 2):
-            connection.stay()
+            replay.stay(connection)
         elif not self._move(connection, old, new):
             connection.links_lost()
 
@@ -217,7 +218,7 @@ class GroupMover:
         address, rkey = group.peer_element_on(connection, new)
         LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
         group.place(connection, new)
-        connection.move(new, address, rkey)
+        replay.move(connection, new, address, rkey)
         observer = group.host.observer
         if observer is not None:
             observer.state(connection, f"link {old.number}", f"link {new.number}", "move")

@@ -189,7 +189,7 @@ class StackCore(StackLife):
             host=endpoint,
             close_timeout=self.config.close_timeout,
         )
-        connection.urgent_inline = self.config.urgent_inline
+        connection.receiver.urgent_inline = self.config.urgent_inline
         group.add_connection(connection.alert_token, connection)
         self._endpoints[connection] = endpoint
         return connection
@@ -205,7 +205,7 @@ class StackCore(StackLife):
         del self._endpoints[endpoint.connection]
         connection = endpoint.connection
         self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
-        size = connection.bytes_sent + connection.bytes_received
+        size = connection.sender.bytes_sent + connection.receiver.bytes_received
         self.short_connections.closed(connection, size)
         self._something_ended.set()
 
