@@ -452,7 +452,7 @@ class Connection:
         self.sender.sendable = False
         self._machine.send("abort")
 
-    # --- from the link -----------------------------------------------------------------------
+    # --- from the link and the host ----------------------------------------------------------
 
     def on_cdc_complete(self, sequence: int) -> None:
         """A CDC message, and every write before it, has reached the peer."""
@@ -482,6 +482,18 @@ class Connection:
             self.messenger.on_room()
             self._wake_writer()
             self._release_if_due()
+
+    def on_timer(self) -> None:
+        """The time of `Host.set_timer` is over."""
+        event, self._timer = self._timer, None
+        if event is not None:
+            self._machine.send(event)
+
+    def protocol_error(self, exc: ProtocolError) -> None:
+        """Abort because the peer broke the protocol; the application's error names ``exc``."""
+        if self._cause is None:
+            self._cause = exc
+        self._machine.send("abort")
 
     # --- changing the link, for `trio_smc.failover.replay` (4.6) -----------------------------
 
@@ -630,18 +642,6 @@ class Connection:
         if wake is not None:
             self.on_urgent = None
             wake()
-
-    def on_timer(self) -> None:
-        """The time of `Host.set_timer` is over."""
-        event, self._timer = self._timer, None
-        if event is not None:
-            self._machine.send(event)
-
-    def protocol_error(self, exc: ProtocolError) -> None:
-        """Abort because the peer broke the protocol; the application's error names ``exc``."""
-        if self._cause is None:
-            self._cause = exc
-        self._machine.send("abort")
 
     # --- model of the state machine ----------------------------------------------------------
 
