@@ -383,9 +383,10 @@ class Connection:
         Raises:
           OSError: the connection has failed, or (EPIPE) its writing side was shut down.
         """
-        if not self.sender.sendable:
+        sender = self.sender
+        if not sender.sendable:
             raise self._refusal()
-        return self.sender.send(data)
+        return sender.send(data) if sender.send_limit is None else sender.send_limited(data)
 
     def send_urgent(self, data: memoryview) -> int:
         """Like `send`, and the last byte of ``data`` is urgent.
@@ -570,9 +571,12 @@ class Connection:
 
     def _consumer_untrusted(self, wrap: int, offset: int) -> None:
         """The peer's consumer cursor has moved; raises ProtocolError where it cannot have."""
-        if self.sender.consumer_untrusted(wrap, offset):
+        sender = self.sender
+        delivered = sender.delivered
+        opened = sender.consumer_untrusted(wrap, offset)
+        if sender.delivered != delivered:
             self._after_delivery()
-        if self.sender.window_opened():
+        if opened and self.on_writable is not None:
             self._wake_writer()
 
     def _abort_for(self, exc: ProtocolError) -> None:

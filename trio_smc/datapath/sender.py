@@ -167,36 +167,9 @@ class Sender:
 
     def send(self, data: memoryview) -> int:
         """Post as much of ``data`` as window and link take; see `Connection.send`."""
-        if self._messenger.urgent_end:
+        messenger = self._messenger
+        if messenger.urgent_end:
             return 0  # not before the peer has taken the urgent byte (4.7.5, step 3)
-        if self.send_limit is not None:
-            return self._send_limited(data, self.send_limit)
-        return self._send_pieces(data)
-
-    def send_urgent(self, data: memoryview) -> int:
-        """The same, and the last byte is urgent; see `Connection.send_urgent`."""
-        messenger = self._messenger
-        told = messenger.sequence
-        waited = messenger.urgent_goal
-        messenger.urgent_goal = messenger.produced + len(data)
-        sent = self.send(data)
-        if (
-            sent < len(data)
-            and not waited
-            and messenger.sequence == told
-            and not messenger.urgent_end
-        ):
-            messenger.owe()
-        return sent
-
-    def withdraw_urgent(self) -> None:
-        """What is left of an urgent send will not be sent; does nothing when nothing is."""
-        if self._messenger.urgent_goal:
-            self._messenger.urgent_goal = 0
-            self._messenger.owe()
-
-    def _send_pieces(self, data: memoryview) -> int:
-        messenger = self._messenger
         total = left = len(data)
         window = messenger.peer_usable - messenger.produced + self.taken
         if window < left and (not window or (messenger.blocked and window < self._resume)):
@@ -248,6 +221,47 @@ class Sender:
         messenger.first = False
         return total - left
 
+    def send_limited(self, data: memoryview) -> int:
+        """The same, where `send_limit` is set: no more than that is unacknowledged."""
+        sent = 0
+        while sent < len(data):
+            piece = self._within_limit(data[sent:])
+            posted = self.send(piece)
+            sent += posted
+            if not posted or posted < len(piece) or self.unacknowledged:
+                break  # the next delivery, or a wider window, wakes the writer
+        return sent
+
+    def _within_limit(self, data: memoryview) -> memoryview:
+        limit = self.send_limit
+        assert limit is not None
+        if self.unacknowledged >= limit and self._messenger.flush_pending:
+            self._messenger.flush()  # nothing else would make it less before the message is due
+        allowed = max(0, limit - self.unacknowledged)
+        return data if allowed >= len(data) else data[:allowed]
+
+    def send_urgent(self, data: memoryview) -> int:
+        """The same, and the last byte is urgent; see `Connection.send_urgent`."""
+        messenger = self._messenger
+        told = messenger.sequence
+        waited = messenger.urgent_goal
+        messenger.urgent_goal = messenger.produced + len(data)
+        sent = self.send(data) if self.send_limit is None else self.send_limited(data)
+        if (
+            sent < len(data)
+            and not waited
+            and messenger.sequence == told
+            and not messenger.urgent_end
+        ):
+            messenger.owe()
+        return sent
+
+    def withdraw_urgent(self) -> None:
+        """What is left of an urgent send will not be sent; does nothing when nothing is."""
+        if self._messenger.urgent_goal:
+            self._messenger.urgent_goal = 0
+            self._messenger.owe()
+
     def merge_messages(
         self,
         flush_later: Callable[[Callable[[], None]], None] | None,
@@ -272,22 +286,6 @@ class Sender:
         messenger.patient = corked or when_delivered
         messenger.first = False
         messenger.flush()
-
-    def _send_limited(self, data: memoryview, limit: int) -> int:
-        sent = 0
-        while sent < len(data):
-            piece = self._within_limit(data[sent:], limit)
-            posted = self._send_pieces(piece)
-            sent += posted
-            if not posted or posted < len(piece) or self.unacknowledged:
-                break  # the next delivery, or a wider window, wakes the writer
-        return sent
-
-    def _within_limit(self, data: memoryview, limit: int) -> memoryview:
-        if self.unacknowledged >= limit and self._messenger.flush_pending:
-            self._messenger.flush()  # nothing else would make it less before the message is due
-        allowed = max(0, limit - self.unacknowledged)
-        return data if allowed >= len(data) else data[:allowed]
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:
         if len(data) <= self._copy_limit or (self._corked and len(data) < self._chunk):
@@ -416,10 +414,11 @@ class Sender:
     def consumer_untrusted(self, wrap: int, offset: int) -> bool:
         """Follow the peer's consumer cursor; the caller knows that it has moved.
 
-        What it has taken has arrived, whether or not its completion was seen.
+        What it has taken has arrived, whether or not its completion was seen: `delivered` may
+        change.
 
         Returns:
-          Whether `delivered` has changed.
+          Whether a writer that waits may go on.
 
         Raises:
           ProtocolError: it goes back, or beyond what the peer was told of.
@@ -447,20 +446,14 @@ class Sender:
         self.taken = count
         self.taken_wrap = wrap
         self.taken_offset = offset
-        if count <= self.delivered:
-            return False
-        record = self._record
-        while record and record[0][1] <= count:
-            self._release(record)
-        return True
-
-    def window_opened(self) -> bool:
-        """The peer has taken something: whether a writer that waits for that may go on."""
-        messenger = self._messenger
-        if messenger.urgent_end and self.taken >= messenger.urgent_end:
+        if count > self.delivered:
+            record = self._record
+            while record and record[0][1] <= count:
+                self._release(record)
+        if messenger.urgent_end and count >= messenger.urgent_end:
             messenger.urgent_end = 0
         if messenger.blocked:
-            window = messenger.peer_usable - messenger.produced + self.taken
+            window = messenger.peer_usable - messenger.produced + count
             if window < self._resume and window < self._wanted:
                 return False
             messenger.blocked = False
