@@ -598,7 +598,7 @@ def _receive(end: End) -> tuple[bytes, bool]:
         connection: Connection = end.connection
         data = b""
         try:
-            while piece := connection.receive(1 << 16):
+            while piece := connection.receiver.receive(1 << 16):
                 data += piece
         except OSError:
             return data, True

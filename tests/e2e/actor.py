@@ -154,7 +154,7 @@ class Actor:
         for _ in range(4000):
             with trio.move_on_after(0.2):
                 await self._stream.send_all(b"x")
-            if core.unacknowledged:
+            if core.sender.unacknowledged:
                 return
         raise AssertionError("it takes all of it")
 
@@ -195,7 +195,7 @@ class Actor:
 
     async def arrived(self, size: int) -> None:
         """Wait until that many bytes are there to be read."""
-        while self._stream._core.readable < size:  # noqa: ASYNC110
+        while self._stream._core.receiver.readable < size:  # noqa: ASYNC110
             await trio.sleep(0.001)  # nothing tells
 
     async def elements(self) -> int:

@@ -20,8 +20,8 @@ class Liar(Connection):
 
     def established(self) -> None:
         super().established()
-        self._peer_first += 1 << 30
-        self._owe_cdc()
+        self.messenger.peer_first += 1 << 30
+        self.messenger.owe()
 
 
 def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

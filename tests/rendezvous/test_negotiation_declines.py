@@ -184,7 +184,7 @@ def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         for connection in call.connections:
             with pytest.raises(OSError, match=r"reset|abort|no link"):
-                connection.receive(100)
+                connection.receiver.receive(100)
 
 
 @pytest.mark.parametrize("state", ["PROPOSED", "CONFIRMING_LINK"])
@@ -264,7 +264,7 @@ def test_the_point_of_no_return() -> None:
         assert call.server.error.errno == RESET
         assert "SMC Decline out of turn" in str(call.server.error)
         with pytest.raises(OSError, match=r"reset|abort|no link"):
-            call.client.connection.receive(1)
+            call.client.connection.receiver.receive(1)
 
 
 @pytest.mark.rfc("C.3/3")
@@ -372,7 +372,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         # The server cleans up: what was open ends with an error, the next is a first contact.
         assert not server.groups
         with pytest.raises(OSError, match=r"abort|no link"):
-            first.server.connection.receive(1)
+            first.server.connection.receiver.receive(1)
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
 
 

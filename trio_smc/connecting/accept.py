@@ -226,7 +226,7 @@ def established_stream(
         close_timeout=config.close_timeout,
         flush_later=stack.pump.flush_later if amortised else None,
     )
-    endpoint.connection.urgent_inline = config.urgent_inline
+    endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     stream = RdmaStream(stack, endpoint, sock, config)
     if options is not None:

@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover import replay
 from trio_smc.failover.validation import Validation
 from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 
@@ -102,7 +103,7 @@ class GroupMover:
             return
         departure = self._departures[link] = _Departure(connections, done)
         for connection in connections:
-            connection.hold(partial(self._left, link, departure, connection))
+            replay.hold(connection, partial(self._left, link, departure, connection))
 
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: it gets its share of the connections.
@@ -121,7 +122,7 @@ class GroupMover:
             loads[donor] -= 1
             loads[link] += 1
             connection = movable[donor].pop()
-            connection.hold(partial(self._rebalance, connection, donor, link))
+            replay.hold(connection, partial(self._rebalance, connection, donor, link))
 
     def link_ends(self, link: Link) -> None:
         """Take what the link still brought: the peer counts it as delivered."""
@@ -139,7 +140,7 @@ class GroupMover:
         departure = self._departures.pop(link, None)
         for connection in departure.waiting if departure is not None else ():
             if connection.channel is link:
-                connection.stay()
+                replay.stay(connection)
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
@@ -161,7 +162,7 @@ class GroupMover:
         """Nothing of this connection is in flight on ``link`` any more."""
         if connection.channel is link:
             if link.usable:
-                connection.stay()  # it stays itself
+                replay.stay(connection)  # it stays itself
             elif not self._move(connection, link):
                 connection.links_lost()
         departure.waiting.discard(connection)
@@ -174,7 +175,7 @@ class GroupMover:
         if connection.channel is not old:
             return
         if old.usable and (not new.usable or old.load - new.load < 2):
-            connection.stay()
+            replay.stay(connection)
         elif not self._move(connection, old, new):
             connection.links_lost()
 
@@ -191,7 +192,7 @@ class GroupMover:
         if new is None:
             return False
         LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
-        connection.move(*group.connections.move(connection, new))
+        replay.move(connection, *group.connections.move(connection, new))
         observer = group.host.observer
         if observer is not None:
             observer.state(connection, f"link {old.number}", f"link {new.number}", "move")

@@ -39,7 +39,7 @@ class EndpointOwner(Protocol):
 
 
 class Endpoint:
-    """What one connection core wants of the world (`trio_smc.datapath.channel.Host`).
+    """What one connection core wants of the world (`trio_smc.datapath.connection.Host`).
 
     Lives from the moment an RMB element is taken until the connection is CLOSED, which may be
     long after its stream was closed.
@@ -76,7 +76,7 @@ class Endpoint:
         self.closed_by_user = True
         self.connection.abort()
 
-    # --- trio_smc.datapath.channel.Host ------------------------------------------------------
+    # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 
     def connection_closed(self, connection: Connection) -> None:
         """CLOSED: element, alert token and timer go back (RFC 7609, 4.8.1)."""

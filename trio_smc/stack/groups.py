@@ -210,7 +210,7 @@ class GroupTable:
             host=endpoint,
             close_timeout=self._config.close_timeout,
         )
-        connection.urgent_inline = self._config.urgent_inline
+        connection.receiver.urgent_inline = self._config.urgent_inline
         group.add_connection(connection.alert_token, connection)
         self.endpoints[connection] = endpoint
         return connection
@@ -226,7 +226,7 @@ class GroupTable:
         del self.endpoints[endpoint.connection]
         connection = endpoint.connection
         self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
-        size = connection.bytes_sent + connection.bytes_received
+        size = connection.sender.bytes_sent + connection.receiver.bytes_received
         self._short_connections.closed(connection, size)
         self._ended()
 

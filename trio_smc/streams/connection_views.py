@@ -175,11 +175,11 @@ class RdmaConnectionView(View[Endpoint], ConnectionView):
     @property
     def send_queue(self) -> int:
         core = self._core.connection
-        return core.peer_ring - core.window if core.peer_rmbe_known else 0
+        return core.sender.peer_ring - core.sender.window if core.peer_rmbe_known else 0
 
     @property
     def receive_queue(self) -> int:
-        return self._core.connection.readable
+        return self._core.connection.receiver.readable
 
     @property
     def cursors(self) -> ConnectionCursors | None:
@@ -187,13 +187,13 @@ class RdmaConnectionView(View[Endpoint], ConnectionView):
         if not core.peer_rmbe_known:
             return None
         return ConnectionCursors(
-            produced=core.bytes_sent,
-            delivered=core.bytes_sent - core.unacknowledged,
-            taken=core.bytes_sent - self.send_queue,
-            window=core.window,
-            peer_ring=core.peer_ring,
-            received=core.bytes_received,
-            consumed=core.bytes_received - core.readable,
+            produced=core.sender.bytes_sent,
+            delivered=core.sender.bytes_sent - core.sender.unacknowledged,
+            taken=core.sender.bytes_sent - self.send_queue,
+            window=core.sender.window,
+            peer_ring=core.sender.peer_ring,
+            received=core.receiver.bytes_received,
+            consumed=core.receiver.bytes_received - core.receiver.readable,
             ring=core.rmbe.usable,
             sequence_sent=core.sequence_sent,
             sequence_received=core.sequence_received,

@@ -63,12 +63,12 @@ class RdmaUrgent:
         with self._alone():
             await trio.lowlevel.checkpoint()
             while not self._closed:
-                match self._core.urgent:
+                match self._core.receiver.urgent:
                     case "pending":
                         return "pending"
                     case "present":
                         return "present"
-                if self._core.urgent_over:
+                if self._core.receiver.urgent_over:
                     self._take_urgent()
                     raise trio.EndOfChannel(OVER)
                 await self._park(URGENT)
@@ -79,19 +79,19 @@ class RdmaUrgent:
         with self._alone():
             await trio.lowlevel.checkpoint()
             while not self._closed:
-                if self._core.urgent_inline:
+                if self._core.receiver.urgent_inline:
                     raise _inline()
                 byte = self._take_urgent()
                 if byte is not None:
                     return bytes((byte,))
-                if self._core.urgent_over:
+                if self._core.receiver.urgent_over:
                     raise trio.EndOfChannel(OVER)
                 await self._park(URGENT)
             raise trio.ClosedResourceError("the stream was closed")
 
     def _take_urgent(self) -> int | None:
         try:
-            return self._core.receive_urgent()
+            return self._core.receiver.receive_urgent()
         except OSError as error:
             raise self._translated(error) from error
 
@@ -146,7 +146,7 @@ class RdmaCalls:
                 sent = self._send_some(view, False) if view else 0
                 if sent or not view:
                     # The caller may change its buffer from now on, and may not wait any more.
-                    self._core.keep_copies()
+                    self._core.sender.keep_copies()
                     return sent
                 await self._park(_WRITER)
         finally:
@@ -165,10 +165,10 @@ class RdmaCalls:
                     if self._closed:
                         raise trio.ClosedResourceError("the stream was closed")
                     try:
-                        size = self._core.receive_into(view)
+                        size = self._core.receiver.receive_into(view)
                     except OSError as error:
                         raise self._translated(error) from error
-                    if size or self._core.at_eof:
+                    if size or self._core.receiver.at_eof:
                         break
                     parked = await self._park(_READER) or parked
             if not parked and (self._strict or self._is_due()):
@@ -188,10 +188,10 @@ class RdmaCalls:
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 try:
-                    data = self._core.peek(max_bytes)
+                    data = self._core.receiver.peek(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._core.at_eof:
+                if data or self._core.receiver.at_eof:
                     return data
                 await self._park(_READER)
         finally:
@@ -275,7 +275,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         self.link_group = LinkGroupView(endpoint.group, stack.check_not_forked)
         self._endpoint = endpoint
         self._core = core = endpoint.connection
-        core.tell_later = stack.pump.flush_soon
+        core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
         self._drain = stack.pump.drain
         self._token = trio.lowlevel.current_trio_token()
@@ -376,14 +376,14 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 sent = self._send_some(rest, urgent)
-            while core.borrowed:
+            while core.sender.borrowed:
                 parked = await self._park(_WRITER) or parked
         finally:
             if urgent:
-                core.withdraw_urgent()  # unless all of it is sent
+                core.sender.withdraw_urgent()  # unless all of it is sent
             # The caller may change or resize its buffer, whatever happened here.
-            if core.borrowed:
-                core.keep_copies()
+            if core.sender.borrowed:
+                core.sender.keep_copies()
             if type(view.obj) is not bytes:
                 rest.release()
                 view.release()
@@ -411,7 +411,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             if self._closed:
                 raise trio.ClosedResourceError("the stream was closed")
             parked = False
-            while not (core.can_send or core.write_closed or core.got_closed or core.error):
+            while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
@@ -457,10 +457,10 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 try:
-                    data = self._core.receive(max_bytes)
+                    data = self._core.receiver.receive(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._core.at_eof:
+                if data or self._core.receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
             if not parked and (self._strict or self._is_due()):
@@ -560,7 +560,9 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         """Whether there is data, the end or an error; looks at completions first."""
         self._drain()
         core = self._core
-        return bool(self._closed or core.readable or core.at_eof or core.error is not None)
+        return bool(
+            self._closed or core.receiver.readable or core.receiver.at_eof or core.error is not None
+        )
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -573,7 +575,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         """
         core, pump = self._core, self._pump
         setattr(core, waiter, _nothing)
-        core.tell()  # may call the waiter, too
+        core.messenger.tell()  # may call the waiter, too
         if waiter is _READER and pump.waiting and not self._strict:
             if not self._misses % _SELDOM:
                 await _yield()

@@ -106,7 +106,7 @@ class Stream:
         if connection is None or self.closed[place] or self.failed[place]:
             return 0
         try:
-            data = connection.receive(length)
+            data = connection.receiver.receive(length)
         except OSError:
             self.failed[place] = True
             return 0

@@ -229,7 +229,7 @@ def test_data_flows_while_a_later_link_is_added() -> None:
             call.client.connection.send(memoryview(b"x"))
             if not world.step():
                 break
-            call.server.connection.receive(100)
+            call.server.connection.receiver.receive(100)
         assert {"ADD_LINK", "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM", "DELETE_LINK"} <= seen
         assert server.group.kind == "symmetric"
 

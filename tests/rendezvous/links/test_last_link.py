@@ -86,7 +86,7 @@ def test_connections_that_leave_a_link_stay_when_the_other_one_fails(
     other.qp.to_err()
     world.settle()
     peer = stage.call.connections[1 - place]
-    assert peer.receive(100) == b"under way"
+    assert peer.receiver.receive(100) == b"under way"
     assert stage.works()
     side.stack.rnic_set.undrain(leaving.rnic)
     world.settle()
@@ -117,9 +117,9 @@ def test_a_link_that_goes_in_order_gives_what_it_brought(world: World, place: in
     link = channel(there)
     there.send(memoryview(b"the last it brought"))
     world.fabric.deliver()
-    assert here.receive(100) == b""
+    assert here.receiver.receive(100) == b""
     stage.end(place).group.remove_link(link.number)
-    assert here.receive(100) == b"the last it brought"
+    assert here.receiver.receive(100) == b"the last it brought"
 
 
 @pytest.mark.parametrize("place", [0, 1])

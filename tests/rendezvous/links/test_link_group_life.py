@@ -35,7 +35,7 @@ def lose(kind: llc.MessageType, *, reply: bool) -> Callable[[PlainQueuePair, byt
 
 def is_broken(connection: Connection) -> bool:
     with pytest.raises(OSError, match=r"abort|reset|no link"):
-        connection.receive(1)
+        connection.receiver.receive(1)
     return connection.state == "CLOSED"
 
 
@@ -266,8 +266,8 @@ def test_a_connection_that_was_closed_on_both_sides_never_breaks() -> None:
         link_of(client).machine.send("failed")
         world.settle()
         assert not server.groups
-        assert connection.receive(100) == b"all of it"
-        assert connection.receive(100) == b""
+        assert connection.receiver.receive(100) == b"all of it"
+        assert connection.receiver.receive(100) == b""
 
 
 # --- DELETE LINK of one link ----------------------------------------------------------------------

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.channel import Poster
 from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
 from trio_smc.states.engine import Machine
 from trio_smc.states.link import LINK
@@ -91,7 +92,7 @@ class PeerQueuePair:
         return PeerPort(self.gid, self.mac)
 
 
-class LinkConnection(Protocol):
+class LinkConnection(Poster, Protocol):
     """What a link needs of a connection that uses it."""
 
     def on_cdc_untrusted(self, message: bytes) -> None:
@@ -99,12 +100,6 @@ class LinkConnection(Protocol):
 
     def protocol_error(self, exc: ProtocolError) -> None:
         """Abort, because of the peer."""
-
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A CDC message of this connection, and all before it, reached the peer."""
-
-    def on_room(self) -> None:
-        """There is room in the send queue again."""
 
 
 class LinkHost(Protocol):
@@ -239,10 +234,10 @@ class Link:
         self._wr_id = 0
         self._since_signal = 0
         # (wr_id, work requests it gives back, connection and sequence or callback)
-        self._pending: deque[
-            tuple[int, int, LinkConnection | None, int, Callable[[], None] | None]
-        ] = deque()
-        self._waiting: dict[LinkConnection, None] = {}
+        self._pending: deque[tuple[int, int, Poster | None, int, Callable[[], None] | None]] = (
+            deque()
+        )
+        self._waiting: dict[Poster, None] = {}
         self._received = 0
         self._replenish = max(1, rnic.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
@@ -283,21 +278,19 @@ class Link:
             return 0
         return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
 
-    def wait_for_room(self, connection: LinkConnection) -> None:
-        """Call ``connection.on_room()`` once, when `capacity` is positive again."""
-        self._waiting[connection] = None
+    def wait_for_room(self, poster: Poster) -> None:
+        """Call ``poster.on_room()`` once, when `capacity` is positive again."""
+        self._waiting[poster] = None
 
-    def hand_over(self, connection: LinkConnection, heir: LinkConnection | None) -> None:
-        """Report completions of what ``connection`` posted to ``heir``; None: to nobody."""
-        self._waiting.pop(connection, None)
+    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
+        """Report completions of what ``poster`` posted to ``heir``; None: to nobody."""
+        self._waiting.pop(poster, None)
         for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
-            if owner is connection:
+            if owner is poster:
                 self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
 
-    def post_write(
-        self, connection: LinkConnection, data: memoryview, address: int, rkey: int
-    ) -> None:
-        """RDMA-write ``data`` to ``address``; completes with the connection's next CDC."""
+    def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
+        """RDMA-write ``data`` to ``address``; completes with the poster's next CDC."""
         self._free -= 1
         self._since_signal += 1
         self._wr_id = wr_id = self._wr_id + 1
@@ -306,13 +299,13 @@ class Link:
             observer.rdma_write(self, address, rkey, data)
         self._post_write(wr_id, data, None, address=address, rkey=rkey)
 
-    def post_cdc(self, connection: LinkConnection, message: bytes) -> None:
-        """Send a CDC message; ``connection.on_cdc_complete`` follows."""
+    def post_cdc(self, poster: Poster, message: bytes) -> None:
+        """Send a CDC message; ``poster.on_cdc_complete`` follows."""
         self._free -= 1
         self._wr_id = wr_id = self._wr_id + 1
         weight = self._since_signal + 1
         self._since_signal = 0
-        self._pending.append((wr_id, weight, connection, message[2] << 8 | message[3], None))
+        self._pending.append((wr_id, weight, poster, message[2] << 8 | message[3], None))
         observer = self._host.observer
         if observer is not None:
             observer.cdc(self, True, message)
