@@ -4,8 +4,9 @@
 
 Each case makes one piece of bytes (random, or a valid message truncated, lengthened, with bits
 flipped, bytes set or another message spliced in) and hands it to every decoder.  A decoder may
-raise ProtocolError and nothing else; a value it returns must encode to the same bytes.  A case
-depends on the seed and its number only: ``--seed N --case K`` replays case K alone.
+raise ProtocolError and nothing else; what a value it returns encodes to must be read as the same
+value (reserved bits are not kept).  A case depends on the seed and its number only: ``--seed N
+--case K`` replays case K alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.campaigns._options import parse
 from tests.wire import vectors
@@ -149,7 +151,9 @@ def _length(data: bytes) -> bytes:
 
 def _fast_path(data: bytes) -> bytes:
     items = cdc.unpack_untrusted(data)
-    return cdc.CdcMessage(*items[1:], reserved=cdc.decode_untrusted(data).reserved).encode()
+    if cdc.pack(*items[1:]) != cdc.decode_untrusted(data).encode():
+        raise AssertionError(f"not what the value has: {items}")
+    return data
 
 
 def _fabric(data: bytes) -> bytes:
@@ -168,11 +172,31 @@ def _local(data: bytes) -> bytes:
     return data[:8] + message.connection + data[end:]
 
 
+def _clc(data: bytes) -> bytes:
+    return _again(clc.decode_untrusted(data), clc.decode_untrusted, data)
+
+
+def _llc(data: bytes) -> bytes:
+    return _again(llc.decode_untrusted(data), llc.decode_untrusted, data)
+
+
+def _cdc(data: bytes) -> bytes:
+    return _again(cdc.decode_untrusted(data), cdc.decode_untrusted, data)
+
+
+def _again(message: Any, decode: Callable[[bytes], Any], data: bytes) -> bytes:
+    # Reserved bits are not kept: what is written for a message must be read as the same one.
+    again = message.encode()
+    if decode(again) != message:
+        raise AssertionError(f"{message} is written as {again.hex()}")
+    return data
+
+
 _DECODERS: dict[str, Callable[[bytes], bytes]] = {
-    "clc": lambda data: clc.decode_untrusted(data).encode(),
+    "clc": _clc,
     "clc length": _length,
-    "llc": lambda data: llc.decode_untrusted(data).encode(),
-    "cdc": lambda data: cdc.decode_untrusted(data).encode(),
+    "llc": _llc,
+    "cdc": _cdc,
     "cdc fast path": _fast_path,
     "fabric": _fabric,
     "local": _local,

@@ -398,7 +398,7 @@ def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "capture.pcapng"
     program = f"""
         import trio, trio_smc
-        from tests.test_capture import echo_port, smc_config, talk
+        from tests.capture.test_capture import echo_port, smc_config, talk
         async def main():
             async with echo_port() as port:
                 async with trio_smc.open_stack(smc_config(capture={str(path)!r})) as stack:

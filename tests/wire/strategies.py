@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every CLC, LLC and CDC message, reserved bits included."""
+"""Hypothesis strategies for every CLC, LLC and CDC message."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ RESERVED: dict[type, dict[int, int]] = {
 }
 
 
-def reserved(kind: type) -> st.SearchStrategy[bytes]:
-    """Values of ``reserved`` for a message class; most often none."""
-    mask = bytes(RESERVED[kind].get(at, 0) for at in range(max(RESERVED[kind]) + 1))
-    size = len(mask)
-    bits = st.binary(min_size=size, max_size=size).map(
-        lambda raw: bytes(a & b for a, b in zip(raw, mask, strict=True)).rstrip(b"\0")
-    )
-    return st.just(b"") | bits
-
-
 IPV6_PREFIXES = st.builds(
     clc.Ipv6Prefix, prefix=st.binary(min_size=16, max_size=16), length=st.integers(0, 128)
 )
@@ -61,7 +51,6 @@ def proposals(draw: st.DrawFn) -> clc.Proposal:
         ipv4_subnet=draw(st.binary(min_size=4, max_size=4)) if with_area else bytes(4),
         ipv4_mask_length=draw(st.integers(0, 32)) if with_area else 0,
         ipv6_prefixes=tuple(draw(st.lists(IPV6_PREFIXES, max_size=8))) if with_area else (),
-        area_reserved=draw(st.binary(min_size=2, max_size=2)) if with_area else bytes(2),
         # Where nothing says otherwise a message has at least the 52 bytes of the RFC's.
         extension=draw(st.binary(min_size=0 if with_area else 8, max_size=80))
         if version > 1
@@ -87,7 +76,6 @@ def credentials(draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm]) -> clc.Ac
         qp_mtu=draw(NIBBLE),
         rmb_address=draw(st.integers(0, (1 << 64) - index * (16384 << code))),
         initial_psn=draw(U24),
-        reserved=draw(reserved(kind)),
     )
 
 
@@ -98,7 +86,6 @@ DECLINES = st.builds(
     out_of_sync=st.booleans(),
     diagnosis=U32,
     more_diagnosis=st.none() | st.tuples(U32, U32, U32, U32),
-    reserved=reserved(clc.Decline),
 )
 
 CLC_MESSAGES: st.SearchStrategy[clc.Message] = (
@@ -118,7 +105,6 @@ CONFIRM_LINKS = st.builds(
     link_number=U8,
     link_user_id=U32,
     max_links=U8,
-    reserved=reserved(llc.ConfirmLink),
 )
 ADD_LINKS = st.builds(
     llc.AddLink,
@@ -131,7 +117,6 @@ ADD_LINKS = st.builds(
     link_number=U8,
     qp_mtu=NIBBLE,
     initial_psn=U24,
-    reserved=reserved(llc.AddLink),
 )
 DELETE_LINKS = st.builds(
     llc.DeleteLink,
@@ -140,7 +125,6 @@ DELETE_LINKS = st.builds(
     orderly=st.booleans(),
     link_number=U8,
     reason=st.sampled_from(llc.DeleteLinkReason) | U32,
-    reserved=reserved(llc.DeleteLink),
 )
 DELETE_RKEYS = st.builds(
     llc.DeleteRkey,
@@ -148,13 +132,11 @@ DELETE_RKEYS = st.builds(
     negative=st.booleans(),
     error_mask=U8,
     rkeys=st.lists(U32, max_size=8).map(tuple),
-    reserved=reserved(llc.DeleteRkey),
 )
 TEST_LINKS = st.builds(
     llc.TestLink,
     reply=st.booleans(),
     user_data=st.binary(min_size=16, max_size=16),
-    reserved=reserved(llc.TestLink),
 )
 OPTIONAL = st.builds(
     lambda kind, rest: llc.OptionalMessage(data=bytes((kind,)) + rest),
@@ -172,7 +154,6 @@ def add_link_continuations(draw: st.DrawFn) -> llc.AddLinkContinuation:
         link_number=draw(U8),
         tokens_left=left,
         pairs=tuple(draw(st.lists(RTOKEN_PAIRS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.AddLinkContinuation)),
     )
 
 
@@ -188,7 +169,6 @@ def confirm_rkeys(draw: st.DrawFn) -> llc.ConfirmRkey:
         rkey=draw(U32),
         address=draw(U64),
         others=tuple(draw(st.lists(LINK_RTOKENS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.ConfirmRkey)),
     )
 
 
@@ -201,7 +181,6 @@ def confirm_rkey_continuations(draw: st.DrawFn) -> llc.ConfirmRkeyContinuation:
         negative=draw(st.booleans()),
         tokens_left=left,
         others=tuple(draw(st.lists(LINK_RTOKENS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.ConfirmRkeyContinuation)),
     )
 
 
@@ -228,5 +207,4 @@ CDC_MESSAGES = st.builds(
     consumer_cursor=U32,
     producer_flags=U8,
     connection_flags=U8,
-    reserved=st.just(bytes(22)) | st.binary(min_size=22, max_size=22),
 )

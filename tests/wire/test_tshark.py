@@ -21,7 +21,7 @@ from trio_smc.wire import cdc, clc, llc
 BEYOND = {
     "Proposal, version 2 that offers SMC-R in both versions",
     "Proposal, version 2 without an offer of version 1",
-    "Proposal with reserved bits",
+    "Proposal with reserved flags",
     "optional message",
 }
 
@@ -70,7 +70,7 @@ def _ordinary(message: clc.Message) -> clc.Message:
         )
     if isinstance(message, clc.Decline):
         return dataclasses.replace(message, version=1 if message.more_diagnosis is None else 2)
-    return dataclasses.replace(message, version=1, reserved=b"")
+    return dataclasses.replace(message, version=1)
 
 
 @pytest.mark.tshark

@@ -274,7 +274,7 @@ def _confirm_rkey_continuation(m: llc.ConfirmRkeyContinuation) -> list[Reading]:
         *_llc(m),
         (p + "response", m.reply),
         (p + "negative.response", m.negative),
-        (p + "retry.rkey.set", int.from_bytes(m.reserved[3:4], "big") >> 4 & 1),
+        (p + "retry.rkey.set", False),
         (p + "number.qp", m.tokens_left),
         *_other_links(m.others),
     ]

@@ -2,7 +2,7 @@
 
 They cover what the captured messages of ``golden/kernel_messages.json`` lack: CONFIRM RKEY
 CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal and its IPv6 form,
-the 44-byte Decline, reserved bits that a peer set.  :func:`captured` reads the captured ones.
+the 44-byte Decline.  :func:`captured` reads the captured ones.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
         ),
         _bytes(_EYE, "01 00a0 22", _PEER, "00" * 16, "00" * 6, "0000", "ff" * 116, _EYE),
     ),
-    "Proposal with reserved bits": (
-        clc.Proposal(peer_id=PEER, gid=GID, mac=MAC, flags=0x0F, area_reserved=b"\xab\xcd"),
-        _bytes(_EYE, "01 0034 1f", _PEER, _GID, _MAC, "0000", "00000000 00 abcd 00", _EYE),
+    "Proposal with reserved flags": (
+        clc.Proposal(peer_id=PEER, gid=GID, mac=MAC, flags=0x0F),
+        _bytes(_EYE, "01 0034 1f", _PEER, _GID, _MAC, "0000", "00000000 00 0000 00", _EYE),
     ),
     "Accept, first contact": (
         clc.Accept(
@@ -152,7 +152,7 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             *("55", "00", "00007f0012340000", "00", "0a0b0c", _EYE),
         ),
     ),
-    "Accept, reserved MTU and reserved bits": (
+    "Accept, reserved MTU": (
         clc.Accept(
             peer_id=PEER,
             gid=GID,
@@ -165,11 +165,10 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             qp_mtu=6,
             rmb_address=0,
             initial_psn=0,
-            reserved=_bytes("00" * 7, "07", "00" * 43, "51", "00" * 8, "60"),
         ),
         _bytes(
-            *(_EYE, "02 0044 17", _PEER, _GID, _MAC, "000001", "00000000", "01", "00000000"),
-            *("f6", "51", "0000000000000000", "60", "000000", _EYE),
+            *(_EYE, "02 0044 10", _PEER, _GID, _MAC, "000001", "00000000", "01", "00000000"),
+            *("f6", "00", "0000000000000000", "00", "000000", _EYE),
         ),
     ),
     "Confirm": (
@@ -205,10 +204,9 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             version=2,
             diagnosis=0x03030000,
             more_diagnosis=(1, 2, 3, 0xFFFFFFFF),
-            reserved=bytes(20) + b"\x20",
         ),
         _bytes(
-            *(_EYE, "04 002c 20", _PEER, "03030000", "20 000000"),
+            *(_EYE, "04 002c 20", _PEER, "03030000", "00000000"),
             *("00000001 00000002 00000003 ffffffff", _EYE),
         ),
     ),
@@ -245,19 +243,6 @@ LLC: dict[str, tuple[llc.Message, bytes]] = {
         ),
         _bytes("01 2c 00 83", _MAC, _GID, "000001", "ff", "00000000", "02", "00" * 9),
     ),
-    "CONFIRM LINK, only one of the two no eye catcher bits": (
-        llc.ConfirmLink(
-            no_eye_catcher=True,
-            mac=MAC,
-            gid=GID,
-            qp_number=1,
-            link_number=1,
-            link_user_id=0,
-            max_links=2,
-            reserved=b"\0\0\0\x01",
-        ),
-        _bytes("01 2c 00 02", _MAC, _GID, "000001", "01", "00000000", "02", "00" * 9),
-    ),
     "ADD LINK": (
         llc.AddLink(
             mac=MAC,
@@ -292,18 +277,6 @@ LLC: dict[str, tuple[llc.Message, bytes]] = {
     "ADD LINK CONTINUATION reply, empty": (
         llc.AddLinkContinuation(reply=True, link_number=2, tokens_left=0),
         _bytes("03 2c 00 80", "02", "00", "0000", "00" * 36),
-    ),
-    "ADD LINK CONTINUATION with an unused slot that is not zero": (
-        llc.AddLinkContinuation(
-            link_number=2,
-            tokens_left=1,
-            pairs=(llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3),),
-            reserved=bytes(24) + b"\xee" * 16,
-        ),
-        _bytes(
-            *("03 2c 00 00", "02", "01", "0000", "00000001", "00000002", "0000000000000003"),
-            *("ee" * 16, "00000000"),
-        ),
     ),
     "DELETE LINK, all of them": (
         llc.DeleteLink(all_links=True, orderly=True, reason=llc.DeleteLinkReason.PROGRAM),
@@ -399,12 +372,9 @@ CDC: dict[str, tuple[cdc.CdcMessage, bytes]] = {
     "connection closed": _cdc(0, 0x40),
     "abnormal close": _cdc(0, 0x20),
     "all flags": _cdc(0xF8, 0xE0),
-    "reserved bits": (
-        cdc.CdcMessage(1, 2, producer_flags=7, connection_flags=31, reserved=bytes(range(1, 23))),
-        _bytes(
-            *("fe 2c 0001", "00000002", "0102 0000 00000000", "0304 0000 00000000", "07 1f"),
-            "05060708 090a0b0c 0d0e0f10 11121314 1516",
-        ),
+    "reserved flags": (
+        cdc.CdcMessage(1, 2, producer_flags=7, connection_flags=31),
+        _bytes("fe 2c 0001 00000002", "00" * 16, "07 1f", "00" * 18),
     ),
 }
 

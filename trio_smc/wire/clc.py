@@ -1,13 +1,12 @@
 """Connection Layer Control messages (RFC 7609, A.2): the handshake on the TCP connection.
 
-Every message is a frozen value with ``encode() -> bytes``; :func:`decode_untrusted` makes one
-out
-of what a peer sent.  Because application data may follow a message at once, a reader first takes
-:data:`HEADER_SIZE` bytes, asks :func:`message_length_untrusted`, and then takes exactly the
-rest.
-A field's annotation says where it lies (byte offsets from the start of the message, big-endian);
-``trio_smc.wire.layout`` explains how.  A constructor raises ValueError for a value that may
-not be sent.
+Every message is a frozen value with ``encode() -> bytes``; :func:`decode_untrusted` makes one out
+of what a peer sent.  A constructor raises ValueError for a value that may not be sent.  Reserved
+bits are zero from us and never looked at (A.2).
+
+After a Decline the application's bytes follow at once, so nothing beyond a message may be taken
+from the TCP connection.  A reader takes :data:`HEADER_SIZE` bytes, asks
+:func:`message_length_untrusted`, and then takes exactly the rest: :class:`ClcReader` does.
 
 Theory of operation: error or Decline?  RFC 7609, C.6 ends the TCP connection for everything that
 is not a well-formed message, and wants a Decline only for reserved values of enumerations, since
@@ -15,8 +14,7 @@ a peer that uses them may just be newer.  So
 
 - ProtocolError: wrong eye catcher at either end, unknown type, version 0, a length that the type
   does not allow or that its parts do not add up to; an IPv4 mask beyond 32 or an IPv6 prefix
-  beyond 128 bits, more than 8 prefixes; in Accept and Confirm an RMBE index of 0 (they count
-from
+  beyond 128 bits, more than 8 prefixes; in Accept and Confirm an RMBE index of 0 (they count from
   1), QP number 0 (never a reliably connected QP), a GID of zeros, and an RMBE that would end
   beyond 2**64, none of which names anything that could be written to.
 - Decode, for the negotiation to Decline: a reserved QP MTU (``known_mtu`` is None; it counts on
@@ -24,11 +22,6 @@ from
   matter of policy, such as a buffer size above the RFC's 512 KiB.
 
 A newer version nibble decodes; the answer carries ``answer_version``, the lower of both (A.2).
-
-Cutting CLC messages out of a byte stream without taking a byte too many.
-
-After a Decline the application's bytes follow at once, so nothing beyond a message may be taken
-from the TCP connection: `ClcReader` says how many bytes are its own for certain.
 """
 
 from __future__ import annotations
@@ -36,21 +29,18 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.layout import Bits, Layout, Span, laid_out
 from trio_smc.wire.sizes import rmbe_size_of
 
 __all__ = [
     "EYE_CATCHER",
-    "HEAD",
     "HEADER_SIZE",
     "MAX_MESSAGE_SIZE",
     "MAX_PREFIXES",
-    "MIN_PROPOSAL_SIZE",
     "VERSION",
     "Accept",
     "ClcMessage",
@@ -62,7 +52,6 @@ __all__ = [
     "MessageType",
     "Proposal",
     "QpMtu",
-    "decode_proposal_untrusted",
     "decode_untrusted",
     "message_length_untrusted",
 ]
@@ -74,8 +63,29 @@ VERSION = 1
 """The version of SMC-R that we speak, the only one RFC 7609 defines."""
 HEADER_SIZE = 8
 """Bytes to read before a message's length is known."""
-HEAD = 7
-"""Bytes of the header that are no field's: eye catcher, type, length."""
+MAX_MESSAGE_SIZE = 1024
+"""The longest message we read, bytes.  With all that version 2 can add a Proposal has 652."""
+MAX_PREFIXES = 8
+"""IPv6 prefixes in a Proposal, at most (A.2.2)."""
+
+_HEADER = struct.Struct(">4sBHB")  # eye catcher, type, length, version and flags
+_PROPOSAL = struct.Struct(">4sBHB8s16s6sH")  # the last is the offset to the prefix area, figure 26
+_AREA = struct.Struct(">4sB2xB")  # IPv4 subnet, its length, number of IPv6 prefixes, figure 27
+_PREFIX = struct.Struct(">16sB")
+_ACCEPT = struct.Struct(">4sBHB8s16s6s3sIBIBxQx3s")  # and Confirm, figures 28 and 29
+_DECLINE = struct.Struct(">4sBHB8sI4x")  # figure 30
+_DIAGNOSIS = struct.Struct(">4I")
+
+_MIN_PROPOSAL_SIZE = 52
+_ACCEPT_SIZE = 68
+_DECLINE_SIZES = (28, 44)
+
+_REMEMBERED = 64  # Proposals encoded and decoded last
+_FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7
+# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
+_V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
+_NO_GID = bytes(16)
+_MEMORY = 1 << 64
 
 
 class MessageType(IntEnum):
@@ -85,6 +95,15 @@ class MessageType(IntEnum):
     ACCEPT = 2
     CONFIRM = 3
     DECLINE = 4
+
+
+# Bytes that a message of each type may have.
+_SIZES: dict[int, Container[int]] = {
+    MessageType.PROPOSAL: range(_MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
+    MessageType.ACCEPT: (_ACCEPT_SIZE,),
+    MessageType.CONFIRM: (_ACCEPT_SIZE,),
+    MessageType.DECLINE: _DECLINE_SIZES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +116,20 @@ class ClcMessage:
     """
 
     TYPE: ClassVar[MessageType]
-    LAYOUT: ClassVar[Layout]
+    # How many bytes, and how many bits, the fields have.
+    SIZES: ClassVar[tuple[tuple[str, int], ...]] = (("peer_id", 8),)
+    BITS: ClassVar[tuple[tuple[str, int], ...]] = (("version", 4),)
 
-    peer_id: Annotated[bytes, Span(8, 8)]
-    version: Annotated[int, Bits(7, 0xF0)] = VERSION
+    peer_id: bytes
+    version: int = VERSION
 
     def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
+        for name, size in self.SIZES:
+            if len(getattr(self, name)) != size:
+                raise ValueError(f"{name} has {len(getattr(self, name))} bytes instead of {size}")
+        for name, bits in self.BITS:
+            if not 0 <= getattr(self, name) < 1 << bits:
+                raise ValueError(f"{name} is {getattr(self, name)}, beyond {bits} bits")
         if self.version == 0:
             raise ValueError("there is no version 0")
         self._check()
@@ -115,25 +141,6 @@ class ClcMessage:
     def answer_version(self) -> int:
         """The version of our answer: the lowest common one (A.2)."""
         return min(VERSION, self.version)
-
-    def _head(self, length: int) -> bytes:
-        return EYE_CATCHER + bytes((self.TYPE,)) + length.to_bytes(2, "big")
-
-
-MAX_MESSAGE_SIZE = 1024
-"""The longest message we read, bytes.  With all that version 2 can add a Proposal has 652."""
-MAX_PREFIXES = 8
-"""IPv6 prefixes in a Proposal, at most (A.2.2)."""
-MIN_PROPOSAL_SIZE = 52
-"""Bytes of a Proposal without growth area and IPv6 prefixes."""
-
-_FIXED = 38  # up to the offset to the prefix area
-_AREA = struct.Struct(">4sB2sB")  # IPv4 subnet, its length, reserved, number of IPv6 prefixes
-_PREFIX_SIZE = 17
-_REMEMBERED = 64  # Proposals encoded and decoded last
-
-# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
-_V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +157,6 @@ class Ipv6Prefix:
             raise ValueError(f"IPv6 prefix of {self.length} bits")
 
 
-@laid_out(_FIXED, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal(ClcMessage):
     """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
@@ -166,20 +172,20 @@ class Proposal(ClcMessage):
         says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
       ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
       ipv6_prefixes: at most 8; empty on IPv4.
-      area_reserved: two reserved bytes before the number of prefixes, as a peer set them.
       extension: what a newer version adds after the prefixes; b"" in version 1.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PROPOSAL
+    SIZES: ClassVar = (("peer_id", 8), ("gid", 16), ("mac", 6), ("ipv4_subnet", 4))
+    BITS: ClassVar = (("version", 4), ("flags", 4))
 
-    gid: Annotated[bytes, Span(16, 16)]
-    mac: Annotated[bytes, Span(32, 6)]
-    flags: Annotated[int, Bits(7, 0x0F)] = 0
+    gid: bytes
+    mac: bytes
+    flags: int = 0
     growth: bytes = b""
     ipv4_subnet: bytes = bytes(4)
     ipv4_mask_length: int = 0
     ipv6_prefixes: tuple[Ipv6Prefix, ...] = ()
-    area_reserved: bytes = bytes(2)
     extension: bytes = b""
 
     @property
@@ -193,8 +199,6 @@ class Proposal(ClcMessage):
         return self.version == 1 or self.flags & _V1_OFFER_MASK != _V1_NOTHING
 
     def _check(self) -> None:
-        if len(self.ipv4_subnet) != 4 or len(self.area_reserved) != 2:
-            raise ValueError("ipv4_subnet has 4 bytes, area_reserved 2")
         if not 0 <= self.ipv4_mask_length <= 32:
             raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
         if len(self.ipv6_prefixes) > MAX_PREFIXES:
@@ -203,102 +207,72 @@ class Proposal(ClcMessage):
             raise ValueError("version 1 ends with the prefixes")
         if not self._has_area and self._area() != bytes(_AREA.size):
             raise ValueError("prefixes without a version-1 offer")
-        if not MIN_PROPOSAL_SIZE <= self._length() <= MAX_MESSAGE_SIZE:
-            raise ValueError(
-                f"{self._length()} bytes, not {MIN_PROPOSAL_SIZE} to {MAX_MESSAGE_SIZE}"
-            )
+        length = len(self.encode())
+        if not _MIN_PROPOSAL_SIZE <= length <= MAX_MESSAGE_SIZE:
+            raise ValueError(f"{length} bytes, not {_MIN_PROPOSAL_SIZE} to {MAX_MESSAGE_SIZE}")
 
     def _area(self) -> bytes:
-        count = len(self.ipv6_prefixes)
-        return _AREA.pack(
-            self.ipv4_subnet, self.ipv4_mask_length, self.area_reserved, count
-        ) + b"".join(item.prefix + bytes((item.length,)) for item in self.ipv6_prefixes)
-
-    def _length(self) -> int:
-        area = _AREA.size + _PREFIX_SIZE * len(self.ipv6_prefixes) if self._has_area else 0
-        return _FIXED + 2 + len(self.growth) + area + len(self.extension) + 4
+        prefixes = [_PREFIX.pack(each.prefix, each.length) for each in self.ipv6_prefixes]
+        head = _AREA.pack(self.ipv4_subnet, self.ipv4_mask_length, len(prefixes))
+        return head + b"".join(prefixes)
 
     def encode(self) -> bytes:
         """The message on the wire."""
         return _encoded(self)
 
+    @classmethod
+    def read_untrusted(cls, raw: bytes) -> Proposal:
+        """Decode a Proposal whose header and trailer were checked.
+
+        Raises:
+          ProtocolError, ValueError: its parts do not add up to its length, or have values that
+            none may have.
+        """
+        return _decoded_untrusted(raw)
+
 
 @functools.lru_cache(_REMEMBERED)
-def _encoded(proposal: Proposal) -> bytes:
+def _encoded(m: Proposal) -> bytes:
     """A client sends the same one for all its connections."""
-    return b"".join(
-        (
-            proposal.LAYOUT.pack(proposal, proposal._head(proposal._length())),
-            len(proposal.growth).to_bytes(2, "big"),
-            proposal.growth,
-            proposal._area() if proposal._has_area else b"",
-            proposal.extension,
-            EYE_CATCHER,
-        )
-    )
+    body = m.growth + (m._area() if m._has_area else b"") + m.extension + EYE_CATCHER
+    length, last = _PROPOSAL.size + len(body), m.version << 4 | m.flags
+    ids = m.peer_id, m.gid, m.mac
+    return _PROPOSAL.pack(EYE_CATCHER, m.TYPE, length, last, *ids, len(m.growth)) + body
 
 
 @functools.lru_cache(_REMEMBERED)
-def decode_proposal_untrusted(raw: bytes) -> Proposal:
-    """Decode a Proposal whose header and trailer were checked.
-
-    A peer sends the same one for all its connections, so the last ones are remembered.
-
-    Raises:
-      ProtocolError: its parts do not add up to its length, or have values that none may have.
-    """
-    values = Proposal.LAYOUT.unpack_untrusted(raw)
-    at = _FIXED + 2
-    skip = int.from_bytes(raw[_FIXED:at], "big")
-    body = raw[at:-4]
+def _decoded_untrusted(raw: bytes) -> Proposal:
+    """A peer sends the same one for all its connections."""
+    *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
+    version, flags = last >> 4, last & 0x0F
+    body = raw[_PROPOSAL.size : -4]
     # A reader that trusts this offset, or the number of prefixes, reads beyond the message
     # (CVE-2024-49571).
     if skip > len(body):
         raise ProtocolError(f"CLC PROPOSAL: prefix area at {skip} bytes, beyond its end")
-    values["growth"], body = body[:skip], body[skip:]
-    newer = values["version"] > 1
-    try:
-        if newer and values["flags"] & _V1_OFFER_MASK == _V1_NOTHING:
-            return Proposal(**values, extension=body)
-        if len(body) < _AREA.size:
-            raise ProtocolError("CLC PROPOSAL: no room for the prefix area")
-        subnet, mask_length, reserved, count = _AREA.unpack_from(body)
-        end = _AREA.size + _PREFIX_SIZE * count
-        if end > len(body) or (end < len(body) and not newer):
-            space = len(body) - _AREA.size
-            raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {space} bytes")
-        return Proposal(
-            **values,
-            ipv4_subnet=subnet,
-            ipv4_mask_length=mask_length,
-            ipv6_prefixes=_prefixes(body[_AREA.size : end]),
-            area_reserved=reserved,
-            extension=body[end:],
-        )
-    except ValueError as error:
-        raise ProtocolError(f"CLC PROPOSAL: {error}") from None
-
-
-def _prefixes(data: bytes) -> tuple[Ipv6Prefix, ...]:
-    return tuple(
-        Ipv6Prefix(prefix=data[at : at + 16], length=data[at + 16])
-        for at in range(0, len(data), _PREFIX_SIZE)
+    make = functools.partial(
+        Proposal,
+        peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, growth=body[:skip],
+    )  # fmt: skip
+    body = body[skip:]
+    if version > 1 and flags & _V1_OFFER_MASK == _V1_NOTHING:
+        return make(extension=body)
+    if len(body) < _AREA.size:
+        raise ProtocolError("CLC PROPOSAL: no room for the prefix area")
+    subnet, mask_length, count = _AREA.unpack_from(body)
+    end = _AREA.size + _PREFIX.size * count
+    if end > len(body) or (end < len(body) and version == 1):
+        space = len(body) - _AREA.size
+        raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {space} bytes")
+    return make(
+        ipv4_subnet=subnet,
+        ipv4_mask_length=mask_length,
+        ipv6_prefixes=tuple(
+            Ipv6Prefix(prefix=prefix, length=length)
+            for prefix, length in _PREFIX.iter_unpack(body[_AREA.size : end])
+        ),
+        extension=body[end:],
     )
-
-
-_HEADER = struct.Struct(">4sBHB")
-_ACCEPT_SIZE = 68
-_DECLINE_SIZES = (28, 44)
-_DIAGNOSIS = struct.Struct(">4I")
-_NO_GID = bytes(16)
-_MEMORY = 1 << 64
-# Bytes that a message of each type may have.
-_SIZES: dict[int, Container[int]] = {
-    MessageType.PROPOSAL: range(MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
-    MessageType.ACCEPT: (_ACCEPT_SIZE,),
-    MessageType.CONFIRM: (_ACCEPT_SIZE,),
-    MessageType.DECLINE: _DECLINE_SIZES,
-}
 
 
 class QpMtu(IntEnum):
@@ -321,6 +295,8 @@ class _Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
     Fields:
+      first_contact: the F bit; the server sets up a new link group.  In Confirm it is reserved in
+        the RFC; Linux sets it.
       gid, mac, qp_number: the sender's end of the link: 16 and 6 bytes, 24 bits, not zero.
       rkey, rmb_address: the RToken of its RMB, 32 and 64 bits.
       rmbe_index: which element of the RMB is this connection's, 1..255.
@@ -328,20 +304,25 @@ class _Credentials(ClcMessage):
       buffer_size_code: n; an element has 16 KiB << n.  The RFC ends at 5, Linux at 15.
       qp_mtu: enumerated path MTU, 4 bits; see ``known_mtu``.
       initial_psn: the first packet sequence number the sender will use, 24 bits.
-      reserved: reserved bits as a peer set them, at their offsets, without trailing zero bytes.
     """
 
-    gid: Annotated[bytes, Span(16, 16)]
-    mac: Annotated[bytes, Span(32, 6)]
-    qp_number: Annotated[int, Span(38, 3)]
-    rkey: Annotated[int, Span(41, 4)]
-    rmbe_index: Annotated[int, Span(45, 1)]
-    alert_token: Annotated[int, Span(46, 4)]
-    buffer_size_code: Annotated[int, Bits(50, 0xF0)]
-    qp_mtu: Annotated[int, Bits(50, 0x0F)]
-    rmb_address: Annotated[int, Span(52, 8)]
-    initial_psn: Annotated[int, Span(61, 3)]
-    reserved: bytes = b""
+    SIZES: ClassVar = (("peer_id", 8), ("gid", 16), ("mac", 6))
+    BITS: ClassVar = (
+        *(("version", 4), ("qp_number", 24), ("rkey", 32), ("rmbe_index", 8), ("alert_token", 32)),
+        *(("buffer_size_code", 4), ("qp_mtu", 4), ("rmb_address", 64), ("initial_psn", 24)),
+    )
+
+    first_contact: bool = False
+    gid: bytes
+    mac: bytes
+    qp_number: int
+    rkey: int
+    rmbe_index: int
+    alert_token: int
+    buffer_size_code: int
+    qp_mtu: int
+    rmb_address: int
+    initial_psn: int
 
     @property
     def buffer_size(self) -> int:
@@ -363,44 +344,81 @@ class _Credentials(ClcMessage):
             raise ValueError("a GID of zeros")
         if self.rmbe_index == 0:
             raise ValueError("RMBE index 0")
-        end = self.rmb_address + self.rmbe_index * rmbe_size_of(self.buffer_size_code)
-        if end > _MEMORY:
+        if self.rmb_address + self.rmbe_index * self.buffer_size > _MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
 
     def encode(self) -> bytes:
         """The 68 bytes on the wire."""
-        return self.LAYOUT.pack(self, self._head(_ACCEPT_SIZE)) + EYE_CATCHER
+        return (
+            _ACCEPT.pack(
+                EYE_CATCHER,
+                self.TYPE,
+                _ACCEPT_SIZE,
+                self.version << 4 | (_FIRST_CONTACT if self.first_contact else 0),
+                self.peer_id,
+                self.gid,
+                self.mac,
+                self.qp_number.to_bytes(3, "big"),
+                self.rkey,
+                self.rmbe_index,
+                self.alert_token,
+                self.buffer_size_code << 4 | self.qp_mtu,
+                self.rmb_address,
+                self.initial_psn.to_bytes(3, "big"),
+            )
+            + EYE_CATCHER
+        )
+
+    @classmethod
+    def read_untrusted(cls, raw: bytes) -> Self:
+        """Decode one whose header and trailer were checked.
+
+        Raises:
+          ValueError: it names nothing that could be written to.
+        """
+        *_, last, peer_id, gid, mac, qp, rkey, index, token, codes, address, psn = (
+            _ACCEPT.unpack_from(raw)
+        )
+        found = (
+            peer_id,
+            last >> 4,
+            last & _FIRST_CONTACT != 0,
+            gid,
+            mac,
+            int.from_bytes(qp, "big"),
+            rkey,
+            index,
+            token,
+            codes >> 4,
+            codes & 0x0F,
+            address,
+            int.from_bytes(psn, "big"),
+        )
+        # Past ``__init__``, as every connection gets one: what a struct has read fits its field.
+        value = object.__new__(cls)
+        for put, field in zip(_PUT_CREDENTIALS, found, strict=True):
+            put(value, field)
+        value._check()
+        return value
 
 
-@laid_out(_ACCEPT_SIZE - 4, head=HEAD)
+_PUT_CREDENTIALS = [getattr(_Credentials, field.name).__set__ for field in fields(_Credentials)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(_Credentials):
-    """SMC Accept, figure 28: 68 bytes.
-
-    Fields beside those of both Accept and Confirm:
-      first_contact: the F bit; the server sets up a new link group.
-    """
+    """SMC Accept, figure 28: 68 bytes."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
-    first_contact: Annotated[bool, Bits(7, 0x08)] = False
 
-
-@laid_out(_ACCEPT_SIZE - 4, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm(_Credentials):
-    """SMC Confirm, figure 29: 68 bytes.
-
-    Fields beside those of both Accept and Confirm:
-      first_contact: reserved in the RFC, and false from us; Linux sets it on first contact.
-    """
+    """SMC Confirm, figure 29: 68 bytes."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM
 
-    first_contact: Annotated[bool, Bits(7, 0x08)] = False
 
-
-@laid_out(_DECLINE_SIZES[0] - 4, head=HEAD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decline(ClcMessage):
     """SMC Decline, figure 30: 28 bytes; 44 from a newer peer that answers a newer Proposal.
@@ -409,16 +427,14 @@ class Decline(ClcMessage):
       out_of_sync: the S bit; the receiver must clean up its link group.
       diagnosis: 32 bits, defined by each implementation.
       more_diagnosis: four more words in the 44-byte form, else None.
-      reserved: reserved bits as a peer set them, at their offsets, without trailing zero bytes.
-        (In the 44-byte form the high nibble of byte 20 is the sender's operating system.)
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DECLINE
+    BITS: ClassVar = (("version", 4), ("diagnosis", 32))
 
-    out_of_sync: Annotated[bool, Bits(7, 0x08)] = False
-    diagnosis: Annotated[int, Span(16, 4)]
+    out_of_sync: bool = False
+    diagnosis: int
     more_diagnosis: tuple[int, int, int, int] | None = None
-    reserved: bytes = b""
 
     def _check(self) -> None:
         more = self.more_diagnosis
@@ -429,10 +445,28 @@ class Decline(ClcMessage):
         """The 28 or 44 bytes on the wire."""
         more = b"" if self.more_diagnosis is None else _DIAGNOSIS.pack(*self.more_diagnosis)
         length = _DECLINE_SIZES[bool(more)]
-        return self.LAYOUT.pack(self, self._head(length)) + more + EYE_CATCHER
+        last = self.version << 4 | (_OUT_OF_SYNC if self.out_of_sync else 0)
+        head = _DECLINE.pack(EYE_CATCHER, self.TYPE, length, last, self.peer_id, self.diagnosis)
+        return head + more + EYE_CATCHER
+
+    @classmethod
+    def read_untrusted(cls, raw: bytes) -> Decline:
+        """Decode one whose header and trailer were checked."""
+        *_, length, last, peer_id, diagnosis = _DECLINE.unpack_from(raw)
+        return cls(
+            peer_id=peer_id,
+            version=last >> 4,
+            out_of_sync=last & _OUT_OF_SYNC != 0,
+            diagnosis=diagnosis,
+            more_diagnosis=(
+                _DIAGNOSIS.unpack_from(raw, _DECLINE.size) if length > _DECLINE_SIZES[0] else None
+            ),
+        )
 
 
 Message: TypeAlias = Proposal | Accept | Confirm | Decline
+
+_CLASSES: dict[int, type[Message]] = {cls.TYPE: cls for cls in (Proposal, Accept, Confirm, Decline)}
 
 
 def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
@@ -462,7 +496,7 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
-    """Decode one CLC message; ``encode`` of the value gives the same bytes again.
+    """Decode one CLC message; ``encode`` of the value gives the same bytes but for reserved bits.
 
     Parameters:
       data: exactly the message.
@@ -476,21 +510,10 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"CLC message says {length} bytes and has {len(raw)}")
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
-    kind = raw[4]
-    if kind == MessageType.PROPOSAL:
-        return decode_proposal_untrusted(raw)
     try:
-        if kind == MessageType.DECLINE:
-            more = _DIAGNOSIS.unpack_from(raw, 24) if length == _DECLINE_SIZES[1] else None
-            return Decline(**Decline.LAYOUT.unpack_untrusted(raw), more_diagnosis=more)
-        cls = Accept if kind == MessageType.ACCEPT else Confirm
-        usual: Accept | Confirm | None = cls.LAYOUT.make_untrusted(raw)
-        if usual is not None:
-            usual._check()
-            return usual
-        return cls(**cls.LAYOUT.unpack_untrusted(raw))
+        return _CLASSES[raw[4]].read_untrusted(raw)
     except ValueError as error:
-        raise ProtocolError(f"CLC {MessageType(kind).name}: {error}") from None
+        raise ProtocolError(f"CLC {MessageType(raw[4]).name}: {error}") from None
 
 
 class ClcReader:

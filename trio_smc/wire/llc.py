@@ -1,10 +1,10 @@
-"""Link Layer Control messages (RFC 7609, A.3): 44 bytes each, sent by RoCE SEND on a link.
+"""Link Layer Control messages (RFC 7609, A.3): how two RNICs manage their links and RMBs.
 
-Every message is a frozen value with ``encode() -> bytes``; :func:`decode_untrusted` makes one
-out
-of what a peer sent.  A field's annotation says where it lies (byte offsets from the start of the
-message, big-endian); ``trio_smc.wire.layout`` explains how.  A constructor raises ValueError
-for a value that does not fit its field, so every value that exists can be encoded.
+44 bytes each, sent by RoCE SEND on a link.  Every message is a frozen value with
+``encode() -> bytes``; :func:`decode_untrusted` makes one out of what a peer sent.  A field's
+annotation says where it lies (byte offsets from the start of the message);
+``trio_smc.wire.layout`` explains how.  A constructor raises ValueError for a value that does not
+fit its field, so every value that exists can be encoded.
 
 The two high bits of the type say what to do with a type that is not known (A.3):
 
@@ -14,8 +14,6 @@ b10   optional: an :class:`OptionalMessage`, to be discarded silently
 b11   a CDC message (``trio_smc.wire.cdc``), never an LLC message: ProtocolError
 b01   not defined: ProtocolError
 ====  =========================================================================
-
-Messages about RKeys are in ``trio_smc.wire.llc``, all others here.
 
 The codec judges form only.  Reasons, MTUs, link numbers and counts a peer made up survive
 decoding as plain integers; whether they make sense is for the exchange that gets them, which may
@@ -34,7 +32,6 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.layout import Bits, Layout, Slots, Span, laid_out
 
 __all__ = [
-    "HEAD",
     "MESSAGE_SIZE",
     "AddLink",
     "AddLinkContinuation",
@@ -59,8 +56,6 @@ __all__ = [
 MESSAGE_SIZE = 44
 """Bytes in an LLC message, always: it fits where a CDC message fits."""
 
-HEAD = 2  # type and length
-
 
 class MessageType(IntEnum):
     """First byte of an LLC message.  There is no type 5."""
@@ -81,15 +76,12 @@ class LlcMessage:
 
     Fields:
       reply: the R bit; clear in a request.
-      reserved: the message's reserved bits as a peer set them, at their offsets, without
-        trailing zero bytes; b"" from us.
     """
 
     TYPE: ClassVar[MessageType]
     LAYOUT: ClassVar[Layout]
 
     reply: Annotated[bool, Bits(3, 0x80)] = False
-    reserved: bytes = b""
 
     def __post_init__(self) -> None:
         self.LAYOUT.check(self)
@@ -99,142 +91,7 @@ class LlcMessage:
         return self.LAYOUT.pack(self, bytes((self.TYPE, MESSAGE_SIZE)))
 
 
-@laid_out(16)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RTokenPair:
-    """What an RMB is called on the new link (RFC 7609, figure 34).
-
-    Fields:
-      reference_rkey: the RMB's RKey on the link that the message travels on.
-      new_rkey, new_address: its RToken on the new link, 32 and 64 bits.
-    """
-
-    LAYOUT: ClassVar[Layout]
-
-    reference_rkey: Annotated[int, Span(0, 4)]
-    new_rkey: Annotated[int, Span(4, 4)]
-    new_address: Annotated[int, Span(8, 8)]
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddLinkContinuation(LlcMessage):
-    """ADD LINK CONTINUATION, figure 33: the RTokens that existing RMBs have on the new link.
-
-    Fields:
-      link_number: the new link.
-      tokens_left: RTokens still to tell, those in this message included; 0..255.
-      pairs: two of them, or as many as are left.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.ADD_LINK_CONTINUATION
-
-    link_number: Annotated[int, Span(4, 1)]
-    tokens_left: Annotated[int, Span(5, 1)]
-    pairs: Annotated[tuple[RTokenPair, ...], Slots(8, 16, slots=2, count_at=5)] = ()
-
-
-@laid_out(13)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRToken:
-    """What an RMB is called on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
-
-    LAYOUT: ClassVar[Layout]
-
-    link_number: Annotated[int, Span(0, 1)]
-    rkey: Annotated[int, Span(1, 4)]
-    address: Annotated[int, Span(5, 8)]
-
-    def __post_init__(self) -> None:
-        self.LAYOUT.check(self)
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRkey(LlcMessage):
-    """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
-
-    Fields:
-      negative: the Z bit of a reply.
-      retry: the C bit of a negative reply: try again after the current configuration change.
-      other_tokens: NumTkns, how many *other* links' RTokens there are in all; the link that the
-        message travels on is not counted.  Above 2 a CONFIRM RKEY CONTINUATION follows (the
-        RFC's "three or fewer" counts a slot that does not exist).
-      rkey, address: the RToken on the link the message travels on, 32 and 64 bits.
-      others: two RTokens on other links, or as many as ``other_tokens`` says.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    retry: Annotated[bool, Bits(3, 0x10)] = False
-    other_tokens: Annotated[int, Span(4, 1)] = 0
-    rkey: Annotated[int, Span(5, 4)]
-    address: Annotated[int, Span(9, 8)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(17, 13, slots=2, count_at=4)] = ()
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRkeyContinuation(LlcMessage):
-    """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
-
-    Figure 38 also draws a reserved byte at the end, for which 44 bytes have no room.
-
-    Fields:
-      negative: the Z bit of a reply.
-      tokens_left: RTokens still to tell, those in this message included.
-      others: three RTokens on other links, or as many as are left.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY_CONTINUATION
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    tokens_left: Annotated[int, Span(4, 1)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(5, 13, slots=3, count_at=4)] = ()
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteRkey(LlcMessage):
-    """DELETE RKEY, figure 39: RMBs that are no more.
-
-    Fields:
-      negative: the Z bit of a reply; then ``error_mask`` tells which RKeys were not deleted,
-        0x80 being the first.
-      rkeys: at most 8, as known on the link the message travels on.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
-
-    negative: Annotated[bool, Bits(3, 0x20)] = False
-    error_mask: Annotated[int, Span(5, 1)] = 0
-    rkeys: Annotated[tuple[int, ...], Slots(8, 4, slots=8, count_at=4)]
-
-
-class AddLinkReason(IntEnum):
-    """Why a client rejected ADD LINK (RFC 7609, A.3.2)."""
-
-    NO_ALTERNATE_PATH = 1
-    INVALID_MTU = 2
-
-
-class DeleteLinkReason(IntEnum):
-    """Why a link or all links go (RFC 7609, A.3.4); UNKNOWN_* are a reply's."""
-
-    LOST_PATH = 0x00010000
-    OPERATOR = 0x00020000
-    PROGRAM = 0x00030000
-    PROTOCOL_VIOLATION = 0x00040000
-    ASYMMETRIC_NOT_NEEDED = 0x00050000
-    UNKNOWN_LINK = 0x00100000
-    UNKNOWN_LINK_GROUP = 0x00200000  # Linux only
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmLink(LlcMessage):
     """CONFIRM LINK, figure 31: the first message on a new link, to show that it works.
@@ -259,7 +116,14 @@ class ConfirmLink(LlcMessage):
     max_links: Annotated[int, Span(34, 1)]
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+class AddLinkReason(IntEnum):
+    """Why a client rejected ADD LINK (RFC 7609, A.3.2)."""
+
+    NO_ALTERNATE_PATH = 1
+    INVALID_MTU = 2
+
+
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddLink(LlcMessage):
     """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
@@ -287,7 +151,57 @@ class AddLink(LlcMessage):
     initial_psn: Annotated[int, Span(33, 3)] = 0
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(16)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RTokenPair:
+    """What an RMB is called on the new link (RFC 7609, figure 34).
+
+    Fields:
+      reference_rkey: the RMB's RKey on the link that the message travels on.
+      new_rkey, new_address: its RToken on the new link, 32 and 64 bits.
+    """
+
+    LAYOUT: ClassVar[Layout]
+
+    reference_rkey: Annotated[int, Span(0, 4)]
+    new_rkey: Annotated[int, Span(4, 4)]
+    new_address: Annotated[int, Span(8, 8)]
+
+    def __post_init__(self) -> None:
+        self.LAYOUT.check(self)
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddLinkContinuation(LlcMessage):
+    """ADD LINK CONTINUATION, figure 33: the RTokens that existing RMBs have on the new link.
+
+    Fields:
+      link_number: the new link.
+      tokens_left: RTokens still to tell, those in this message included; 0..255.
+      pairs: two of them, or as many as are left.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ADD_LINK_CONTINUATION
+
+    link_number: Annotated[int, Span(4, 1)]
+    tokens_left: Annotated[int, Span(5, 1)]
+    pairs: Annotated[tuple[RTokenPair, ...], Slots(8, 16, slots=2, count_in="tokens_left")] = ()
+
+
+class DeleteLinkReason(IntEnum):
+    """Why a link or all links go (RFC 7609, A.3.4); UNKNOWN_* are a reply's."""
+
+    LOST_PATH = 0x00010000
+    OPERATOR = 0x00020000
+    PROGRAM = 0x00030000
+    PROTOCOL_VIOLATION = 0x00040000
+    ASYMMETRIC_NOT_NEEDED = 0x00050000
+    UNKNOWN_LINK = 0x00100000
+    UNKNOWN_LINK_GROUP = 0x00200000  # Linux only
+
+
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteLink(LlcMessage):
     """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
@@ -307,7 +221,7 @@ class DeleteLink(LlcMessage):
     reason: Annotated[int, Span(5, 4)]
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestLink(LlcMessage):
     """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
@@ -316,6 +230,84 @@ class TestLink(LlcMessage):
     TYPE: ClassVar[MessageType] = MessageType.TEST_LINK
 
     user_data: Annotated[bytes, Span(4, 16)] = bytes(16)
+
+
+@laid_out(13)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRToken:
+    """What an RMB is called on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
+
+    LAYOUT: ClassVar[Layout]
+
+    link_number: Annotated[int, Span(0, 1)]
+    rkey: Annotated[int, Span(1, 4)]
+    address: Annotated[int, Span(5, 8)]
+
+    def __post_init__(self) -> None:
+        self.LAYOUT.check(self)
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmRkey(LlcMessage):
+    """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
+
+    Fields:
+      negative: the Z bit of a reply.
+      retry: the C bit of a negative reply: try again after the current configuration change.
+      other_tokens: NumTkns, how many *other* links' RTokens there are in all; the link that the
+        message travels on is not counted.  Above 2 a CONFIRM RKEY CONTINUATION follows (the
+        RFC's "three or fewer" counts a slot that does not exist).
+      rkey, address: the RToken on the link the message travels on, 32 and 64 bits.
+      others: two RTokens on other links, or as many as ``other_tokens`` says.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY
+
+    negative: Annotated[bool, Bits(3, 0x20)] = False
+    retry: Annotated[bool, Bits(3, 0x10)] = False
+    other_tokens: Annotated[int, Span(4, 1)] = 0
+    rkey: Annotated[int, Span(5, 4)]
+    address: Annotated[int, Span(9, 8)]
+    others: Annotated[tuple[LinkRToken, ...], Slots(17, 13, slots=2, count_in="other_tokens")] = ()
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmRkeyContinuation(LlcMessage):
+    """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
+
+    Figure 38 also draws a reserved byte at the end, for which 44 bytes have no room.
+
+    Fields:
+      negative: the Z bit of a reply.
+      tokens_left: RTokens still to tell, those in this message included.
+      others: three RTokens on other links, or as many as are left.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_RKEY_CONTINUATION
+
+    negative: Annotated[bool, Bits(3, 0x20)] = False
+    tokens_left: Annotated[int, Span(4, 1)]
+    others: Annotated[tuple[LinkRToken, ...], Slots(5, 13, slots=3, count_in="tokens_left")] = ()
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteRkey(LlcMessage):
+    """DELETE RKEY, figure 39: RMBs that are no more.
+
+    Fields:
+      negative: the Z bit of a reply; then ``error_mask`` tells which RKeys were not deleted,
+        0x80 being the first.
+      rkeys: at most 8, as known on the link the message travels on.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
+
+    negative: Annotated[bool, Bits(3, 0x20)] = False
+    error_mask: Annotated[int, Span(5, 1)] = 0
+    rkeys: Annotated[tuple[int, ...], Slots(8, 4, slots=8, count_in=4)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +353,7 @@ _CLASSES: dict[int, type[LlcMessage]] = {
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
-    """Decode one LLC message; ``encode`` of the value gives the same bytes again.
+    """Decode one LLC message; ``encode`` of the value gives the same bytes but for reserved bits.
 
     Parameters:
       data: exactly the message, 44 bytes.
