@@ -328,7 +328,6 @@ def test_a_proposal_of_version_2_is_answered_as_version_1() -> None:
         proposal = clc.Proposal(
             version=2,
             flags=0x08,
-            growth=bytes(40),
             peer_id=client.stack.peer_id,
             gid=client.rnic.gid,
             mac=client.rnic.mac,

@@ -36,6 +36,14 @@ IPV6_PREFIXES = st.builds(
 )
 
 
+EIDS = st.binary(min_size=32, max_size=32)
+LIMITS = {"release": NIBBLE, "max_connections": U8, "max_links": U8, "features": U16}
+V2_OFFERS = st.builds(clc.V2Offer, eids=st.lists(EIDS, max_size=8).map(tuple), gid=GIDS, **LIMITS)
+FIRST_CONTACTS = st.builds(
+    clc.FirstContact, direct=st.booleans(), system=NIBBLE, host=EIDS, **LIMITS
+)
+
+
 @st.composite
 def proposals(draw: st.DrawFn) -> clc.Proposal:
     version = draw(VERSIONS)
@@ -47,14 +55,22 @@ def proposals(draw: st.DrawFn) -> clc.Proposal:
         gid=draw(GIDS),
         mac=draw(MACS),
         flags=flags,
-        growth=draw(st.just(b"") | st.binary(min_size=40, max_size=40) | st.binary(max_size=60)),
         ipv4_subnet=draw(st.binary(min_size=4, max_size=4)) if with_area else bytes(4),
         ipv4_mask_length=draw(st.integers(0, 32)) if with_area else 0,
         ipv6_prefixes=tuple(draw(st.lists(IPV6_PREFIXES, max_size=8))) if with_area else (),
-        # Where nothing says otherwise a message has at least the 52 bytes of the RFC's.
-        extension=draw(st.binary(min_size=0 if with_area else 8, max_size=80))
-        if version > 1
-        else b"",
+        v2=draw(st.none() | V2_OFFERS) if version > 1 and flags >> 2 in (0, 3) else None,
+    )
+
+
+@st.composite
+def v2_answers(
+    draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm], first_contact: bool
+) -> clc.V2Answer:
+    with_gids = first_contact and kind is clc.Confirm
+    return clc.V2Answer(
+        eid=draw(EIDS),
+        first=draw(FIRST_CONTACTS) if first_contact else None,
+        gids=tuple(draw(st.lists(REAL_GIDS, max_size=4))) if with_gids else (),
     )
 
 
@@ -62,10 +78,13 @@ def proposals(draw: st.DrawFn) -> clc.Proposal:
 def credentials(draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm]) -> clc.Accept | clc.Confirm:
     index = draw(st.integers(1, 255))
     code = draw(NIBBLE)
+    version = draw(VERSIONS)
+    first_contact = draw(st.booleans())
     return kind(
         peer_id=draw(PEER_IDS),
-        version=draw(VERSIONS),
-        first_contact=draw(st.booleans()),
+        version=version,
+        first_contact=first_contact,
+        v2=draw(st.none() | v2_answers(kind, first_contact)) if version > 1 else None,
         gid=draw(REAL_GIDS),
         mac=draw(MACS),
         qp_number=draw(st.integers(1, (1 << 24) - 1)),
@@ -86,6 +105,13 @@ DECLINES = st.builds(
     out_of_sync=st.booleans(),
     diagnosis=U32,
     more_diagnosis=st.none() | st.tuples(U32, U32, U32, U32),
+) | st.builds(
+    clc.Decline,
+    peer_id=PEER_IDS,
+    version=VERSIONS,
+    diagnosis=U32,
+    more_diagnosis=st.tuples(U32, U32, U32, U32),
+    system=NIBBLE,
 )
 
 CLC_MESSAGES: st.SearchStrategy[clc.Message] = (
@@ -196,6 +222,48 @@ TSHARK_LLC: st.SearchStrategy[llc.Message] = (
     | TEST_LINKS
 )
 LLC_MESSAGES: st.SearchStrategy[llc.Message] = TSHARK_LLC | OPTIONAL
+
+# What only version 2 has; what it shares with version 1 is above.
+V2_LLC: st.SearchStrategy[llc.Message] = (
+    st.builds(
+        llc.AddLink,
+        reply=st.booleans(),
+        mac=MACS,
+        gid=GIDS,
+        qp_number=U24,
+        link_number=U8,
+        qp_mtu=NIBBLE,
+        initial_psn=U24,
+        extension=st.builds(
+            llc.AddLinkExtension,
+            direct=st.booleans(),
+            target_gid=GIDS,
+            pairs=st.lists(RTOKEN_PAIRS, max_size=12).map(tuple),
+        ),
+    )
+    | st.builds(
+        llc.ConfirmLink,
+        reply=st.booleans(),
+        mac=MACS,
+        gid=GIDS,
+        qp_number=U24,
+        link_number=U8,
+        link_user_id=U32,
+        max_links=U8,
+        max_connections=U8,
+    )
+    | st.builds(
+        llc.RequestAddLink, reply=st.booleans(), gids=st.lists(GIDS, max_size=12).map(tuple)
+    )
+    | st.builds(
+        llc.DeleteRkey,
+        reply=st.booleans(),
+        negative=st.booleans(),
+        unknown=U8,
+        rkeys=st.lists(U32, max_size=40).map(tuple),
+    )
+    | st.one_of(DELETE_LINKS, confirm_rkeys(), TEST_LINKS, OPTIONAL)
+)
 
 CDC_MESSAGES = st.builds(
     cdc.CdcMessage,

@@ -16,6 +16,8 @@ from tests.wire.tshark_reader import expected
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire import llc
 
+VERSION_1 = [kind for kind in llc.MessageType if kind is not llc.MessageType.REQUEST_ADD_LINK]
+
 # One of each type that fills all its slots.
 FULL = {
     type(vectors.LLC[name][0]): vectors.LLC[name][1]
@@ -58,7 +60,7 @@ def test_round_trip(message: llc.Message) -> None:
     assert llc.decode_untrusted(data) == message
 
 
-@given(st.sampled_from(list(llc.MessageType)), st.binary(min_size=42, max_size=42))
+@given(st.sampled_from(VERSION_1), st.binary(min_size=42, max_size=42))
 def test_any_body_is_a_message(kind: llc.MessageType, body: bytes) -> None:
     data = bytes((kind, llc.MESSAGE_SIZE)) + body
     if kind is llc.MessageType.DELETE_RKEY and body[2] > 8:
@@ -102,7 +104,7 @@ def test_every_bit_is_a_field_or_reserved(kind: type) -> None:
 @pytest.mark.parametrize("kind", range(256))
 def test_types(kind: int) -> None:
     data = bytes((kind, llc.MESSAGE_SIZE)) + bytes(42)
-    if kind in list(llc.MessageType):
+    if kind in VERSION_1:
         message = llc.decode_untrusted(data)
         assert not isinstance(message, llc.OptionalMessage)
         assert type(message).TYPE.value == kind
@@ -178,7 +180,7 @@ TOKEN = llc.LinkRToken(link_number=1, rkey=2, address=3)
             lambda: llc.ConfirmRkeyContinuation(tokens_left=4, others=(TOKEN,) * 4),
             "4 others where 3 belong",
         ),
-        (lambda: llc.DeleteRkey(rkeys=tuple(range(9))), "9 rkeys where 8 belong"),
+        (lambda: llc.DeleteRkey(rkeys=tuple(range(9))).encode(), "9 rkeys where 8 belong"),
         (lambda: llc.DeleteRkey(rkeys=(1 << 32,)), "rkeys beyond"),
         (
             lambda: llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=1 << 64),

@@ -22,6 +22,25 @@ a peer that uses them may just be newer.  So
   matter of policy, such as a buffer size above the RFC's 512 KiB.
 
 A newer version nibble decodes; the answer carries ``answer_version``, the lower of both (A.2).
+
+Version 2
+---------
+Version 2 (as Linux 6.12 speaks it) adds a part to each message of the RFC, and that part is the
+field ``v2``: `V2Offer` in a Proposal, `V2Answer` in Accept and Confirm; None makes the RFC's
+messages.  One Proposal may offer both versions.  What negotiation has to give:
+
+- client: ``Proposal(version=2, flags=..., v2=V2Offer(...))``; `proposal_flags` makes the flags;
+- server: ``Accept(version=2, v2=V2Answer(...))`` if it chose version 2, and with ``first_contact``
+  a `FirstContact` in it: release, limits and features that it agrees to, whether its route is
+  direct;
+- client: ``Confirm`` likewise, which repeats EID, release and limits; on first contact with the
+  GIDs of its RNICs, the link's own first;
+- either: ``Decline(version=2, more_diagnosis=..., system=...)``, 44 bytes.
+
+Only lengths, counts and offsets are judged here, and GIDs of zeros in Confirm's list.  Whether
+EIDs, releases, limits and GIDs make sense is a matter of negotiation: a Decline says what does not.
+That an ID, GID and MAC of a Proposal are zeros must be borne: so are Linux's that offers version 2
+only.  What SMC-D adds is skipped.
 """
 
 from __future__ import annotations
@@ -31,14 +50,16 @@ import struct
 from collections.abc import Container
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.sizes import rmbe_size_of
+from trio_smc.wire.ueid import EID_SIZE, MAX_EIDS, eid_name
 
 __all__ = [
     "EYE_CATCHER",
     "HEADER_SIZE",
+    "LINUX",
     "MAX_MESSAGE_SIZE",
     "MAX_PREFIXES",
     "VERSION",
@@ -47,13 +68,17 @@ __all__ = [
     "ClcReader",
     "Confirm",
     "Decline",
+    "FirstContact",
     "Ipv6Prefix",
     "Message",
     "MessageType",
     "Proposal",
     "QpMtu",
+    "V2Answer",
+    "V2Offer",
     "decode_untrusted",
     "message_length_untrusted",
+    "proposal_flags",
 ]
 
 
@@ -64,28 +89,46 @@ VERSION = 1
 HEADER_SIZE = 8
 """Bytes to read before a message's length is known."""
 MAX_MESSAGE_SIZE = 1024
-"""The longest message we read, bytes.  With all that version 2 can add a Proposal has 652."""
+"""The longest message we read, bytes.  With all that SMC-R can add a Proposal has 524."""
 MAX_PREFIXES = 8
 """IPv6 prefixes in a Proposal, at most (A.2.2)."""
+LINUX = 2
+"""The operating system that we say we are (version 2)."""
 
 _HEADER = struct.Struct(">4sBHB")  # eye catcher, type, length, version and flags
 _PROPOSAL = struct.Struct(">4sBHB8s16s6sH")  # the last is the offset to the prefix area, figure 26
 _AREA = struct.Struct(">4sB2xB")  # IPv4 subnet, its length, number of IPv6 prefixes, figure 27
 _PREFIX = struct.Struct(">16sB")
 _ACCEPT = struct.Struct(">4sBHB8s16s6s3sIBIBxQx3s")  # and Confirm, figures 28 and 29
-_DECLINE = struct.Struct(">4sBHB8sI4x")  # figure 30
+_DECLINE = struct.Struct(">4sBHB8sIB3x")  # figure 30; version 2 has the operating system
 _DIAGNOSIS = struct.Struct(">4I")
+# Version 2.  In a Proposal, before the prefix area: the offset of the extension from there on.
+_V2_AREA = struct.Struct(">10xH28x")
+_V2_OFFSETS_FROM = _PROPOSAL.size + 12
+# The extension: numbers of EIDs and of SMC-D's GIDs, release, offset of what SMC-D adds, GID,
+# limits (connections, links), features.  EIDs follow.
+_V2_OFFER = struct.Struct(">BBxBxxH16sBBH12x")
+_V2_ANSWER = struct.Struct(">32s8x")  # EID
+# Direct, system and release, host, limits, features.
+_V2_FIRST = struct.Struct(">BB2x32sBBH12x")
+_V2_GIDS = struct.Struct(">B3x")  # how many
 
 _MIN_PROPOSAL_SIZE = 52
-_ACCEPT_SIZE = 68
+_ACCEPT_SIZE = _ACCEPT.size + len(EYE_CATCHER)
+_V2_ACCEPT_SIZE = _ACCEPT_SIZE + _V2_ANSWER.size
+_V2_FIRST_ACCEPT_SIZE = _V2_ACCEPT_SIZE + _V2_FIRST.size
+_V2_FIRST_CONFIRM_SIZE = _V2_FIRST_ACCEPT_SIZE + _V2_GIDS.size
 _DECLINE_SIZES = (28, 44)
 
 _REMEMBERED = 64  # Proposals encoded and decoded last
 _FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7
-# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers.
-_V1_OFFER_MASK, _V1_SMC_R, _V1_NOTHING, _V1_BOTH = 0x03, 0, 2, 3
+# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers, the two
+# above them what version 2 does.  (1 is SMC-D.)
+_OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
 _NO_GID = bytes(16)
+_DIRECT = 0x80
 _MEMORY = 1 << 64
+_MAX_GIDS = (MAX_MESSAGE_SIZE - _V2_FIRST_CONFIRM_SIZE) // len(_NO_GID)
 
 
 class MessageType(IntEnum):
@@ -97,31 +140,34 @@ class MessageType(IntEnum):
     DECLINE = 4
 
 
-# Bytes that a message of each type may have.
+# Bytes that a message of each type may have, in version 1; and what is new in version 2.
 _SIZES: dict[int, Container[int]] = {
     MessageType.PROPOSAL: range(_MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
     MessageType.ACCEPT: (_ACCEPT_SIZE,),
     MessageType.CONFIRM: (_ACCEPT_SIZE,),
     MessageType.DECLINE: _DECLINE_SIZES,
 }
+_V2_SIZES: dict[int, Container[int]] = {
+    MessageType.PROPOSAL: (),
+    MessageType.ACCEPT: (_V2_ACCEPT_SIZE, _V2_FIRST_ACCEPT_SIZE),
+    MessageType.CONFIRM: (
+        _V2_ACCEPT_SIZE,
+        *range(_V2_FIRST_CONFIRM_SIZE, MAX_MESSAGE_SIZE + 1, len(_NO_GID)),
+    ),
+    MessageType.DECLINE: (),
+}
+
+
+_Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClcMessage:
-    """What all CLC messages have.
+class _Part:
+    """A message, or a part of one, whose fields have sizes."""
 
-    Fields:
-      peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
-      version: the version nibble, 1..15.
-    """
-
-    TYPE: ClassVar[MessageType]
-    # How many bytes, and how many bits, the fields have.
-    SIZES: ClassVar[tuple[tuple[str, int], ...]] = (("peer_id", 8),)
-    BITS: ClassVar[tuple[tuple[str, int], ...]] = (("version", 4),)
-
-    peer_id: bytes
-    version: int = VERSION
+    # How many bytes, and how many bits, they have.
+    SIZES: ClassVar[_Sizes] = ()
+    BITS: ClassVar[_Sizes] = ()
 
     def __post_init__(self) -> None:
         for name, size in self.SIZES:
@@ -130,12 +176,31 @@ class ClcMessage:
         for name, bits in self.BITS:
             if not 0 <= getattr(self, name) < 1 << bits:
                 raise ValueError(f"{name} is {getattr(self, name)}, beyond {bits} bits")
-        if self.version == 0:
-            raise ValueError("there is no version 0")
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError for what only this type of message forbids."""
+        """Raise ValueError for what only this kind forbids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClcMessage(_Part):
+    """What all CLC messages have.
+
+    Fields:
+      peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
+      version: the version nibble, 1..15.
+    """
+
+    TYPE: ClassVar[MessageType]
+    SIZES: ClassVar[_Sizes] = (("peer_id", 8),)
+    BITS: ClassVar[_Sizes] = (("version", 4),)
+
+    peer_id: bytes
+    version: int = VERSION
+
+    def _check(self) -> None:
+        if self.version == 0:
+            raise ValueError("there is no version 0")
 
     @property
     def answer_version(self) -> int:
@@ -158,6 +223,73 @@ class Ipv6Prefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class V2Offer(_Part):
+    """What a Proposal of version 2 offers.
+
+    Fields:
+      eids: all that the client has, 32 bytes each, 1 to 8 (a peer may send none).
+      gid: of its RNIC, a RoCE version 2 GID, 16 bytes.
+      release: 0 or 1; 4 bits.
+      max_connections, max_links: of a link group, from release 1 on; else 0.
+      features: from release 1 on, a mask of 16 bits.
+    """
+
+    SIZES: ClassVar[_Sizes] = (("gid", 16),)
+    BITS: ClassVar[_Sizes] = (
+        ("release", 4),
+        ("max_connections", 8),
+        ("max_links", 8),
+        ("features", 16),
+    )
+
+    eids: tuple[bytes, ...]
+    gid: bytes
+    release: int
+    max_connections: int = 0
+    max_links: int = 0
+    features: int = 0
+
+    def _check(self) -> None:
+        if len(self.eids) > MAX_EIDS:
+            raise ValueError(f"{len(self.eids)} EIDs")
+        if any(len(eid) != EID_SIZE for eid in self.eids):
+            raise ValueError(f"an EID has {EID_SIZE} bytes")
+
+    def encode(self) -> bytes:
+        """The extension at a Proposal's end."""
+        limits = self.max_connections, self.max_links, self.features
+        head = _V2_OFFER.pack(len(self.eids), 0, self.release << 4, 0, self.gid, *limits)
+        return head + b"".join(self.eids)
+
+    @classmethod
+    def read_untrusted(cls, data: bytes) -> V2Offer:
+        """Decode the rest of a Proposal, trailer excluded, from the extension on.
+
+        Raises:
+          ProtocolError, ValueError: its parts do not add up to its length; too many EIDs.
+        """
+        if len(data) < _V2_OFFER.size:
+            raise ProtocolError("CLC PROPOSAL: no room for what version 2 adds")
+        count, _, release, smc_d, gid, connections, links, features = _V2_OFFER.unpack_from(data)
+        end = _V2_OFFER.size + EID_SIZE * count
+        if end > len(data) or (end < len(data) and not smc_d):
+            raise ProtocolError(f"CLC PROPOSAL: {count} EIDs in {len(data)} bytes")
+        return cls(
+            eids=tuple(data[at : at + EID_SIZE] for at in range(_V2_OFFER.size, end, EID_SIZE)),
+            gid=gid,
+            release=release >> 4,
+            max_connections=connections,
+            max_links=links,
+            features=features,
+        )
+
+
+def proposal_flags(*, v1: bool, v2: bool) -> int:
+    """``Proposal.flags`` of a client of version 2 that offers SMC-R in these versions."""
+    return (_SMC_R if v2 else _NOTHING) << 2 | (_SMC_R if v1 else _NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal(ClcMessage):
     """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
 
@@ -167,54 +299,42 @@ class Proposal(ClcMessage):
     Fields:
       gid, mac: the client's preferred RNIC, 16 and 6 bytes.
       flags: the 4 low bits of byte 7; reserved in version 1.
-      growth: the area for future growth before the prefixes, skipped and kept.
       ipv4_subnet: the subnet *number*, address & mask, 4 bytes; zeros on IPv6.  (The RFC's prose
         says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
       ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
       ipv6_prefixes: at most 8; empty on IPv4.
-      extension: what a newer version adds after the prefixes; b"" in version 1.
+      v2: what it offers of SMC-R version 2, if version and flags say that it does; None also when
+        they say so and there is nothing.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PROPOSAL
-    SIZES: ClassVar = (("peer_id", 8), ("gid", 16), ("mac", 6), ("ipv4_subnet", 4))
-    BITS: ClassVar = (("version", 4), ("flags", 4))
+    SIZES: ClassVar[_Sizes] = (("peer_id", 8), ("gid", 16), ("mac", 6), ("ipv4_subnet", 4))
+    BITS: ClassVar[_Sizes] = (("version", 4), ("flags", 4))
 
     gid: bytes
     mac: bytes
     flags: int = 0
-    growth: bytes = b""
     ipv4_subnet: bytes = bytes(4)
     ipv4_mask_length: int = 0
     ipv6_prefixes: tuple[Ipv6Prefix, ...] = ()
-    extension: bytes = b""
+    v2: V2Offer | None = None
 
     @property
     def offers_smc_r(self) -> bool:
         """Whether SMC-R version 1 is offered; a newer client may offer SMC-D or nothing."""
-        return self.version == 1 or self.flags & _V1_OFFER_MASK in (_V1_SMC_R, _V1_BOTH)
-
-    @property
-    def _has_area(self) -> bool:
-        # Without any version-1 offer there are no prefixes: all is extension.
-        return self.version == 1 or self.flags & _V1_OFFER_MASK != _V1_NOTHING
+        return self.version == 1 or self.flags & _OFFER_MASK in (_SMC_R, _BOTH)
 
     def _check(self) -> None:
+        ClcMessage._check(self)
         if not 0 <= self.ipv4_mask_length <= 32:
             raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
         if len(self.ipv6_prefixes) > MAX_PREFIXES:
             raise ValueError(f"{len(self.ipv6_prefixes)} IPv6 prefixes")
-        if self.extension and self.version == 1:
-            raise ValueError("version 1 ends with the prefixes")
-        if not self._has_area and self._area() != bytes(_AREA.size):
+        area = self.ipv4_subnet, self.ipv4_mask_length, self.ipv6_prefixes
+        if not _has_prefixes(self.version, self.flags) and area != (bytes(4), 0, ()):
             raise ValueError("prefixes without a version-1 offer")
-        length = len(self.encode())
-        if not _MIN_PROPOSAL_SIZE <= length <= MAX_MESSAGE_SIZE:
-            raise ValueError(f"{length} bytes, not {_MIN_PROPOSAL_SIZE} to {MAX_MESSAGE_SIZE}")
-
-    def _area(self) -> bytes:
-        prefixes = [_PREFIX.pack(each.prefix, each.length) for each in self.ipv6_prefixes]
-        head = _AREA.pack(self.ipv4_subnet, self.ipv4_mask_length, len(prefixes))
-        return head + b"".join(prefixes)
+        if self.v2 is not None and not _offers_v2(self.version, self.flags):
+            raise ValueError("v2 where version and flags offer none")
 
     def encode(self) -> bytes:
         """The message on the wire."""
@@ -231,13 +351,39 @@ class Proposal(ClcMessage):
         return _decoded_untrusted(raw)
 
 
+def _has_prefixes(version: int, flags: int) -> bool:
+    return version == 1 or flags & _OFFER_MASK != _NOTHING
+
+
+def _offers_v2(version: int, flags: int) -> bool:
+    return version > 1 and flags >> 2 & _OFFER_MASK in (_SMC_R, _BOTH)
+
+
 @functools.lru_cache(_REMEMBERED)
 def _encoded(m: Proposal) -> bytes:
     """A client sends the same one for all its connections."""
-    body = m.growth + (m._area() if m._has_area else b"") + m.extension + EYE_CATCHER
-    length, last = _PROPOSAL.size + len(body), m.version << 4 | m.flags
-    ids = m.peer_id, m.gid, m.mac
-    return _PROPOSAL.pack(EYE_CATCHER, m.TYPE, length, last, *ids, len(m.growth)) + body
+    prefixes = b""
+    if _has_prefixes(m.version, m.flags):
+        prefixes = _AREA.pack(m.ipv4_subnet, m.ipv4_mask_length, len(m.ipv6_prefixes))
+        prefixes += b"".join(_PREFIX.pack(each.prefix, each.length) for each in m.ipv6_prefixes)
+    area, offer = b"", b"" if m.v2 is None else m.v2.encode()
+    if m.version > 1:
+        at = _PROPOSAL.size + _V2_AREA.size + len(prefixes)
+        area = _V2_AREA.pack(at - _V2_OFFSETS_FROM if offer else 0)
+    body = area + prefixes + offer + EYE_CATCHER
+    return (
+        _PROPOSAL.pack(
+            EYE_CATCHER,
+            m.TYPE,
+            _PROPOSAL.size + len(body),
+            m.version << 4 | m.flags,
+            m.peer_id,
+            m.gid,
+            m.mac,
+            len(area) if prefixes else 0,
+        )
+        + body
+    )
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -245,34 +391,44 @@ def _decoded_untrusted(raw: bytes) -> Proposal:
     """A peer sends the same one for all its connections."""
     *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
     version, flags = last >> 4, last & 0x0F
-    body = raw[_PROPOSAL.size : -4]
-    # A reader that trusts this offset, or the number of prefixes, reads beyond the message
-    # (CVE-2024-49571).
-    if skip > len(body):
-        raise ProtocolError(f"CLC PROPOSAL: prefix area at {skip} bytes, beyond its end")
-    make = functools.partial(
-        Proposal,
-        peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, growth=body[:skip],
-    )  # fmt: skip
-    body = body[skip:]
-    if version > 1 and flags & _V1_OFFER_MASK == _V1_NOTHING:
-        return make(extension=body)
-    if len(body) < _AREA.size:
-        raise ProtocolError("CLC PROPOSAL: no room for the prefix area")
-    subnet, mask_length, count = _AREA.unpack_from(body)
-    end = _AREA.size + _PREFIX.size * count
-    if end > len(body) or (end < len(body) and version == 1):
-        space = len(body) - _AREA.size
-        raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {space} bytes")
-    return make(
-        ipv4_subnet=subnet,
-        ipv4_mask_length=mask_length,
-        ipv6_prefixes=tuple(
-            Ipv6Prefix(prefix=prefix, length=length)
-            for prefix, length in _PREFIX.iter_unpack(body[_AREA.size : end])
-        ),
-        extension=body[end:],
+    data, end = raw[:-4], _PROPOSAL.size
+    parts: dict[str, Any] = {}
+    if _has_prefixes(version, flags):
+        # A reader that trusts this offset, or the number of prefixes, reads beyond the message
+        # (CVE-2024-49571).
+        parts, end = _prefixes_untrusted(data, _PROPOSAL.size + skip)
+    if version == 1 and end < len(data):
+        raise ProtocolError(f"CLC PROPOSAL: {len(data) - end} bytes behind the prefixes")
+    if _offers_v2(version, flags) and (not parts or skip >= _V2_AREA.size):
+        if len(data) < _PROPOSAL.size + _V2_AREA.size:
+            raise ProtocolError("CLC PROPOSAL: no room for version 2")
+        [offset] = _V2_AREA.unpack_from(data, _PROPOSAL.size)
+        if offset:
+            at, end = _V2_OFFSETS_FROM + offset, max(end, _PROPOSAL.size + _V2_AREA.size)
+            if at < end:
+                raise ProtocolError(f"CLC PROPOSAL: version 2 at byte {at}, before {end}")
+            parts["v2"] = V2Offer.read_untrusted(data[at:])
+    return Proposal(peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, **parts)
+
+
+def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
+    """The fields of the prefix area at this byte, and where it ends."""
+    if at + _AREA.size > len(data):
+        raise ProtocolError(f"CLC PROPOSAL: no room for a prefix area at byte {at}")
+    subnet, mask_length, count = _AREA.unpack_from(data, at)
+    start = at + _AREA.size
+    end = start + _PREFIX.size * count
+    if end > len(data):
+        raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {len(data) - start} bytes")
+    prefixes = tuple(
+        Ipv6Prefix(prefix=prefix, length=length)
+        for prefix, length in _PREFIX.iter_unpack(data[start:end])
     )
+    return {
+        "ipv4_subnet": subnet,
+        "ipv4_mask_length": mask_length,
+        "ipv6_prefixes": prefixes,
+    }, end
 
 
 class QpMtu(IntEnum):
@@ -291,6 +447,112 @@ class QpMtu(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstContact(_Part):
+    """What version 2 adds to Accept and Confirm on first contact.
+
+    Fields:
+      direct: no gateway is between the RNICs; the server says what its route is, the client must
+        find the same.
+      release: that was agreed on, 4 bits.
+      max_connections, max_links: of the link group, from release 1 on; else 0.
+      features: of those of the Proposal, from release 1 on, a mask of 16 bits.
+      system: operating system: 1 z/OS, 2 Linux, 3 AIX; 4 bits.
+      host: its name in ASCII, padded with blanks, 32 bytes; see ``host_name``.
+    """
+
+    SIZES: ClassVar[_Sizes] = (("host", 32),)
+    BITS: ClassVar[_Sizes] = (
+        *(("release", 4), ("max_connections", 8), ("max_links", 8), ("features", 16)),
+        ("system", 4),
+    )
+
+    direct: bool
+    release: int
+    max_connections: int = 0
+    max_links: int = 0
+    features: int = 0
+    system: int = LINUX
+    host: bytes = b" " * 32
+
+    @property
+    def host_name(self) -> str:
+        """The peer's name for people to read, printable ASCII whatever it sent."""
+        return eid_name(self.host)
+
+    def encode(self) -> bytes:
+        """The 52 bytes behind the EID."""
+        limits = self.max_connections, self.max_links, self.features
+        direct = _DIRECT if self.direct else 0
+        return _V2_FIRST.pack(direct, self.system << 4 | self.release, self.host, *limits)
+
+    @classmethod
+    def read_untrusted(cls, data: bytes) -> FirstContact:
+        """Decode the 52 bytes."""
+        direct, kinds, host, connections, links, features = _V2_FIRST.unpack(data)
+        return cls(
+            direct=direct & _DIRECT != 0,
+            release=kinds & 0x0F,
+            max_connections=connections,
+            max_links=links,
+            features=features,
+            system=kinds >> 4,
+            host=host,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V2Answer(_Part):
+    """What version 2 adds to Accept and Confirm.
+
+    Fields:
+      eid: that was agreed on, 32 bytes.
+      first: there on first contact.
+      gids: in a Confirm on first contact those of the client's RNICs, 16 bytes each, first the
+        link's own.
+    """
+
+    SIZES: ClassVar[_Sizes] = (("eid", EID_SIZE),)
+
+    eid: bytes
+    first: FirstContact | None = None
+    gids: tuple[bytes, ...] = ()
+
+    def _check(self) -> None:
+        if any(len(gid) != len(_NO_GID) or gid == _NO_GID for gid in self.gids):
+            raise ValueError("a GID has 16 bytes, which are not all zero")
+
+    def encode(self, kind: MessageType) -> bytes:
+        """What follows the credentials in an Accept or a Confirm."""
+        parts = [_V2_ANSWER.pack(self.eid)]
+        if self.first is not None:
+            parts.append(self.first.encode())
+            if kind is MessageType.CONFIRM:
+                parts += _V2_GIDS.pack(len(self.gids)), *self.gids
+        return b"".join(parts)
+
+    @classmethod
+    def read_untrusted(cls, data: bytes, kind: int) -> V2Answer:
+        """Decode what `encode` makes.
+
+        Raises:
+          ProtocolError, ValueError: its parts do not add up to its length; GIDs of zeros.
+        """
+        [eid] = _V2_ANSWER.unpack_from(data)
+        data = data[_V2_ANSWER.size :]
+        if not data:
+            return cls(eid=eid)
+        first, data = FirstContact.read_untrusted(data[: _V2_FIRST.size]), data[_V2_FIRST.size :]
+        if kind == MessageType.ACCEPT:
+            return cls(eid=eid, first=first)
+        [count] = _V2_GIDS.unpack_from(data)
+        starts = range(_V2_GIDS.size, len(data), len(_NO_GID))
+        if count != len(starts):
+            raise ProtocolError(f"CLC CONFIRM: {count} GIDs in {len(data)} bytes")
+        gids = tuple(data[at : at + len(_NO_GID)] for at in starts)
+        return cls(eid=eid, first=first, gids=gids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
@@ -304,10 +566,11 @@ class _Credentials(ClcMessage):
       buffer_size_code: n; an element has 16 KiB << n.  The RFC ends at 5, Linux at 15.
       qp_mtu: enumerated path MTU, 4 bits; see ``known_mtu``.
       initial_psn: the first packet sequence number the sender will use, 24 bits.
+      v2: what version 2 adds.
     """
 
-    SIZES: ClassVar = (("peer_id", 8), ("gid", 16), ("mac", 6))
-    BITS: ClassVar = (
+    SIZES: ClassVar[_Sizes] = (("peer_id", 8), ("gid", 16), ("mac", 6))
+    BITS: ClassVar[_Sizes] = (
         *(("version", 4), ("qp_number", 24), ("rkey", 32), ("rmbe_index", 8), ("alert_token", 32)),
         *(("buffer_size_code", 4), ("qp_mtu", 4), ("rmb_address", 64), ("initial_psn", 24)),
     )
@@ -323,6 +586,7 @@ class _Credentials(ClcMessage):
     qp_mtu: int
     rmb_address: int
     initial_psn: int
+    v2: V2Answer | None = None
 
     @property
     def buffer_size(self) -> int:
@@ -338,6 +602,7 @@ class _Credentials(ClcMessage):
             return None
 
     def _check(self) -> None:
+        ClcMessage._check(self)
         if self.qp_number == 0:
             raise ValueError("QP number 0")
         if self.gid == _NO_GID:
@@ -346,14 +611,27 @@ class _Credentials(ClcMessage):
             raise ValueError("RMBE index 0")
         if self.rmb_address + self.rmbe_index * self.buffer_size > _MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
+        if self.v2 is not None:
+            self._check_v2(self.v2)
+
+    def _check_v2(self, v2: V2Answer) -> None:
+        if self.version == 1:
+            raise ValueError("version 1 ends with the credentials")
+        if (v2.first is not None) != self.first_contact:
+            raise ValueError("first contact with, and only with, what version 2 adds to it")
+        if v2.gids and (self.TYPE is not MessageType.CONFIRM or not self.first_contact):
+            raise ValueError("GIDs in a message that has none")
+        if len(v2.gids) > _MAX_GIDS:
+            raise ValueError(f"{len(v2.gids)} GIDs")
 
     def encode(self) -> bytes:
-        """The 68 bytes on the wire."""
+        """The message on the wire: 68 bytes, and what version 2 adds."""
+        more = EYE_CATCHER if self.v2 is None else self.v2.encode(self.TYPE) + EYE_CATCHER
         return (
             _ACCEPT.pack(
                 EYE_CATCHER,
                 self.TYPE,
-                _ACCEPT_SIZE,
+                _ACCEPT.size + len(more),
                 self.version << 4 | (_FIRST_CONTACT if self.first_contact else 0),
                 self.peer_id,
                 self.gid,
@@ -366,7 +644,7 @@ class _Credentials(ClcMessage):
                 self.rmb_address,
                 self.initial_psn.to_bytes(3, "big"),
             )
-            + EYE_CATCHER
+            + more
         )
 
     @classmethod
@@ -374,11 +652,13 @@ class _Credentials(ClcMessage):
         """Decode one whose header and trailer were checked.
 
         Raises:
-          ValueError: it names nothing that could be written to.
+          ProtocolError, ValueError: it names nothing that could be written to, or what version 2
+            adds is not as long as it must be.
         """
         *_, last, peer_id, gid, mac, qp, rkey, index, token, codes, address, psn = (
             _ACCEPT.unpack_from(raw)
         )
+        more = raw[_ACCEPT.size : -len(EYE_CATCHER)]
         found = (
             peer_id,
             last >> 4,
@@ -393,6 +673,7 @@ class _Credentials(ClcMessage):
             codes & 0x0F,
             address,
             int.from_bytes(psn, "big"),
+            V2Answer.read_untrusted(more, cls.TYPE) if more else None,
         )
         # Past ``__init__``, as every connection gets one: what a struct has read fits its field.
         value = object.__new__(cls)
@@ -407,60 +688,65 @@ _PUT_CREDENTIALS = [getattr(_Credentials, field.name).__set__ for field in field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(_Credentials):
-    """SMC Accept, figure 28: 68 bytes."""
+    """SMC Accept, figure 28: 68 bytes; 108 or 160 in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm(_Credentials):
-    """SMC Confirm, figure 29: 68 bytes."""
+    """SMC Confirm, figure 29: 68 bytes; 108, or from 164 on, in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decline(ClcMessage):
-    """SMC Decline, figure 30: 28 bytes; 44 from a newer peer that answers a newer Proposal.
+    """SMC Decline, figure 30: 28 bytes; 44 in version 2.
 
     Fields:
       out_of_sync: the S bit; the receiver must clean up its link group.
       diagnosis: 32 bits, defined by each implementation.
       more_diagnosis: four more words in the 44-byte form, else None.
+      system: in the 44-byte form the sender's operating system, as in `FirstContact`.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DECLINE
-    BITS: ClassVar = (("version", 4), ("diagnosis", 32))
+    BITS: ClassVar[_Sizes] = (("version", 4), ("diagnosis", 32), ("system", 4))
 
     out_of_sync: bool = False
     diagnosis: int
     more_diagnosis: tuple[int, int, int, int] | None = None
+    system: int = 0
 
     def _check(self) -> None:
+        ClcMessage._check(self)
         more = self.more_diagnosis
         if more is not None and any(not 0 <= word < 1 << 32 for word in more):
             raise ValueError("more_diagnosis is four words of 32 bits")
+        if more is None and self.system:
+            raise ValueError("28 bytes do not tell the system")
 
     def encode(self) -> bytes:
         """The 28 or 44 bytes on the wire."""
         more = b"" if self.more_diagnosis is None else _DIAGNOSIS.pack(*self.more_diagnosis)
         length = _DECLINE_SIZES[bool(more)]
         last = self.version << 4 | (_OUT_OF_SYNC if self.out_of_sync else 0)
-        head = _DECLINE.pack(EYE_CATCHER, self.TYPE, length, last, self.peer_id, self.diagnosis)
-        return head + more + EYE_CATCHER
+        told = self.peer_id, self.diagnosis, self.system << 4
+        return _DECLINE.pack(EYE_CATCHER, self.TYPE, length, last, *told) + more + EYE_CATCHER
 
     @classmethod
     def read_untrusted(cls, raw: bytes) -> Decline:
         """Decode one whose header and trailer were checked."""
-        *_, length, last, peer_id, diagnosis = _DECLINE.unpack_from(raw)
+        *_, length, last, peer_id, diagnosis, system = _DECLINE.unpack_from(raw)
+        newer = length > _DECLINE_SIZES[0]
         return cls(
             peer_id=peer_id,
             version=last >> 4,
             out_of_sync=last & _OUT_OF_SYNC != 0,
             diagnosis=diagnosis,
-            more_diagnosis=(
-                _DIAGNOSIS.unpack_from(raw, _DECLINE.size) if length > _DECLINE_SIZES[0] else None
-            ),
+            more_diagnosis=_DIAGNOSIS.unpack_from(raw, _DECLINE.size) if newer else None,
+            system=system >> 4 if newer else 0,
         )
 
 
@@ -490,7 +776,7 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     fits = _SIZES.get(kind)
     if fits is None:
         raise ProtocolError(f"CLC message of unknown type {kind}")
-    if length not in fits:
+    if length not in fits and (last >> 4 == 1 or length not in _V2_SIZES[kind]):
         raise ProtocolError(f"CLC {MessageType(kind).name} of {length} bytes")
     return int(length)
 

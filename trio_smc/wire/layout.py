@@ -3,13 +3,14 @@
 A message class is a frozen dataclass whose annotations say where each field lies, in the words of
 the figures of RFC 7609, A.3::
 
-    qp_number: Annotated[int, Span(26, 3)]     # bytes 26-28
-    reply: Annotated[bool, Bits(3, 0x80)]      # one bit of byte 3
+    qp_number: Annotated[int, Span(26, 3)]            # bytes 26-28
+    reply: Annotated[bool, Bits(3, 0x80)]             # one bit of byte 3
+    max_connections: Annotated[int, Span(35, 1, 2)]   # byte 35, in version 2 only
 
 :func:`laid_out` reads them once, at import, into a :class:`Layout`, which packs, unpacks and checks
 values.  So the annotation is the only place that knows a layout, and encoder, decoder and range
-checks cannot disagree about it.  Bits that no field owns are reserved: zero from us, and never
-looked at (A.3).  Numbers are big-endian.
+checks cannot disagree about it.  Bits that no field of the version owns are reserved: zero from us,
+and never looked at (A.3).  Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from dataclasses import fields
 from typing import (
     Annotated,
     Any,
-    ClassVar,
     NamedTuple,
-    Protocol,
     TypeVar,
     get_args,
     get_origin,
@@ -43,10 +42,11 @@ _T = TypeVar("_T", bound="type[Any]")
 
 
 class Span(NamedTuple):
-    """``size`` whole bytes from ``offset`` on: an int, or bytes."""
+    """``size`` whole bytes from ``offset`` on: an int, or bytes; ``version`` 0 is every one."""
 
     offset: int
     size: int
+    version: int = 0
 
 
 class Bits(NamedTuple):
@@ -55,10 +55,13 @@ class Bits(NamedTuple):
 
     offset: int
     mask: int
+    version: int = 0
 
 
 class Slots(NamedTuple):
-    """``slots`` places of ``size`` bytes each from ``offset`` on: a tuple of ints or of items.
+    """``slots`` places of ``size`` bytes each from ``offset`` on: a tuple of ints, bytes or items.
+
+    Slots beyond the layout's size are there when the message is long enough.
 
     ``count_in`` tells how many items the sender has in all.  It is the name of a field, which may
     exceed ``slots`` (the rest follows in a continuation message), or the offset of a byte, which
@@ -69,10 +72,7 @@ class Slots(NamedTuple):
     size: int
     slots: int
     count_in: str | int
-
-
-class _Item(Protocol):
-    LAYOUT: ClassVar[Layout]
+    version: int = 0
 
 
 class _Field(NamedTuple):
@@ -83,7 +83,7 @@ class _Field(NamedTuple):
     low: int  # of the field's bits: the lowest
     largest: int  # number that fits
 
-    def read(self, data: bytes) -> int | bytes:
+    def read_untrusted(self, data: bytes, _: dict[str, Any]) -> int | bytes:
         piece = data[self.start : self.start + self.size]
         if self.kind is bytes:
             return piece
@@ -99,7 +99,8 @@ class _Field(NamedTuple):
             piece = value if self.kind is bytes else value.to_bytes(self.size, "big")
             body[self.start : self.start + self.size] = piece
 
-    def check(self, value: Any) -> None:
+    def check(self, message: Any) -> None:
+        value = getattr(message, self.name)
         if self.kind is bytes:
             if len(value) != self.size:
                 raise ValueError(f"{self.name} has {len(value)} bytes instead of {self.size}")
@@ -109,91 +110,104 @@ class _Field(NamedTuple):
 
 class _List(NamedTuple):
     name: str
-    item: type[_Item] | None  # None: ints
+    item: Any  # int, bytes or a class with a layout
     place: Slots
 
     def read_untrusted(self, data: bytes, values: dict[str, Any]) -> tuple[Any, ...]:
-        offset, size, slots, where = self.place
+        offset, size, slots, where, _ = self.place
+        room = min(slots, (len(data) - offset) // size)
         count = values[where] if isinstance(where, str) else data[where]
-        if count > slots and not isinstance(where, str):
-            raise ProtocolError(f"{count} {self.name} in a message that holds {slots}")
-        ends = range(offset + size, offset + size * min(count, slots) + 1, size)
+        if count > room and not isinstance(where, str):
+            raise ProtocolError(f"{count} {self.name} in a message that holds {room}")
+        ends = range(offset + size, offset + size * min(count, room) + 1, size)
         pieces = [data[end - size : end] for end in ends]
-        if self.item is None:
+        if self.item is int:
             return tuple(int.from_bytes(piece, "big") for piece in pieces)
+        if self.item is bytes:
+            return tuple(pieces)
         return tuple(self.item(**self.item.LAYOUT.unpack_untrusted(piece)) for piece in pieces)
 
     def write(self, items: tuple[Any, ...], body: bytearray) -> None:
-        offset, size, _, where = self.place
+        offset, size, slots, where, _ = self.place
+        if len(items) > slots:
+            raise ValueError(f"{len(items)} {self.name} where {slots} belong")
         if not isinstance(where, str):
             body[where] = len(items)
-        pieces = [
-            each.to_bytes(size, "big") if self.item is None else self.item.LAYOUT.pack(each)
-            for each in items
-        ]
-        body[offset : offset + size * len(items)] = b"".join(pieces)
+        body[offset : offset + size * len(items)] = b"".join(map(self._packed, items))
+
+    def _packed(self, item: Any) -> bytes:
+        if self.item is int:
+            return int(item).to_bytes(self.place.size, "big")
+        return bytes(item if self.item is bytes else self.item.LAYOUT.pack(item))
 
     def check(self, value: Any) -> None:
-        _, size, slots, where = self.place
+        _, size, slots, where, _ = self.place
         items = getattr(value, self.name)
         count = getattr(value, where) if isinstance(where, str) else len(items)
         if len(items) != min(count, slots):
             raise ValueError(f"{len(items)} {self.name} where {min(count, slots)} belong")
-        if self.item is None and any(not 0 <= item < 1 << 8 * size for item in items):
+        if self.item is int and any(not 0 <= item < 1 << 8 * size for item in items):
             raise ValueError(f"{self.name} beyond 0..{(1 << 8 * size) - 1}")
+        if self.item is bytes and any(len(item) != size for item in items):
+            raise ValueError(f"{self.name} of other than {size} bytes")
 
 
 class Layout:
-    """Where the fields of one message class lie in ``size`` bytes."""
+    """Where the fields of one message class lie in ``size`` bytes, in versions 1 and 2."""
 
     def __init__(self, cls: type, size: int) -> None:
         self.size = size
-        self._fields: list[_Field] = []
-        self._lists: list[_List] = []
+        self._all: dict[str, _Field | _List] = {}
+        self._of_version: dict[int, list[_Field | _List]] = {1: [], 2: []}
         hints = get_type_hints(cls, include_extras=True)
         for name in [field.name for field in fields(cls)]:
-            if get_origin(hints[name]) is not Annotated:
-                continue
-            kind, place = get_args(hints[name])
-            if isinstance(place, Slots):
-                item = get_args(kind)[0]
-                self._lists.append(_List(name, None if item is int else item, place))
-            elif isinstance(place, Span):
-                largest = (1 << 8 * place.size) - 1
-                self._fields.append(_Field(name, kind, place.offset, place.size, 0, largest))
-            else:
-                low = (place.mask & -place.mask).bit_length() - 1
-                self._fields.append(_Field(name, kind, place.offset, 1, low, place.mask >> low))
+            if get_origin(hints[name]) is Annotated:
+                kind, *places = get_args(hints[name])
+                for place in places:
+                    self._add(_placed(name, kind, place), place.version)
 
-    def unpack_untrusted(self, data: bytes) -> dict[str, Any]:
-        """The fields of a message of ``size`` bytes, by name.
+    def _add(self, field: _Field | _List, version: int) -> None:
+        self._all[field.name] = field  # the newer version's, which has more room
+        for each in (version,) if version else self._of_version:
+            self._of_version[each].append(field)
+
+    def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
+        """The fields of a message of at least ``size`` bytes, by name.
 
         Any bit pattern fits a field; what a class forbids beyond that, its constructor refuses.
 
         Raises:
-          ProtocolError: a list is longer than its slots.
+          ProtocolError: a list is longer than its slots, or than the message.
         """
-        values: dict[str, Any] = {field.name: field.read(data) for field in self._fields}
-        for item in self._lists:
-            values[item.name] = item.read_untrusted(data, values)
+        values: dict[str, Any] = {}
+        for field in self._of_version[version]:
+            values[field.name] = field.read_untrusted(data, values)
         return values
 
-    def pack(self, value: Any, head: bytes = b"") -> bytes:
-        """The ``size`` bytes of ``value``; ``head`` are the first of them."""
+    def pack(self, value: Any, version: int = 1) -> bytearray:
+        """The bytes of ``value``, at least ``size``.
+
+        Raises:
+          ValueError: a list is longer than this version can say.
+        """
         body = bytearray(self.size)
-        body[: len(head)] = head
-        for field in self._fields:
+        for field in self._of_version[version]:
             field.write(getattr(value, field.name), body)
-        for item in self._lists:
-            item.write(getattr(value, item.name), body)
-        return bytes(body)
+        return body
 
     def check(self, value: Any) -> None:
         """Raise ValueError where a value does not fit its field."""
-        for field in self._fields:
-            field.check(getattr(value, field.name))
-        for item in self._lists:
-            item.check(value)
+        for field in self._all.values():
+            field.check(value)
+
+
+def _placed(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
+    if isinstance(place, Slots):
+        return _List(name, get_args(kind)[0], place)
+    if isinstance(place, Span):
+        return _Field(name, kind, place.offset, place.size, 0, (1 << 8 * place.size) - 1)
+    low = (place.mask & -place.mask).bit_length() - 1
+    return _Field(name, kind, place.offset, 1, low, place.mask >> low)
 
 
 def laid_out(size: int) -> Callable[[_T], _T]:
