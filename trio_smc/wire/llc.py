@@ -457,6 +457,7 @@ class Framing(ABC):
 
     Attributes:
       version: of SMC-R.
+      types: first bytes of the messages that must be supported.
       largest: bytes of the longest message, for which receives must have room.
     """
 
@@ -467,6 +468,7 @@ class Framing(ABC):
 
     def __init__(self) -> None:
         self._classes = {self._MARK | cls.TYPE: cls for cls in (*_BOTH, *self._ONLY)}
+        self.types = frozenset(self._classes)
 
     def encode(self, message: LlcMessage | OptionalMessage) -> bytes:
         """The message on the wire.
