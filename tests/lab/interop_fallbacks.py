@@ -44,7 +44,7 @@ async def kernel_declines(world: World) -> None:
 
         def newer(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
             # 92 bytes that name version 2 and offer version 1 only, as the kernel's own do.
-            return replace(ours(peer_id, rnic, address), version=2, flags=0x08, growth=bytes(40))
+            return replace(ours(peer_id, rnic, address), version=2, flags=0x08)
 
         _connect._proposal = newer
         try:

@@ -97,7 +97,6 @@ def test_what_figure_8_says_in_its_brackets() -> None:
         assert isinstance(accept, clc.Accept)
         assert isinstance(confirm, clc.Confirm)
         assert (data[1][7], data[2][7]) == (0x18, 0x18)
-        assert not any(accept.reserved + confirm.reserved)
         for message, side, qp in ((accept, server, server_qp), (confirm, client, client_qp)):
             group, rmb = side.group, side.group.own_rmbs.pool.rmbs[0]
             region = group.own_rmbs.region(rmb, group.links[1])
@@ -329,7 +328,6 @@ def test_a_proposal_of_version_2_is_answered_as_version_1() -> None:
         proposal = clc.Proposal(
             version=2,
             flags=0x08,
-            growth=bytes(40),
             peer_id=client.stack.groups.peer_id,
             gid=client.rnic.gid,
             mac=client.rnic.mac,
