@@ -1,9 +1,9 @@
 """What a software queue pair says to its peer and hears of it: the slow path beside the rings.
 
-A `Contact` holds the two sockets of `_fabric`: the *speaker*, which this side dialled, and the
+A `Contact` holds the two sockets of `messages`: the *speaker*, which this side dialled, and the
 *hearer*, which the peer dialled.  Nothing here changes the state of the queue pair or runs its
 queue, because all of it can happen in the middle of a post; what is found is noted with the RNIC
-(`SoftRnic.gone`, `SoftRnic.stalled`) for the next poll.
+(`Port.gone`, `Port.stalled`) for the next poll.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import select
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import PeerMemory
@@ -25,12 +25,9 @@ from trio_smc.rnic.soft.messages import (
     decode_untrusted,
     receive,
 )
-from trio_smc.rnic.soft.port import PortUser
+from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE, PeerRegions
 from trio_smc.rnic.soft.ring import RING_SIZE, SendRing
-
-if TYPE_CHECKING:
-    from trio_smc.rnic.soft.port import Port
 
 __all__ = [
     "Contact",

@@ -1,13 +1,13 @@
 """The software RNIC: RDMA between processes of one host, without privileges or hardware.
 
-Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping,
-checked
+Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
 for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
 pair; a doorbell (an eventfd for each queue pair) is rung only when the receiver is asleep.  So
-data needs no system call at all while both sides are busy.  Here is the
-device; the parts are `_ring` (sends), `_softmr` (memory), `_softqp` (queue pairs), and
-`_fabric`,
-`_reception` and `_contact` (how RNICs find and tell each other).
+data needs no system call at all while both sides are busy.
+
+Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),
+`regions` (memory), `queue_pair`, and `messages` and `contact` (how RNICs find and tell each
+other); `port` is the device as they see it, and `faults` lets things go wrong on purpose.
 
 Several can be open in one process, also under one name, and a process may connect to itself.
 """
@@ -37,7 +37,7 @@ from trio_smc.rnic.soft.messages import (
     receive,
     same_user,
 )
-from trio_smc.rnic.soft.port import Port, PortUser, Pushed
+from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import SLOTS, ReceiveRing, fence
@@ -52,9 +52,7 @@ from trio_smc.rnic.verbs import (
 )
 
 __all__ = [
-    "Reception",
     "SoftRnic",
-    "socket_name",
 ]
 
 
@@ -62,6 +60,8 @@ _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 _MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
+_MOST_STRANGERS: Final = 64
+_EDGES: Final = select.EPOLLIN | select.EPOLLET
 
 
 class Faults(Protocol):
@@ -373,20 +373,9 @@ def _peer_has_ended(sock: socket.socket) -> bool:
     return bool(looker.poll(0))
 
 
-_MOST_STRANGERS: Final = 64
-_EDGES: Final = select.EPOLLIN | select.EPOLLET
-
-
 def socket_name(gid: bytes) -> str:
     """The name under which the RNIC of this GID listens."""
     return f"rnic-{gid.hex()}"
-
-
-class Listening(Port, Protocol):
-    """The port, for who comes in by its name."""
-
-    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
-        """The queue pair of that number."""
 
 
 class Reception:
@@ -396,7 +385,7 @@ class Reception:
     belongs to another user, is shown the door.
     """
 
-    def __init__(self, rnic: Listening, directory: Directory) -> None:
+    def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
         self._rnic = rnic
         self._directory = directory
         self._name = socket_name(rnic.gid)

@@ -1,7 +1,7 @@
 """Queue pairs of the software RNIC.
 
-`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `_ring`
-(SEND) and `_softmr` (RDMA WRITE), and `_contact` speaks to the peer's queue pair.
+`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `ring`
+(SEND) and `regions` (RDMA WRITE), and `contact` speaks to the peer's queue pair.
 
 Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
 the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
@@ -21,10 +21,11 @@ import os
 import select
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trio_smc.rnic.soft.contact import Contact, Peer
 from trio_smc.rnic.soft.messages import Hello, Message, close_all
+from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, SLOTS, ReceiveRing, Sent, ring_doorbell
 from trio_smc.rnic.verbs import (
@@ -38,9 +39,6 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
     WcStatus,
 )
-
-if TYPE_CHECKING:
-    from trio_smc.rnic.soft.port import Port
 
 __all__ = [
     "STALLED",

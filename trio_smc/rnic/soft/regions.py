@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import errno
 import secrets
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
-from trio_smc.rnic.soft.messages import Register, Revoke
+from trio_smc.rnic.soft.messages import Message, Register, Revoke
+from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trio_smc.rnic.soft.messages import Message
-    from trio_smc.rnic.soft.port import Port
 
 __all__ = [
     "KEY_PAGE_SIZE",
