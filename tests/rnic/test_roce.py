@@ -452,6 +452,20 @@ def test_whether_an_address_is_known(
         assert len(kernel.asked) == len(asked), "it was known just now"
 
 
+def test_registered_memory_keeps_its_pages(rnic: VerbsRnic) -> None:
+    """They are pinned: peers would write to those that the memory has no more."""
+    memory = rnic.alloc_memory(1 << 20)
+    memory.view[:] = b"x" * len(memory.view)
+    region = rnic.alloc_pd().register(memory)
+    at = 0
+    while at < memory.size:
+        at = memory.wipe(at, memory.size, 1 << 18)
+    assert os.fstat(memory.fd).st_blocks * 512 == memory.size
+    assert bytes(memory.view) == bytes(memory.size)
+    region.close()
+    memory.close()
+
+
 def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
     memory = rnic.alloc_memory(4096)
     memory.close()

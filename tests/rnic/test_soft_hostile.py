@@ -478,6 +478,40 @@ class TestMapping:
         with pytest.raises(ValueError, match="released"):
             piece[0]
 
+    @pytest.mark.parametrize("pinned", [False, True])
+    @pytest.mark.parametrize(
+        ("start", "end"), [(0, 200_000), (1, 5), (4095, 4097), (8192, 16384), (9, 150_000)]
+    )
+    def test_wiping(self, start: int, end: int, pinned: bool) -> None:
+        memory = Memory(200_000)
+        memory.pinned = pinned
+        memory.view[:] = b"\xff" * 200_000
+        at = start
+        while at < end:
+            went_on = memory.wipe(at, end, 50_000)
+            assert at < went_on <= min(end, at + 50_000)
+            at = went_on
+        # A look at what is not there makes pages, too: so this comes first.
+        kept = os.fstat(memory.fd).st_blocks * 512
+        whole = (end // 4096 - -(-start // 4096)) * 4096
+        steps = (end - start) // 50_000
+        assert kept >= 200_704 - (0 if pinned else max(0, whole))
+        assert kept <= 200_704 - (0 if pinned else max(0, whole - steps * 4096))
+        assert memory.view[:start] == b"\xff" * start
+        assert memory.view[start:end] == bytes(end - start)
+        assert memory.view[end:] == b"\xff" * (200_000 - end)
+        memory.close()
+
+    def test_wiping_where_nothing_was_written(self) -> None:
+        memory = Memory(1 << 30)
+        memory.view[5 << 20] = 1
+        assert memory.wipe(0, 4 << 20, 4096) == 4 << 20
+        assert memory.wipe(4 << 20, 8 << 20, 4096) == (5 << 20) + 4096
+        assert memory.wipe((5 << 20) + 4096, 1 << 30, 4096) == 1 << 30
+        assert memory.view[5 << 20] == 0
+        assert os.fstat(memory.fd).st_blocks * 512 <= 4096
+        memory.close()
+
     @pytest.mark.parametrize(("start", "length"), [(0, 200_000), (1, 5), (4095, 2), (9, 150_000)])
     def test_zeroing(self, start: int, length: int) -> None:
         memory = Memory(200_000)

@@ -87,6 +87,7 @@ class Region(MemoryRegion):
         with lib.refusals("ibv_reg_mr"):
             self._mr: Mr | None = lib.mr(pd.pd, memory.address, memory.size, remote_write=True)
         self._pd = pd
+        memory.pinned = True  # else peers would write to pages that it has no more
         self._memory = memory  # pinned pages stay writable for peers: outlives the region
         self.rkey = self._mr.rkey
         self.address = memory.address
