@@ -123,6 +123,7 @@ class OwnRmbs:
         self._waiting: dict[int, list[_Done]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
+        self._tidying: Timer | None = None
 
     def __len__(self) -> int:
         """How many there are, those that come and go included."""
@@ -164,6 +165,18 @@ class OwnRmbs:
             self.pool.release(rmbe, used)
             if self.pool.is_empty(rmbe.rmb):
                 self._idle.emptied(rmbe.rmb)
+            self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        if self.pool.untidy and self._tidying is None:
+            self._tidying = self._owner.timers.call_later(0.0, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidying = None
+        for rmb in set(self.pool.tidy(self._owner.timers.now)):
+            if self.pool.is_empty(rmb):
+                self._idle.emptied(rmb)
+        self._tidy_later()
 
     def free(self, rmb: Rmb) -> None:
         """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
@@ -206,6 +219,10 @@ class OwnRmbs:
     def close_regions(self) -> None:
         """Revoke every RKey: the peer cannot write any more."""
         self._idle.close()
+        self.pool.close()
+        if self._tidying is not None:
+            self._tidying.cancel()
+            self._tidying = None
         for regions in self._regions.values():
             for region in regions.values():
                 region.close()

@@ -36,7 +36,7 @@ __all__ = [
 
 
 _MAGIC: Final = b"SMCN"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HELLO: Final = 1
 _REGISTER: Final = 2
 _REVOKE: Final = 3
