@@ -1,7 +1,17 @@
 """SMC-R (RFC 7609) in user space for Trio.
 
-The public names.  Rooms below: `states` (every state machine), `rendezvous` (how two peers find
-and agree with each other), `datapath` (how bytes travel), `rnic` (what carries them).
+The public names, and below them the house, where a room imports only rooms further down:
+
+- `tools`, `adapters`: the command `trio-smc`; streams for libraries.  Both use these names alone.
+- `sockets`: those of unmodified programs (`enable`).  `_api`, `_stack`, `_events`, `control`: what
+  a program calls, a `Stack`'s face, what it tells while it runs.
+- `connecting`, `streams`, `stack`: Trio lives here: dialling and accepting, streams, the nursery.
+- `failover`, `rendezvous`, `datapath`: the protocol (RFC 7609, 4.6, 3, 4): who moves when a link is
+  lost; CLC, LLC, links and link groups; RMBs and cursors.  The cores know no Trio.
+- `config`, `rnic`, `capture`, `host`: settings; what carries the bytes; pcapng; this machine.
+- `wire`, `states`, `_base`: messages byte by byte, every state machine, errors and reasons.
+
+`docs/how-it-works.md` names the file at each step of a handshake and of a byte's way.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from trio_smc.states import MACHINES
-from trio_smc.states.drawing.render import NoGraphviz, differences, write_svgs, write_texts
+from trio_smc.states.drawing.pages import NoGraphviz, differences, write_svgs, write_texts
 
 _DOCS = Path("docs/states")
 _PURPOSE = "Write the diagrams and tables of every state machine, or check that they are current."

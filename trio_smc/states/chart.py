@@ -13,7 +13,7 @@ from typing import Any
 from statemachine import State, StateChart
 from statemachine.transition import Transition
 
-from trio_smc.states.table import Edge, Guard, Table
+from trio_smc.states.engine import Edge, Guard, Table
 
 
 class Chart(StateChart[Any]):

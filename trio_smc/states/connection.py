@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.engine import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, flatten, ignore
 
 # Actions of an abort, in the three forms they occur in.
 _RESET = "send_abort reset_tcp purge arm_abort_timer"  # the application has closed: no error

@@ -13,10 +13,8 @@ import trio
 import trio_smc
 from trio_smc import Config, Fallback, Mode, ProtocolError, SmcStream
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.errors import ToolError, words
 from trio_smc.tools.options import add_directory, add_json, positive_seconds, private_directory
-from trio_smc.tools.output import print_json, show, table
-from trio_smc.tools.words import address, diagnosis
+from trio_smc.tools.output import ToolError, address, diagnosis, print_json, show, table, words
 from trio_smc.wire import clc, llc
 
 NAME = "check"

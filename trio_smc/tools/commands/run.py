@@ -9,7 +9,7 @@ from typing import Final
 
 from trio_smc import load_config
 from trio_smc.tools import site
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.output import ToolError
 
 NAME = "run"
 SUMMARY = "run an unmodified Trio or AnyIO program over SMC-R"
