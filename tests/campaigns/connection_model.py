@@ -30,9 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from trio_smc.states.tables import CONNECTION
+
 from tests.campaigns._connection_side import Broken, Side, Step
 from tests.campaigns._options import parse
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Table
 
 KINDS = ("wild", "polite", "early", "faults")

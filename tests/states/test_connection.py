@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from trio_smc.states.tables import CONNECTION
 
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
 
 SENDS = {"send_done", "send_closed", "send_abort"}

@@ -19,8 +19,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from trio_smc.failover.replay import Moving
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED, SENDING_DONE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
-from trio_smc.states.clc_client import CLC_CLIENT
+from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
 
 __all__ = ["ClientNegotiation"]

@@ -68,7 +68,7 @@ def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rf
 
 
 def flatten(chart: type[StateChart[Any]]) -> Table:
-    """Turn a chart into a table; called once, when the module of the chart is imported.
+    """Turn a chart into a table.
 
     Raises ``ValueError`` for what the engine does not run (nested or parallel states, eventless
     and multi-target transitions, entry and exit actions, external self-transitions, flags

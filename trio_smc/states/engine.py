@@ -5,8 +5,8 @@ Theory of operation
 Every state machine is declared once as a python-statemachine chart. The library checks the
 structure when the class is created, and is the reference in a differential test. It is not
 what runs: one of its transitions costs as much as two TCP round trips, one of its instances
-100 KB in reference cycles. So ``flatten`` turns a chart at import into a ``Table``, and a
-``Machine`` (four slots) walks that table.
+100 KB in reference cycles. So ``flatten`` turns a chart into a ``Table``, ``tables`` has all of
+them as they were generated, and a ``Machine`` (four slots) walks one.
 
 A chart holds states and edges, nothing else. Guards are attributes of the model, actions are
 methods of the model without arguments; the chart names them::
@@ -16,8 +16,6 @@ methods of the model without arguments; the chart names them::
         SHUT = State(final=True)
         edge(OPEN, "push", SHUT, when="!blocked", do="ring latch", rfc="4.8.1 (2)")
         ignore(OPEN, "push", rfc="4.8.1 (2)")
-
-    DOOR = flatten(DoorChart)
 
 What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
 
@@ -32,8 +30,7 @@ What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,8 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Edge", "Guard", "IllegalEvent", "Machine", "Model", "Table"]
 
 
-@dataclass(frozen=True, slots=True)
-class Guard:
+class Guard(NamedTuple):
     """A boolean attribute of the model; ``negated`` wants it false."""
 
     name: str
@@ -52,8 +48,7 @@ class Guard:
         return f"!{self.name}" if self.negated else self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """One edge. ``source`` is the RFC paragraph; an internal edge has its own state as target."""
 
     guards: tuple[Guard, ...]
@@ -75,21 +70,21 @@ _Row = tuple[tuple[tuple[str, bool], ...], tuple[str, ...], str | None]
 class Table:
     """A flattened chart.
 
-    ``states`` and ``events`` keep the order of declaration. ``final`` are the states that are
-    never left: declared final, or with ignored edges only. ``values`` maps states to the
-    numbers declared for them (a state without one is missing). ``edges`` maps
-    ``(state, event)`` to the edges in the order they are tried.
+    ``states`` and ``events`` keep the order of declaration. ``stopped`` are the states
+    declared final, ``final`` those that are never left: declared final, or with ignored edges
+    only. ``values`` maps states to the numbers declared for them (a state without one is
+    missing). ``edges`` maps ``(state, event)`` to the edges in the order they are tried.
     """
 
     __slots__ = (
         "_rows",
-        "_stopped",
         "edges",
         "events",
         "final",
         "initial",
         "name",
         "states",
+        "stopped",
         "values",
     )
 
@@ -111,7 +106,7 @@ class Table:
         self.edges = edges
         self.values = values
         left = {state for (state, _), row in edges.items() if any(not e.ignored for e in row)}
-        self._stopped = frozenset(stopped)
+        self.stopped = frozenset(stopped)
         self.final = frozenset(states) - left
         self._rows: dict[tuple[str, str], tuple[_Row, ...]] = {
             pair: tuple(
@@ -202,7 +197,7 @@ class Machine:
         whose guards hold.
         """
         if self._queue is not None:
-            if self.state in self._table._stopped:
+            if self.state in self._table.stopped:
                 raise IllegalEvent(self._table.name, self.state, event)
             self._queue.append(event)
             return False
@@ -210,7 +205,7 @@ class Machine:
         try:
             self._step(event)
             for queued in queue:  # grows while it is walked
-                if self.state in self._table._stopped:
+                if self.state in self._table.stopped:
                     break
                 self._step(queued)
         finally:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
 from trio_smc.states.engine import Machine
-from trio_smc.states.llc_exchange import LLC_EXCHANGE
+from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from trio_smc.states.chart import flatten
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.drawing.figures import FIGURES, figure_svg
 from trio_smc.states.drawing.picture import dot, mermaid, svg_content, svg_shows
 
@@ -35,7 +34,7 @@ def texts(machines: Mapping[str, type[StateChart[Any]]]) -> dict[str, str]:
     figures = {name: figure.title for name, figure in FIGURES.items()}
     files = {"index.md": index(tables, figures)}
     for name, figure in FIGURES.items():
-        files[f"{name}.svg"] = figure_svg(figure, CONNECTION)
+        files[f"{name}.svg"] = figure_svg(figure, tables["connection"][0])
     for name, (table, summary) in tables.items():
         files[f"{name}.dot"] = dot(table)
         files[f"{name}.mmd"] = mermaid(table)
