@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,7 @@ from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config
 from trio_smc.connecting.listener import SmcListener
-from trio_smc.control.server import ControlSocket
+from trio_smc.control.server import REPORT_TO, ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
 __all__ = [
@@ -140,6 +141,9 @@ def _attach(stack: Stack) -> None:
         control = ControlSocket.open(stack, config.private_directory())
         if control is not None:
             stack.attach(control)
+    asker = os.environ.get(REPORT_TO)
+    if asker:
+        stack.attach(RunReport(stack, asker))
 
 
 @asynccontextmanager

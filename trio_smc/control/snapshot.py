@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Snapshots",
+    "plain_statistics",
 ]
 
 
@@ -49,7 +50,7 @@ class Snapshots:
             stack = self._stack
             match part:
                 case "statistics":
-                    yield part, _statistics(stack.statistics())
+                    yield part, plain_statistics(stack.statistics())
                 case "connections":
                     yield from _pieces(part, stack.connections, self._connection)
                 case "link_groups":
@@ -147,7 +148,8 @@ def _pieces(
         yield part, [describe(thing) for thing in things[start : start + PIECE]]
 
 
-def _statistics(statistics: StackStatistics) -> dict[str, Any]:
+def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
+    """Counters as JSON has them."""
     plain = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)
