@@ -7,7 +7,7 @@ JOBS ?= 2
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test interop lint types bench states ladders cli-page compliance campaigns docs docs-check figures performance clean \
+.PHONY: help demo example test interop lint types bench states rooms ladders cli-page compliance campaigns docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
+	@echo 'make rooms      write the table and the drawing of rooms in CONTRIBUTING.md'
 	@echo 'make ladders    draw the ladder diagrams of docs/capture.md'
 	@echo 'make compliance write which tests hold what the RFC demands; ARGS=--check'
 	@echo 'make docs       build the pages into build/docs'
@@ -66,6 +67,9 @@ types: ready-dev
 
 states: ready-docs
 	@$(BIN)/python -m trio_smc.states $(ARGS)
+
+rooms: ready-docs
+	@$(BIN)/python -m scripts.rooms $(ARGS)
 
 ladders: ready-docs
 	@$(BIN)/python -m scripts.ladders $(ARGS)

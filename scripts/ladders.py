@@ -24,8 +24,7 @@ from trio_smc.capture import pcapng
 from trio_smc.capture.dissection import dissect
 from trio_smc.capture.recorder import Capture
 from trio_smc.tools import ladder_svg, ladder_text
-from trio_smc.tools.ladder import read_ladders
-from trio_smc.tools.ladder_model import Ladder
+from trio_smc.tools.ladder import Ladder, read_ladders
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = "capture.md"

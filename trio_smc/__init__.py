@@ -1,14 +1,17 @@
 """SMC-R (RFC 7609) in user space for Trio: the public names.
 
 The house, from the street down; a room imports only rooms below its own:
-`sockets` (Trio's own sockets over SMC-R), `_api` (`open_stream` and the like), `control`;
-`_stack` (`Stack`, what users see of a peer);
-`connecting` (TCP connection, discovery, handshake), `streams` (what users send and receive by);
-`stack` (what runs for one peer: its nursery, RNICs, link groups and connections);
-`failover` (connections move to another link), `rendezvous` (two peers agree: discovery, CLC, LLC);
-`datapath` (bytes travel: RMBs, cursors, CDC), `config`, `rnic` (what carries them: RoCE, software);
-`capture`, `wire` (messages), `host` (this machine), `states` (all state machines), `_base`.
-`tools` (the command ``trio-smc``) and `adapters` (AnyIO) stand on the public names.
+
+- `tools`, `adapters`: the command ``trio-smc``; streams for libraries.  They use these names alone.
+- `sockets`: those of unmodified programs (`enable`).  `_api`, `_stack`, `_events`, `control`: what
+  a program calls, a `Stack`'s face, what it tells while it runs.
+- `connecting`, `streams`, `stack`: Trio lives here: dialling and accepting, streams, the nursery.
+- `failover`, `rendezvous`, `datapath`: the protocol (RFC 7609, 4.6, 3, 4): who moves when a link is
+  lost; CLC, LLC, links and link groups; RMBs and cursors.  The cores know no Trio.
+- `config`, `rnic`, `capture`, `host`: settings; what carries the bytes; pcapng; this machine.
+- `wire`, `states`, `_base`: messages byte by byte, every state machine, errors and reasons.
+
+`docs/how-it-works.md` names the file at each step of a handshake and of a byte's way.
 """
 
 from __future__ import annotations

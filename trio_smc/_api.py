@@ -4,6 +4,7 @@ they use: that of the innermost `open_stack`, else the default one of the Trio r
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +17,7 @@ from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config
 from trio_smc.connecting.listener import SmcListener
-from trio_smc.control.server import ControlSocket
+from trio_smc.control.server import REPORT_TO, ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
 __all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
@@ -133,6 +134,9 @@ def _attach(stack: Stack) -> None:
         control = ControlSocket.open(stack, config.private_directory())
         if control is not None:
             stack.runtime.attach(control)
+    asker = os.environ.get(REPORT_TO)
+    if asker:
+        stack.runtime.attach(RunReport(stack, asker))
 
 
 @asynccontextmanager

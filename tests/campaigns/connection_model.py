@@ -32,8 +32,8 @@ from functools import partial
 
 from tests.campaigns._connection_side import Broken, Side, Step
 from tests.campaigns._options import parse
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Table
+from trio_smc.states.tables import CONNECTION
 
 KINDS = ("wild", "polite", "early", "faults")
 

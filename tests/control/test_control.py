@@ -21,9 +21,8 @@ from tests.api.api_peers import QUICK
 from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
 from trio_smc.control import protocol as control
-from trio_smc.tools.client import Snapshot, take_snapshots
-from trio_smc.tools.errors import ToolError
-from trio_smc.tools.shape import SHAPES, check_untrusted
+from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
+from trio_smc.tools.output import ToolError
 
 GOOD = control.encode({"want": ["statistics"]})
 

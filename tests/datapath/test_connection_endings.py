@@ -20,8 +20,8 @@ from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.cursor import to_wire
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rnic.memory import Memory
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Edge
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire import cdc
 
 D, C, A = cdc.SENDING_DONE, cdc.CONNECTION_CLOSED, cdc.ABNORMAL_CLOSE

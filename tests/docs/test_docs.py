@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trio_smc
-from scripts import check_docs, performance_page, reasons_page
+from scripts import check_docs, performance_page, reasons_page, rooms
 from trio_smc.tools.commands import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +106,36 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
     lost = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert lost == []
+
+
+def test_the_map_of_the_rooms_is_that_of_the_import_rules() -> None:
+    assert rooms.main(["--check"]) == 0, "make rooms"
+
+
+def test_the_map_notices_another_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    turned = text.replace('"failover",\n    "rendezvous",', '"rendezvous",\n    "failover",')
+    assert turned != text
+    assert rooms.table(rooms.read(turned)) != rooms.table(rooms.read(text))
+    assert rooms.drawing(rooms.read(turned)) != rooms.drawing(rooms.read(text))
+    with pytest.raises(ValueError, match="does not name all rooms"):
+        rooms.read(text.replace("exhaustive = true", "exhaustive = false"))
+    stale = tmp_path / "CONTRIBUTING.md"
+    stale.write_text(rooms.PAGE.read_text().replace("`trio_smc/rnic/`", "`trio_smc/cards/`"))
+    monkeypatch.setattr(rooms, "PAGE", stale)
+    assert rooms.main(["--check"]) == 1
+
+
+def test_files_that_pages_name_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *DOCS.rglob("*.dot")]
+    named = {
+        path
+        for page in pages
+        for path in re.findall(r"\b(?:trio_smc|tests|scripts|benchmarks|examples)/[\w./-]*\w/?",
+                               page.read_text())
+    }  # fmt: skip
+    assert len(named) > 50
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 
 def test_every_page_is_in_the_contents() -> None:

@@ -30,8 +30,8 @@ from trio_smc.host.addresses import interface_prefixes
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Failed, FellBack
 from trio_smc.rnic.spinner import Spinner
-from trio_smc.states.clc_client import CLC_CLIENT
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
 
 # Short, but long enough for a machine that is busy with other things.

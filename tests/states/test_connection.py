@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CONNECTION
 
 SENDS = {"send_done", "send_closed", "send_abort"}
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.campaigns import connection_model
 from tests.campaigns._connection_side import Broken
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Edge, Table
+from trio_smc.states.tables import CONNECTION
 
 
 def test_random_schedules(seed: int, full: bool) -> None:
@@ -20,7 +20,7 @@ def test_random_schedules(seed: int, full: bool) -> None:
 def changed(state: str, event: str, **changes: object) -> Table:
     """The connection's table with the last edge of one pair changed."""
     *others, last = CONNECTION.edges[state, event]
-    fields = {name: getattr(last, name) for name in Edge.__dataclass_fields__} | changes
+    fields = {name: getattr(last, name) for name in Edge._fields} | changes
     return Table(
         name=CONNECTION.name,
         initial=CONNECTION.initial,

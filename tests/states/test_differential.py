@@ -11,8 +11,9 @@ import pytest
 from statemachine import StateChart
 from statemachine.exceptions import TransitionNotAllowed
 
-from trio_smc.states import MACHINES
-from trio_smc.states.engine import IllegalEvent, Machine, Table, flatten
+from trio_smc.states.chart import flatten
+from trio_smc.states.engine import IllegalEvent, Machine, Table
+from trio_smc.states.generate import MACHINES
 
 EVENTS = 3000  # random ones per machine
 RUN = 12  # events before both start again elsewhere

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-import trio_smc.states
-from trio_smc.states import MACHINES
 from trio_smc.states.__main__ import main
-from trio_smc.states.connection import CONNECTION
+from trio_smc.states.chart import flatten
 from trio_smc.states.drawing.figures import ANY as ANY_STATE
 from trio_smc.states.drawing.figures import FIGURES, Arrow, Box, arrow_edges, figure_svg
+from trio_smc.states.drawing.pages import differences, texts
 from trio_smc.states.drawing.picture import ANY, picture, svg_content, svg_shows
-from trio_smc.states.drawing.render import differences, texts
-from trio_smc.states.engine import Table, flatten
+from trio_smc.states.engine import Table
+from trio_smc.states.generate import MACHINES
+from trio_smc.states.tables import CONNECTION
 
-DOCS = Path(trio_smc.states.__file__).parents[2] / "docs" / "states"
+DOCS = Path(__file__).parents[2] / "docs" / "states"
 
 
 def test_committed_files_are_current() -> None:

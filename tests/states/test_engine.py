@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from statemachine import State, StateChart
 
-from trio_smc.states.engine import Chart, Guard, IllegalEvent, Machine, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.engine import Guard, IllegalEvent, Machine
 
 
 class DoorChart(Chart):

@@ -17,9 +17,8 @@ from trio_smc.capture import pcapng
 from trio_smc.capture.dissection import Seen, Unreadable, dissect
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.cli import main
-from trio_smc.tools.ladder import read_ladders
-from trio_smc.tools.ladder_labels import KINDS, details, kind, title
-from trio_smc.tools.ladder_model import Ladder, Row
+from trio_smc.tools.ladder import Ladder, Row, read_ladders
+from trio_smc.tools.ladder_text import KINDS, details, kind, title
 from trio_smc.wire import cdc, llc
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""The leaf room: errors, fallback reasons, configuration and statistics values.
+"""What every room may use: errors, fallback reasons, statistics, observers, timers.
 
 Imports nothing of trio_smc and may be imported by every other room.
 """

@@ -1,5 +1,7 @@
 """The control socket of a stack: answers the command `trio-smc`, and nobody but the same user.
 
+`RunReport` is what a stack tells of its own accord, to the `trio-smc run` that started its program.
+
 Theory of operation
 -------------------
 The protocol is told in `control.protocol`.  One task of the stack waits in accept and costs nothing
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import math
 import os
@@ -25,7 +28,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.capture.stream import send_capture
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
-from trio_smc.control.snapshot import Snapshots
+from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from trio_smc._stack import Stack
 
-__all__ = ["ControlSocket"]
+__all__ = ["REPORT_TO", "ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
@@ -42,6 +45,10 @@ _CLIENTS: Final = 8
 _PATIENCE: Final = 5.0
 """Seconds a client may take for its request and for taking the answer."""
 _CAPACITY_PAUSE: Final = 0.5
+REPORT_TO: Final = "TRIO_SMC_RUN"
+"""The variable of the environment that names the socket of `trio-smc run`."""
+_REPORT_PATIENCE: Final = 1.0
+"""Seconds that a full socket may hold up the end of a stack."""
 
 
 class ControlSocket:
@@ -181,3 +188,33 @@ async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
             raise ProtocolError(f"a request that ends after {len(data)} of {count} bytes")
         data += piece
     return bytes(data)
+
+
+class RunReport:
+    """Runs beside one stack: says that it is open, and at its end what it counted.
+
+    Each message is one JSON object in a datagram; a reader that has gone costs nothing.
+    """
+
+    def __init__(self, stack: Stack, path: str) -> None:
+        self._stack = stack
+        self._path = path
+        self._pid = os.getpid()
+
+    async def run(self) -> None:
+        """Until cancelled, which is when all connections have ended."""
+        self._tell("stack-open")
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._tell("stack-end", statistics=plain_statistics(self._stack.statistics()))
+
+    def abandon(self) -> None:
+        """A forked child: what was counted is the parent's."""
+        self._path = ""
+
+    def _tell(self, kind: str, **more: Any) -> None:
+        message = {"kind": kind, "pid": self._pid, "stack": self._stack.peer_id.hex(), **more}
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(_REPORT_PATIENCE)
+            sock.sendto(json.dumps(message).encode(), self._path)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
     from trio_smc.streams.group_views import LinkGroupView
 
-__all__ = ["Snapshots"]
+__all__ = ["Snapshots", "plain_statistics"]
+
 
 _Thing = TypeVar("_Thing")
 
@@ -46,7 +47,7 @@ class Snapshots:
             stack = self._stack
             match part:
                 case "statistics":
-                    yield part, _statistics(stack.statistics())
+                    yield part, plain_statistics(stack.statistics())
                 case "connections":
                     yield from _pieces(part, stack.connections, self._connection)
                 case "link_groups":
@@ -144,7 +145,8 @@ def _pieces(
         yield part, [describe(thing) for thing in things[start : start + PIECE]]
 
 
-def _statistics(statistics: StackStatistics) -> dict[str, Any]:
+def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
+    """Counters as JSON has them."""
     plain = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)

@@ -34,8 +34,8 @@ from trio_smc.datapath.messenger import Messenger
 from trio_smc.datapath.receiver import Receiver, failure
 from trio_smc.datapath.rmb import EYE_CATCHER
 from trio_smc.datapath.sender import Sender
-from trio_smc.states.connection import CONNECTION
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire.cdc import (
     ABNORMAL_CLOSE,
     CONNECTION_CLOSED,

@@ -10,7 +10,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
 from trio_smc.rnic.verbs import Rnic, RnicError
-from trio_smc.states.clc_client import CLC_CLIENT
+from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
 
 __all__ = ["ClientNegotiation"]

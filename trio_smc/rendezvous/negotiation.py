@@ -49,9 +49,8 @@ from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.rnic.verbs import Rnic, RnicError
-from trio_smc.states.engine import Machine
-from trio_smc.states.link_group import USABLE
-from trio_smc.states.table import Table
+from trio_smc.states import USABLE
+from trio_smc.states.engine import Machine, Table
 from trio_smc.wire import clc
 from trio_smc.wire.sizes import rmbe_size_code
 

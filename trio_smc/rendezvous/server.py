@@ -12,7 +12,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost, known
 from trio_smc.rnic.verbs import Rnic, RnicError
-from trio_smc.states.clc_server import CLC_SERVER
+from trio_smc.states.tables import CLC_SERVER
 from trio_smc.wire import clc
 
 __all__ = ["ServerNegotiation"]

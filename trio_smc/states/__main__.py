@@ -1,8 +1,9 @@
-"""Write the diagrams and tables of every state machine, or check that they are current.
+"""Write what is made from the declared state machines, or check that it is current.
 
     python -m trio_smc.states [--check] [DIR]
 
-DIR is docs/states unless given. Exit code: 0, 1 when ``--check`` finds a difference, 2 when the
+Diagrams and tables go to DIR, docs/states unless given; the tables that run to
+`trio_smc/states/tables.py`. Exit code: 0, 1 when ``--check`` finds a difference, 2 when the
 SVG files cannot be written because graphviz's ``dot`` is missing (all else is written then).
 """
 
@@ -12,11 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from trio_smc.states import MACHINES
-from trio_smc.states.drawing.render import NoGraphviz, differences, write_svgs, write_texts
+from trio_smc.states.drawing.pages import NoGraphviz, differences, write_svgs, write_texts
+from trio_smc.states.generate import MACHINES, TABLES, source
 
 _DOCS = Path("docs/states")
-_PURPOSE = "Write the diagrams and tables of every state machine, or check that they are current."
+_PURPOSE = "Write what is made from the declared state machines, or check that it is current."
 _NO_DOT = (
     "no SVG: graphviz's `dot` is missing (Debian: apt-get install graphviz); all else is written"
 )
@@ -29,12 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", nargs="?", type=Path, default=_DOCS, metavar="DIR")
     options = parser.parse_args(arguments)
     if options.check:
-        found = differences(MACHINES, options.directory)
+        found = [f"{options.directory}/{each}" for each in differences(MACHINES, options.directory)]
+        if _stale():
+            found.append(f"{TABLES.name}: differs from the declarations")
         for line in found:
-            print(f"{options.directory}/{line}", file=sys.stderr)
+            print(line, file=sys.stderr)
         if not found:
             print(f"{options.directory}: {len(MACHINES)} machines, all files are current")
         return 1 if found else 0
+    if _stale():
+        TABLES.write_text(source(MACHINES), encoding="utf-8")
     write_texts(MACHINES, options.directory)
     try:
         write_svgs(MACHINES, options.directory)
@@ -43,6 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"{options.directory}: {len(MACHINES)} machines written")
     return 0
+
+
+def _stale() -> bool:
+    return not TABLES.exists() or TABLES.read_text(encoding="utf-8") != source(MACHINES)
 
 
 if __name__ == "__main__":

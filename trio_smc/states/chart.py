@@ -13,7 +13,7 @@ from typing import Any
 from statemachine import State, StateChart
 from statemachine.transition import Transition
 
-from trio_smc.states.table import Edge, Guard, Table
+from trio_smc.states.engine import Edge, Guard, Table
 
 
 class Chart(StateChart[Any]):
@@ -68,7 +68,7 @@ def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rf
 
 
 def flatten(chart: type[StateChart[Any]]) -> Table:
-    """Turn a chart into a table; called once, when the module of the chart is imported.
+    """Turn a chart into a table.
 
     Raises ``ValueError`` for what the engine does not run (nested or parallel states, eventless
     and multi-target transitions, entry and exit actions, external self-transitions, flags

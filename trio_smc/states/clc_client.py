@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["CLC_CLIENT", "ClcClientChart"]
+__all__ = ["ClcClientChart"]
 
 
 class ClcClientChart(Chart):
@@ -81,6 +81,3 @@ class ClcClientChart(Chart):
     ignore(_OVER, "group_formed group_failed llc_timeout llc_error element_ready unable sent"
            " tcp_lost clc_timeout decline protocol_error", rfc="3.5.1 (the negotiation is over)")
     # fmt: on
-
-
-CLC_CLIENT = flatten(ClcClientChart)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["CLC_SERVER", "ClcServerChart"]
+__all__ = ["ClcServerChart"]
 
 
 class ClcServerChart(Chart):
@@ -92,6 +92,3 @@ class ClcServerChart(Chart):
     ignore((PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING),
            "group_settled waited_enough", rfc="3.5.3 (it did not wait any longer)")
     # fmt: on
-
-
-CLC_SERVER = flatten(ClcServerChart)

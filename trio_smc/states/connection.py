@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.engine import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
 # Actions of an abort, in the three forms they occur in.
 _RESET = "send_abort reset_tcp purge arm_abort_timer"  # the application has closed: no error
@@ -257,7 +257,3 @@ class ConnectionChart(Chart):
     ignore(CLOSED, "abort_sent close_timeout abort_timeout links_lost rmbe_conflict",
            rfc="4.8.1 (1)")
     # fmt: on
-
-
-CONNECTION = flatten(ConnectionChart)
-"""The connection's table: what ``Machine`` runs."""

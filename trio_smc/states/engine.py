@@ -5,8 +5,8 @@ Theory of operation
 Every state machine is declared once as a python-statemachine chart. The library checks the
 structure when the class is created, and is the reference in a differential test. It is not
 what runs: one of its transitions costs as much as two TCP round trips, one of its instances
-100 KB in reference cycles. So ``flatten`` turns a chart at import into a ``Table``, and a
-``Machine`` (four slots) walks that table.
+100 KB in reference cycles. So ``flatten`` turns a chart into a ``Table``, ``tables`` has all of
+them as they were generated, and a ``Machine`` (four slots) walks one.
 
 A chart holds states and edges, nothing else. Guards are attributes of the model, actions are
 methods of the model without arguments; the chart names them::
@@ -16,8 +16,6 @@ methods of the model without arguments; the chart names them::
         SHUT = State(final=True)
         edge(OPEN, "push", SHUT, when="!blocked", do="ring latch", rfc="4.8.1 (2)")
         ignore(OPEN, "push", rfc="4.8.1 (2)")
-
-    DOOR = flatten(DoorChart)
 
 What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
 
@@ -32,23 +30,119 @@ What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
-from trio_smc.states.table import Edge, Guard, Table
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "Chart",
-    "Edge",
-    "Guard",
-    "IllegalEvent",
-    "Machine",
-    "Model",
-    "Table",
-    "edge",
-    "flatten",
-    "ignore",
-]
+__all__ = ["Edge", "Guard", "IllegalEvent", "Machine", "Model", "Table"]
+
+
+class Guard(NamedTuple):
+    """A boolean attribute of the model; ``negated`` wants it false."""
+
+    name: str
+    negated: bool
+
+    def __str__(self) -> str:
+        return f"!{self.name}" if self.negated else self.name
+
+
+class Edge(NamedTuple):
+    """One edge. ``source`` is the RFC paragraph; an internal edge has its own state as target."""
+
+    guards: tuple[Guard, ...]
+    target: str
+    actions: tuple[str, ...]
+    internal: bool
+    source: str
+
+    @property
+    def ignored(self) -> bool:
+        """Whether the edge does nothing at all."""
+        return self.internal and not self.actions
+
+
+# What the engine reads: (attribute, wanted) pairs, actions, the new state or None.
+_Row = tuple[tuple[tuple[str, bool], ...], tuple[str, ...], str | None]
+
+
+class Table:
+    """A flattened chart.
+
+    ``states`` and ``events`` keep the order of declaration. ``stopped`` are the states
+    declared final, ``final`` those that are never left: declared final, or with ignored edges
+    only. ``values`` maps states to the numbers declared for them (a state without one is
+    missing). ``edges`` maps ``(state, event)`` to the edges in the order they are tried.
+    """
+
+    __slots__ = (
+        "_rows",
+        "edges",
+        "events",
+        "final",
+        "initial",
+        "name",
+        "states",
+        "stopped",
+        "values",
+    )
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        initial: str,
+        states: tuple[str, ...],
+        stopped: Iterable[str],
+        events: tuple[str, ...],
+        edges: Mapping[tuple[str, str], tuple[Edge, ...]],
+        values: Mapping[str, int],
+    ) -> None:
+        self.name = name
+        self.initial = initial
+        self.states = states
+        self.events = events
+        self.edges = edges
+        self.values = values
+        left = {state for (state, _), row in edges.items() if any(not e.ignored for e in row)}
+        self.stopped = frozenset(stopped)
+        self.final = frozenset(states) - left
+        self._rows: dict[tuple[str, str], tuple[_Row, ...]] = {
+            pair: tuple(
+                (
+                    tuple((guard.name, not guard.negated) for guard in e.guards),
+                    e.actions,
+                    None if e.internal else e.target,
+                )
+                for e in row
+            )
+            for pair, row in edges.items()
+        }
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The model attributes that guards read, in order of first use."""
+        return tuple(
+            dict.fromkeys(g.name for row in self.edges.values() for e in row for g in e.guards)
+        )
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """The model methods that edges call, in order of first use."""
+        return tuple(
+            dict.fromkeys(a for row in self.edges.values() for e in row for a in e.actions)
+        )
+
+    @property
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        """The (state, event) pairs without any edge: refused whatever the guards say."""
+        return tuple(
+            (state, event)
+            for state in self.states
+            for event in self.events
+            if (state, event) not in self.edges
+        )
 
 
 class IllegalEvent(Exception):
@@ -103,7 +197,7 @@ class Machine:
         whose guards hold.
         """
         if self._queue is not None:
-            if self.state in self._table._stopped:
+            if self.state in self._table.stopped:
                 raise IllegalEvent(self._table.name, self.state, event)
             self._queue.append(event)
             return False
@@ -111,7 +205,7 @@ class Machine:
         try:
             self._step(event)
             for queued in queue:  # grows while it is walked
-                if self.state in self._table._stopped:
+                if self.state in self._table.stopped:
                     break
                 self._step(queued)
         finally:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["LINK", "LinkChart"]
+__all__ = ["LinkChart"]
 
 
 class LinkChart(Chart):
@@ -49,6 +49,3 @@ class LinkChart(Chart):
     ignore(LEAVING, "leave", rfc="3.5.5.1.3 (under way)")
     ignore(DOWN, "failed delete leave test_reply test_request", rfc="4.8.3 (already down)")
     # fmt: on
-
-
-LINK = flatten(LinkChart)

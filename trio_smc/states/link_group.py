@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["LINK_GROUP", "USABLE", "LinkGroupChart"]
+__all__ = ["LinkGroupChart"]
 
 
 class LinkGroupChart(Chart):
@@ -72,9 +72,3 @@ class LinkGroupChart(Chart):
     ignore(TERMINATING, "terminate", rfc="3.5.4 (under way)")
     ignore(GONE, "terminate delete_all delete_sent links_lost links_changed", rfc="3.5.4 (over)")
     # fmt: on
-
-
-LINK_GROUP = flatten(LinkGroupChart)
-
-USABLE = frozenset({"SINGLE", "ASYMMETRIC", "SYMMETRIC"})
-"""States in which connections use the group."""

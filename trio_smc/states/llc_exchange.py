@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from statemachine import State
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["LLC_EXCHANGE", "LlcExchangeChart"]
+__all__ = ["LlcExchangeChart"]
 
 
 class LlcExchangeChart(Chart):
@@ -173,6 +173,3 @@ class LlcExchangeChart(Chart):
     ignore(ENDED, "end queued peer_rkeys peer_notice delete_asked delete_link link_left timeout "
                   "rkeys_timeout rkeys_replied done carrier_lost new_link_lost", rfc="3.5.4")
     # fmt: on
-
-
-LLC_EXCHANGE = flatten(LlcExchangeChart)

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
-from trio_smc.tools.errors import BAD_INPUT, ToolError
+from trio_smc.tools.output import BAD_INPUT, ToolError
 
 __all__ = ["main", "parser"]
 

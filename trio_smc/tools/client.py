@@ -1,8 +1,11 @@
-"""The asking side of the control protocol: snapshots of this user's running stacks.
+"""The asking side of the control protocol: snapshots and captures of this user's running stacks.
 
 Plain blocking sockets with one deadline for each stack; the protocol is told in
 `trio_smc.control.protocol`.  What an answer holds was written by another process: its parts are
-checked for their shape here (`tools.shape`).
+checked for their shape here (`SHAPES`).
+
+A shape is a type, a tuple of types, a dict of fields that must be there (others may be, too), or
+a list of one shape for the items of a list.  `Maybe` is a shape or null.
 """
 
 from __future__ import annotations
@@ -12,25 +15,22 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from trio_smc import ProtocolError
+from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
+from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
-from trio_smc.tools.errors import ToolError
-from trio_smc.tools.shape import SHAPES, check_untrusted
+from trio_smc.tools.output import ToolError
 
 __all__ = [
     "PATIENCE",
+    "SHAPES",
     "Snapshot",
-    "connect",
-    "named_sockets",
-    "nobody",
-    "opened",
-    "read_message",
-    "said",
+    "check_untrusted",
+    "stream_capture",
     "take_snapshots",
 ]
 
@@ -84,25 +84,25 @@ def take_snapshots(
     """
     found: list[Snapshot] = []
     problems: list[str] = []
-    with opened(directory) as root:
-        for number, name in named_sockets(root):
+    with _opened(directory) as root:
+        for number, name in _named_sockets(root):
             if pid is not None and number != pid:
                 continue
             try:
                 snapshot = _ask(root, name, number, want)
             except (OSError, ProtocolError) as error:
-                problems.append(f"process {number} {said(error)}")
+                problems.append(f"process {number} {_said(error)}")
             else:
                 if snapshot is not None:
                     found.append(snapshot)
     if problems and (pid is not None or not found):
         raise ToolError(problems[0])
     if not found and some:
-        raise ToolError(nobody(directory, pid))
+        raise ToolError(_nobody(directory, pid))
     return found
 
 
-def nobody(directory: Path, pid: int | None) -> str:
+def _nobody(directory: Path, pid: int | None) -> str:
     if pid is None:
         return f"no running process has a stack in {directory}"
     try:
@@ -117,7 +117,7 @@ def nobody(directory: Path, pid: int | None) -> str:
     )
 
 
-def said(error: Exception) -> str:
+def _said(error: Exception) -> str:
     if isinstance(error, ProtocolError):
         return f"gave a damaged answer: {error}"
     if isinstance(error, TimeoutError):
@@ -129,7 +129,7 @@ def said(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def opened(directory: Path) -> Iterator[int | None]:
+def _opened(directory: Path) -> Iterator[int | None]:
     """The open directory of control sockets; None where there is none."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     root = below = None
@@ -156,7 +156,7 @@ def opened(directory: Path) -> Iterator[int | None]:
                 os.close(descriptor)
 
 
-def named_sockets(root: int | None) -> list[tuple[int, str]]:
+def _named_sockets(root: int | None) -> list[tuple[int, str]]:
     if root is None:
         return []
     named = ((control.pid_of_name(name), name) for name in os.listdir(root))
@@ -174,16 +174,16 @@ def _ask(root: int | None, name: str, pid: int, want: Sequence[str]) -> Snapshot
     """
     deadline = time.monotonic() + PATIENCE
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        if not connect(sock, root, name):
+        if not _connect(sock, root, name):
             return None
         snapshot = Snapshot(pid, program=_program(pid))
         sock.sendall(control.encode({"want": list(want)}))
-        while _take_untrusted(snapshot, read_message(sock, deadline)):
+        while _take_untrusted(snapshot, _read_message(sock, deadline)):
             pass
         return snapshot
 
 
-def connect(sock: socket.socket, root: int | None, name: str) -> bool:
+def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
     """Connect to a stack's control socket; False when its process is gone.
 
     Raises:
@@ -233,7 +233,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     return True
 
 
-def read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
+def _read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
     header = _exactly(sock, control.HEADER_SIZE, deadline)
     length = control.length_untrusted(header, control.REPLY_LIMIT)
     return control.decode_untrusted(_exactly(sock, length, deadline))
@@ -261,3 +261,194 @@ def _program(pid: int) -> str:
         return ""
     words = [os.path.basename(words[0]), *words[1:]] if words else words
     return " ".join(words).strip()[:60]
+
+
+# --- captures ---------------------------------------------------------------------------------
+
+
+def stream_capture(
+    directory: Path, pid: int, stack: str | None, payload: int, seconds: float | None
+) -> Generator[bytes, None, None]:
+    """Pieces of the file, until the stack is closed or ``seconds`` have passed.
+
+    Each is made of whole blocks, so that the file is whole whenever one stops.
+
+    Args:
+      directory: the private directory.
+      pid, stack: whose capture; ``stack`` is a peer ID, needed where a process has several.
+      payload: how many bytes of each RDMA write to keep.
+
+    Raises:
+      ToolError: there is no such stack, or it does not answer as it should.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    with contextlib.ExitStack() as exits:
+        sock = _chosen(directory, pid, stack, payload, exits)
+        waiting = bytearray()
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            sock.settimeout(left)
+            try:
+                piece = sock.recv(_PIECE)
+            except (TimeoutError, ConnectionError):
+                return
+            if not piece:
+                return
+            waiting += piece
+            try:
+                count = whole_blocks_untrusted(waiting)
+            except ProtocolError as error:
+                raise ToolError(f"process {pid} {_said(error)}") from None
+            if count:
+                yield bytes(waiting[:count])
+                del waiting[:count]
+
+
+def _chosen(
+    directory: Path, pid: int, stack: str | None, payload: int, exits: contextlib.ExitStack
+) -> socket.socket:
+    """The connection to the stack that is meant, its answer begun."""
+    found: dict[str, socket.socket] = {}
+    with _opened(directory) as root:
+        for number, name in _named_sockets(root):
+            if number != pid:
+                continue
+            sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                if _connect(sock, root, name):
+                    sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
+                    begun = _read_message(sock, time.monotonic() + PATIENCE)
+                    found[_stack_untrusted(begun)] = sock
+            except (OSError, ProtocolError) as error:
+                raise ToolError(f"process {number} {_said(error)}") from None
+    if not found:
+        raise ToolError(_nobody(directory, pid))
+    if stack is None and len(found) > 1:
+        raise ToolError(f"process {pid} has several stacks (--stack): {', '.join(sorted(found))}")
+    chosen = found.pop(next(iter(found)) if stack is None else stack.lower(), None)
+    if chosen is None:
+        raise ToolError(f"process {pid} has no stack {stack}; it has {', '.join(sorted(found))}")
+    for other in found.values():
+        other.close()
+    return chosen
+
+
+def _stack_untrusted(message: dict[str, Any]) -> str:
+    """The peer ID in the message that begins a capture.
+
+    Raises:
+      ProtocolError: it is another message.
+    """
+    data = message.get("data")
+    if message.get("part") == "error":
+        raise ProtocolError(str(data)[:200])
+    if message.get("part") != control.CAPTURE or not isinstance(data, str):
+        raise ProtocolError("it does not know captures")
+    return data[:32]
+
+
+# --- shapes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """Null, or this shape."""
+
+    shape: Any
+
+
+_ADDRESS: Final = [(str, int)]
+SHAPES: Final[dict[str, Any]] = {
+    "process": {"pid": int, "stack": str, "uptime": (int, float)},
+    "statistics": {
+        **{each.name: int for each in fields(StackStatistics) if each.name != "fallbacks"},
+        "fallbacks": [{"origin": str, "reason": str, "count": int}],
+    },
+    "connections": [
+        {
+            "mode": str,
+            "state": str,
+            "local": Maybe(_ADDRESS),
+            "peer": Maybe(_ADDRESS),
+            "send_queue": int,
+            "receive_queue": int,
+            "link_group": Maybe(int),
+            "link": Maybe(int),
+            "rnic": Maybe(str),
+            "fallback": Maybe(
+                {
+                    "reason": str,
+                    "origin": str,
+                    "code": Maybe(int),
+                    "peer_code": Maybe(int),
+                    "message": str,
+                    "remedy": str,
+                }
+            ),
+            "cursors": Maybe({each.name: int for each in fields(ConnectionCursors)}),
+            "statistics": {each.name: int for each in fields(StreamStatistics)},
+        }
+    ],
+    "link_groups": [
+        {
+            "number": int,
+            "role": str,
+            "peer_id": str,
+            "kind": str,
+            "state": str,
+            "links": [
+                {
+                    "number": int,
+                    "state": str,
+                    "rnic": str,
+                    "user_id": int,
+                    "peer_user_id": int,
+                    "connections": int,
+                }
+            ],
+            "rmbs": [{"element_size": int, "elements": int, "in_use": int}],
+        }
+    ],
+    "rnics": [
+        {
+            "name": str,
+            "kind": str,
+            "device": Maybe(str),
+            "port": Maybe(int),
+            "port_active": bool,
+            "drained": bool,
+            "gid": str,
+            "mac": str,
+            "mtu": int,
+            "pnet": [str],
+            "links": int,
+        }
+    ],
+    "listeners": [_ADDRESS],
+}
+
+
+def check_untrusted(value: Any, shape: Any, where: str) -> None:
+    """Raise ProtocolError when ``value``, which is at ``where`` in an answer, has another shape."""
+    match shape:
+        case Maybe():
+            if value is not None:
+                check_untrusted(value, shape.shape, where)
+        case dict():
+            if not isinstance(value, dict):
+                raise ProtocolError(f"{where} is no object")
+            for name, inner in shape.items():
+                if name not in value:
+                    raise ProtocolError(f"{where} has no {name}")
+                check_untrusted(value[name], inner, f"{where}.{name}")
+        case [inner]:
+            if not isinstance(value, list):
+                raise ProtocolError(f"{where} is no list")
+            for item in value:
+                check_untrusted(item, inner, where)
+        case _:
+            truth = isinstance(value, bool) and shape is not bool
+            if truth or not isinstance(value, shape):
+                raise ProtocolError(f"{where} is of the wrong kind")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Final
 
-from trio_smc.tools.ladder_labels import KINDS, details, kind, peer_name, title
-from trio_smc.tools.ladder_model import Ladder, Peer, Row, address_text
+from trio_smc.tools.ladder import Ladder, Peer, Row, address_text
+from trio_smc.tools.ladder_text import KINDS, details, kind, peer_name, title
 
 __all__ = ["picture"]
 

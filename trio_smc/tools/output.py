@@ -1,4 +1,4 @@
-"""How commands print: tables by rich, JSON by the standard library."""
+"""How commands print: tables by rich, JSON by the standard library, values in words, errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,49 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from trio_smc.tools.errors import ToolError
+from trio_smc._base.reasons import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["console", "fields", "least_width", "print_json", "show", "size", "table"]
+__all__ = [
+    "BAD_INPUT",
+    "ToolError",
+    "address",
+    "console",
+    "diagnosis",
+    "fallback_codes",
+    "fields",
+    "gid",
+    "least_width",
+    "print_json",
+    "show",
+    "size",
+    "table",
+    "words",
+]
+
+BAD_INPUT: Final = 2
+"""Exit code."""
+
+
+def words(error: OSError) -> str:
+    """What the system says, without its number."""
+    return error.strerror or str(error)
+
+
+class ToolError(Exception):
+    """Bad input: an unknown process, a damaged answer, a wrong argument.
+
+    The command prints "trio-smc: " and the text, which is one line without a full stop, and exits
+    with ``code``.
+    """
+
+    def __init__(self, text: str, code: int = BAD_INPUT) -> None:
+        super().__init__(text)
+        self.code = code
+
 
 _PIPED_WIDTH: Final = 1000
 """Columns of output that nobody looks at directly: nothing is cut or wrapped."""
@@ -122,3 +158,37 @@ def size(count: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= _STEP
     raise AssertionError("the last unit takes everything")
+
+
+# --- values of snapshots; they come from another process and may be anything -----------------
+
+
+def address(value: Any) -> str:
+    """ "127.0.0.1:7000", "[::1]:7000"; "-" for none."""
+    match value:
+        case [str() as host, int() as port]:
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return "-"
+
+
+def diagnosis(word: Any) -> str:
+    """A diagnosis word by number and name: "0x03030000 no-device"."""
+    if not isinstance(word, int) or not 0 <= word < 1 << 32:
+        return "none"
+    try:
+        name = Diagnosis(word).name.lower().replace("_", "-")
+    except ValueError:
+        name = "unknown"
+    return f"0x{word:08x} {name}"
+
+
+def fallback_codes(fallback: dict[str, Any]) -> str:
+    """The words of both sides: "local 0x... , peer none"."""
+    return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
+
+
+def gid(text: Any) -> str:
+    """A GID as IPv6 addresses are written."""
+    if not isinstance(text, str) or len(text) != 32:
+        return "-"
+    return ":".join(text[place : place + 4] for place in range(0, 32, 4))

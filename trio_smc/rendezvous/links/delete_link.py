@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from trio_smc.states.link_group import USABLE
+from trio_smc.states import USABLE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from trio_smc.rendezvous.links.first_contact import LinkSetup
 from trio_smc.rendezvous.links.link_demand import LinkDemand
 from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
 from trio_smc.states.engine import Machine
-from trio_smc.states.llc_exchange import LLC_EXCHANGE
+from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:

@@ -41,8 +41,9 @@ from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.links.rkeys import Rkeys
 from trio_smc.rnic.verbs import Rnic
+from trio_smc.states import USABLE
 from trio_smc.states.engine import Machine
-from trio_smc.states.link_group import LINK_GROUP, USABLE
+from trio_smc.states.tables import LINK_GROUP
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:

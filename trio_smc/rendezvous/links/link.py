@@ -35,7 +35,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.channel import Poster
 from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
 from trio_smc.states.engine import Machine
-from trio_smc.states.link import LINK
+from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
 from trio_smc.wire.cdc import CDC_TYPE, MessageMissing
 

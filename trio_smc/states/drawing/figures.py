@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trio_smc.states.table import Edge, Table
+    from trio_smc.states.engine import Edge, Table
 
 __all__ = [
     "FIGURES",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 if TYPE_CHECKING:
-    from trio_smc.states.table import Edge, Table
+    from trio_smc.states.engine import Edge, Table
 
 
 ANY = "any state"

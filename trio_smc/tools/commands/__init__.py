@@ -7,7 +7,7 @@ A module of a subcommand has
 - ``DESCRIPTION``: paragraphs for its own ``--help``; ``EPILOG``: examples and exit codes,
 - ``configure(parser)``: adds its arguments,
 - ``run(options) -> int``: does the work; returns the exit code (0 unless the command says
-  otherwise) and raises `trio_smc.tools.errors.ToolError` for bad input (exit code 2).
+  otherwise) and raises `trio_smc.tools.output.ToolError` for bad input (exit code 2).
 
 `trio_smc.tools.options` has the arguments that several commands share, `trio_smc.tools.output`
 prints tables and JSON.

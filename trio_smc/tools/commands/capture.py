@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trio_smc.capture.frames import MAX_PAYLOAD
-from trio_smc.tools.capture_client import stream_capture
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.client import stream_capture
 from trio_smc.tools.options import (
     add_directory,
     positive_seconds,
     private_directory,
     process_number,
 )
+from trio_smc.tools.output import ToolError
 
 NAME = "capture"
 SUMMARY = "capture a running process's messages for Wireshark"

@@ -11,12 +11,11 @@ from typing import Any, Final
 import trio
 
 import trio_smc
-from trio_smc import Config, Fallback, Mode, ProtocolError, SmcStream
+from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.errors import ToolError, words
 from trio_smc.tools.options import add_directory, add_json, positive_seconds, private_directory
-from trio_smc.tools.output import print_json, show, table
-from trio_smc.tools.words import address, diagnosis
+from trio_smc.tools.output import ToolError, address, diagnosis, print_json, show, table, words
+from trio_smc.tools.processes import explain_listener
 from trio_smc.wire import clc, llc
 
 NAME = "check"
@@ -26,7 +25,9 @@ Connect to a server as a program with trio_smc would, walk through every step, a
 SMC-R is used; if not, at which step it ended, why, which side decided so, and what to do.
 
 The connection is real: the server accepts it, and it is closed without a byte of data.  When
-the server is another process of this user, its own view of the connection is shown, too.
+the server is another process of this user, its own view of the connection is shown, too; when it
+is on this host and does not speak SMC-R, what can be seen of it: its user, its private directory,
+its network namespace, the program that it is.
 
   resolve    the name's addresses
   RNICs      what this side could use
@@ -55,6 +56,7 @@ _NO_SMC_R: Final = 1
 _LOOK_AGAIN: Final = 0.1
 _LOOKS: Final = 30
 _CLOSING: Final = 0.5
+_NOBODY: Final = (FallbackReason.PEER_NOT_CAPABLE, FallbackReason.OTHER_USER)
 
 
 @dataclass(slots=True)
@@ -77,6 +79,8 @@ class Report:
     fallback: dict[str, Any] | None = None
     server: dict[str, Any] | None = None
     """The server's own view, as `trio-smc ss --json` has it, when it is this user's process."""
+    listener: dict[str, Any] | None = None
+    """What keeps a listener of this host from SMC-R: "text", "remedy", "pid", "uid"."""
 
     def add(self, name: str, verdict: str, text: str) -> None:
         """The next step."""
@@ -174,6 +178,12 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             report.steps.insert(messages.first + 1, Step("discovery", "ok", text))
         _conclude(report, stream)
         report.server = await _server_view(ours, theirs, directory)
+        named, there = _plain(ours), _plain(theirs)
+        why = stream.fallback
+        unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _NOBODY
+        if unknown and report.server is None and named and there and named[0] == there[0]:
+            found = await trio.to_thread.run_sync(explain_listener, *there, directory)
+            report.listener = asdict(found)
 
 
 def _names(stream: SmcStream) -> tuple[Any, Any]:
@@ -300,8 +310,11 @@ def _print(report: Report) -> None:
             f"  reason     {fallback['reason']}, decided by {who}",
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
-            f"  remedy     {fallback['remedy']}",
         ]
+        listener = report.listener
+        if listener is not None:
+            parts.append(f"  listener   {listener['text']}")
+        parts.append(f"  remedy     {(listener or fallback)['remedy']}")
     if server is not None:
         parts += ["", f"The server, process {server['pid']}, says: {server['mode']}."]
         why = server["fallback"]

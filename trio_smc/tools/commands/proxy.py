@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import trio
 
 import trio_smc
-from trio_smc.tools.errors import ToolError, words
+from trio_smc.tools.output import ToolError, words
 
 NAME = "proxy"
 SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"

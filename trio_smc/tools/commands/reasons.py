@@ -7,9 +7,8 @@ from typing import Any
 
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.tools.errors import ToolError
 from trio_smc.tools.options import add_json
-from trio_smc.tools.output import fields, print_json, show, table
+from trio_smc.tools.output import ToolError, fields, print_json, show, table
 
 NAME = "reasons"
 SUMMARY = "explain why connections stay on TCP: every reason and diagnosis word"

@@ -12,11 +12,9 @@ import trio
 
 import trio_smc
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.errors import ToolError
 from trio_smc.tools.options import add_json, add_process, private_directory
-from trio_smc.tools.output import print_json, show, table
+from trio_smc.tools.output import ToolError, gid, print_json, show, table
 from trio_smc.tools.sysfs import Port, read_ports
-from trio_smc.tools.words import gid
 
 NAME = "rnic"
 SUMMARY = 'list RNICs: of running stacks, those "auto" would find, and the machine\'s devices'

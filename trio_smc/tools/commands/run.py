@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import tomllib
 from pathlib import Path
 from typing import Final
 
 from trio_smc import load_config
 from trio_smc.tools import site
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.output import ToolError
+from trio_smc.tools.supervisor import supervise
 
 NAME = "run"
 SUMMARY = "run an unmodified Trio or AnyIO program over SMC-R"
@@ -19,7 +21,15 @@ SMC-R wherever both ends can, as `trio_smc.enable()` does.  Its Python children 
 server's worker processes.  Everything else about the program stays as it is.
 
 The Python that runs PROGRAM must have trio_smc installed.  Sockets that a program uses without
-Trio stay TCP.
+Trio stay TCP.  When a process of PROGRAM opens connections by asyncio, has a Python without
+trio_smc, or when PROGRAM ends without having used Trio, one line on stderr says so; --require-smc
+makes it an error, and ends PROGRAM.
+
+Peers whose connections are always short get TCP (learn_short of trio_smc.Config), unless
+--require-smc or FILE says otherwise.  A peer that requires SMC-R refuses these: use --require-smc
+at both ends, or learn_short = false.
+
+PROGRAM is a child of this command, which passes signals on and ends as PROGRAM does.
 """
 EPILOG = """
 Examples:
@@ -32,7 +42,8 @@ The configuration file is TOML with the fields of trio_smc.Config:
   receive_buffer = 4194304
   assume = ["192.0.2.0/24", ["db.example", 5432]]
 
-Exit codes: those of PROGRAM; 2 for bad input, 127 when there is no such program.
+Exit codes: those of PROGRAM; with --require-smc 1 instead of 0 when anything of it cannot be
+SMC-R; 2 for bad input, 127 when there is no such program.
 """
 
 _NOT_FOUND: Final = 127
@@ -43,17 +54,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-smc", action="store_true", help="connections that would be TCP fail"
     )
+    parser.add_argument(
+        "--report", action="store_true",
+        help="print at the end how many connections were SMC-R, how many TCP and why, and bytes",
+    )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="settings in a TOML file")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become the program."""
+    """Run the program to its end."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise ToolError("run: which program? (trio-smc run [OPTIONS] -- PROGRAM)")
     try:
-        os.execvpe(program[0], program, _environment(options))
+        return supervise(
+            program,
+            _environment(options),
+            require=options.require_smc,
+            report=options.report,
+        )
     except FileNotFoundError:
         raise ToolError(f"run: {program[0]} was not found", _NOT_FOUND) from None
     except OSError as error:
@@ -65,14 +85,20 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     ours = str(Path(site.__file__).parent)
     theirs = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ours}{os.pathsep}{theirs}" if theirs else ours
-    environment.pop("TRIO_SMC_CONFIG", None)
-    environment.pop("TRIO_SMC_REQUIRE", None)
+    for name in ("CONFIG", "LEARN", "REQUIRE"):
+        environment.pop(f"TRIO_SMC_{name}", None)
+    learn = not options.require_smc
     if options.config is not None:
         try:
-            load_config(options.config)
+            config = load_config(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
-        environment["TRIO_SMC_CONFIG"] = str(Path(options.config).absolute())
+        path = Path(options.config).absolute()
+        environment["TRIO_SMC_CONFIG"] = str(path)
+        said = "learn_short" in tomllib.loads(path.read_text(encoding="utf-8"))
+        learn = learn and not config.require_smc and not said
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
+    if learn:
+        environment["TRIO_SMC_LEARN"] = "1"
     return environment

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import trio_smc
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.output import ToolError
 
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 

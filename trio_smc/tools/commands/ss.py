@@ -9,8 +9,7 @@ from typing import Any
 
 from trio_smc.tools.client import Snapshot, take_snapshots
 from trio_smc.tools.options import add_json, add_process, private_directory
-from trio_smc.tools.output import print_json, show, size, table
-from trio_smc.tools.words import address, fallback_codes
+from trio_smc.tools.output import address, fallback_codes, print_json, show, size, table
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and why it is TCP"

@@ -6,7 +6,7 @@ import argparse
 
 import trio_smc
 from trio_smc.tools.commands.setup import add_pin
-from trio_smc.tools.errors import ToolError
+from trio_smc.tools.output import ToolError
 
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 

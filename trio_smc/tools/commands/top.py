@@ -17,8 +17,7 @@ from trio_smc.tools.options import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import console, least_width, print_json, show, size, table
-from trio_smc.tools.words import address
+from trio_smc.tools.output import address, console, least_width, print_json, show, size, table
 
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"

@@ -1,12 +1,18 @@
 """Loaded by every Python that `trio-smc run` starts: enables SMC-R as soon as Trio is imported.
 
 Python imports `sitecustomize` at its start, from the first directory of its path that has one;
-`trio-smc run` puts this one there.  Programs that do not use Trio pay nothing but this file.  A
-`sitecustomize` that this one hides is run afterwards.
+`trio-smc run` puts this one there.  A `sitecustomize` that this one hides is run afterwards.
+
+What the command must know it is told by a datagram each (`_tell`): that this interpreter has the
+hook, that Trio runs, that trio_smc is missing, and that asyncio opens TCP connections, which can
+never be SMC-R.  The last is seen by an audit hook, since a loop makes a Python socket for each
+connection, made or accepted; uvloop, which does not, by its methods.  Under ``--require-smc`` such
+a socket is refused.  This file is all of it that an interpreter without trio_smc has.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,29 +23,38 @@ from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_FIRST = ("trio", "trio_smc")
+_REQUIRED = bool(os.environ.get("TRIO_SMC_REQUIRE"))
+_told: set[str] = set()
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls `_enable` when Trio, or trio_smc on top of it, has been imported whole."""
+    """Calls the functions of ``after`` when the module of that name has been imported whole."""
+
+    def __init__(self, after: dict[str, Callable[[], None]]) -> None:
+        self._after = after
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _FIRST:
+        action = self._after.pop(name, None)
+        if action is None:
             return None
-        sys.meta_path.remove(self)
+        if action is _enable:
+            # Trio, or trio_smc on top of it: whichever is first.
+            self._after = {k: v for k, v in self._after.items() if v is not _enable}
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            loader.exec_module = _afterwards(loader.exec_module)
+            loader.exec_module = _afterwards(loader.exec_module, action)
         return spec
 
 
-def _afterwards(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def _afterwards(
+    execute: Callable[[ModuleType], None], action: Callable[[], None]
+) -> Callable[[ModuleType], None]:
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        _enable()
+        action()
 
     return exec_module
 
@@ -49,15 +64,114 @@ def _enable() -> None:
         from dataclasses import replace
 
         import trio_smc
-
+    except ImportError as error:
+        _tell("missing", executable=sys.executable, error=str(error))
+        if _REQUIRED:
+            # The program would run over TCP.
+            sys.exit(f"trio-smc run: {error}")
+        return
+    try:
         path = os.environ.get("TRIO_SMC_CONFIG")
         config = trio_smc.load_config(path) if path else trio_smc.Config()
-        if os.environ.get("TRIO_SMC_REQUIRE"):
+        if _REQUIRED:
             config = replace(config, require_smc=True)
-    except (ImportError, ValueError) as error:
-        # The program would quietly run over TCP.
+        elif os.environ.get("TRIO_SMC_LEARN"):
+            config = replace(config, learn_short=True)
+    except ValueError as error:
         sys.exit(f"trio-smc run: {error}")
     trio_smc.enable(config)
+    import trio
+
+    for module, name in ((trio, "run"), (trio.lowlevel, "start_guest_run")):
+        setattr(module, name, _noting(getattr(module, name)))
+
+
+def _noting(start: Callable[..., Any]) -> Callable[..., Any]:
+    from functools import wraps
+
+    @wraps(start)
+    def noted(*args: Any, **options: Any) -> Any:
+        _tell_once("trio")
+        return start(*args, **options)
+
+    return noted
+
+
+# --- asyncio ---------------------------------------------------------------------------------
+
+
+def _watch_asyncio() -> None:
+    import asyncio
+    import socket
+
+    running: Callable[[], object] = asyncio._get_running_loop
+    families = socket.AF_INET, socket.AF_INET6
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event != "socket.__new__" or args[1] not in families:
+            return
+        if args[2] & 0xF == socket.SOCK_STREAM and running() is not None and not _in_trio():
+            _asyncio_connects()
+
+    sys.addaudithook(audit)
+
+
+def _watch_uvloop() -> None:
+    import uvloop
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def connect_or_listen(*args: Any, **options: Any) -> Any:
+            _asyncio_connects()
+            return await call(*args, **options)
+
+        return connect_or_listen
+
+    for name in ("create_connection", "create_server"):
+        setattr(uvloop.Loop, name, watched(getattr(uvloop.Loop, name)))
+
+
+def _in_trio() -> bool:
+    """A guest run has a loop around it; its sockets are Trio's all the same."""
+    trio = sys.modules.get("trio")
+    return trio is not None and bool(trio.lowlevel.in_trio_run())
+
+
+def _asyncio_connects() -> None:
+    _tell_once("asyncio")
+    if _REQUIRED:
+        raise OSError(errno.EPROTONOSUPPORT, "asyncio's connections cannot be SMC-R")
+
+
+# --- what the command is told ------------------------------------------------------------------
+
+
+def _tell_once(kind: str) -> None:
+    if kind not in _told:
+        _told.add(kind)
+        _tell(kind)
+
+
+def _tell(kind: str, **more: str) -> None:
+    path = os.environ.get("TRIO_SMC_RUN")
+    if not path:
+        return
+    # Neither `socket` nor `json`: this is part of the start of every Python program.
+    import _socket
+
+    text = f'{{"kind": "{kind}", "pid": {os.getpid()}}}'
+    if more:
+        import json
+
+        text = json.dumps({"kind": kind, "pid": os.getpid(), **more})
+    try:
+        sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+        try:
+            sock.settimeout(1)
+            sock.sendto(text.encode(), path)
+        finally:
+            sock.close()
+    except OSError:
+        pass
 
 
 def _run_hidden() -> None:
@@ -67,5 +181,17 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _WhenImported())
+sys.meta_path.insert(
+    0,
+    _WhenImported(
+        {
+            "trio": _enable,
+            "trio_smc": _enable,
+            "asyncio": _watch_asyncio,
+            "uvloop": _watch_uvloop,
+        }
+    ),
+)
+_tell("python")
+os.register_at_fork(after_in_child=lambda: _tell("python"))
 _run_hidden()

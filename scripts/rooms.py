@@ -1,0 +1,147 @@
+"""The map of the package: CONTRIBUTING.md's table of rooms and docs/figures/rooms.svg.
+
+    python -m scripts.rooms [--check]
+
+Floors are those of the import contracts in pyproject.toml, which `make lint` holds; what lives in a
+room is the first line of its docstring.  ``--check`` writes nothing; its exit code is 1 when the
+table or the drawing is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+import textwrap
+import tomllib
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "trio_smc"
+PAGE = ROOT / "CONTRIBUTING.md"
+FIGURE = ROOT / "docs" / "figures" / "rooms.dot"
+BEGIN, END = "<!-- made by `make rooms` -->\n", "<!-- end -->"
+
+
+class House(NamedTuple):
+    """What the contracts of kind ``layers`` say.
+
+    Fields:
+      floors: the rooms, the highest floor first.
+      inside: for each room that has a contract of its own, the floors within it.
+    """
+
+    floors: list[list[str]]
+    inside: dict[str, list[list[str]]]
+
+
+def read(text: str) -> House:
+    """The house as pyproject.toml has it.
+
+    Raises:
+      ValueError: no contract is about the package itself, or one leaves room for others.
+    """
+    found: dict[str, list[list[str]]] = {}
+    for contract in tomllib.loads(text)["tool"]["importlinter"]["contracts"]:
+        if contract["type"] != "layers":
+            continue
+        if not contract.get("exhaustive"):
+            raise ValueError(f"the contract {contract['id']} does not name all rooms")
+        floors = [[room.strip() for room in floor.split("|")] for floor in contract["layers"]]
+        for container in contract["containers"]:
+            found[container] = floors
+    if PACKAGE not in found:
+        raise ValueError(f"no contract says how the rooms of {PACKAGE} lie")
+    floors = found.pop(PACKAGE)
+    return House(floors, {name.removeprefix(f"{PACKAGE}."): inner for name, inner in found.items()})
+
+
+def subject(room: str) -> str:
+    """What lives in a room ("rendezvous.links"): its docstring's first sentence or line."""
+    path = ROOT.joinpath(PACKAGE, *room.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(source.read_text())) or ""
+    if not text:
+        raise ValueError(f"{source.relative_to(ROOT)} has no docstring")
+    return text.splitlines()[0].rstrip(".")
+
+
+def table(house: House) -> str:
+    """The table of CONTRIBUTING.md, the highest floor first."""
+    lines = ["| floor | room | what lives there |", "|---|---|---|"]
+    for number, rooms in zip(range(len(house.floors), 0, -1), house.floors, strict=True):
+        for room in rooms:
+            lines.append(f"| {number} | {_link(room)} | {subject(room)} |")
+            lines += (
+                f"| {number} | {_link(f'{room}.{inner}')} | {subject(f'{room}.{inner}')} |"
+                for floor in house.inside.get(room, ())
+                for inner in floor
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _link(room: str) -> str:
+    path = f"{PACKAGE}/{room.replace('.', '/')}"
+    return f"`{path}/`" if (ROOT / path).is_dir() else f"`{path}.py`"
+
+
+def drawing(house: House) -> str:
+    """The figure's source: floors above each other, an arrow from each to the next below."""
+    lines = [
+        "// Made by `make rooms` from the import contracts in pyproject.toml.",
+        "digraph rooms {",
+        '    rankdir=TB; bgcolor="transparent"; nodesep=0.3; ranksep=0.2;',
+        '    node [shape=box, style="rounded,filled", fillcolor="#eef2fb", color="#5a6b8c",',
+        '          fontname="DejaVu Sans", fontsize=11, margin="0.16,0.06"];',
+        '    edge [color="#5a6b8c", arrowsize=0.6];',
+    ]
+    for floor in house.floors:
+        lines += (f"    {room} [label=<{_label(house, room)}>];" for room in floor)
+    lines += (f"    {{rank=same; {' '.join(floor)}}}" for floor in house.floors)
+    for above, below in pairwise(house.floors):
+        lines += (f"    {one} -> {other};" for one in above for other in below)
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _label(house: House, room: str) -> str:
+    """A room and what is in it: floors where a contract says them, else files."""
+    path = ROOT / PACKAGE / room
+    files = sorted(each.stem for each in path.glob("*.py") if not each.stem.startswith("__"))
+    inner = sorted(f"{each.parent.name}/" for each in path.glob("*/__init__.py"))
+    listed = house.inside.get(room) or [files + inner]
+    lines = (textwrap.wrap(", ".join(floor), 72) for floor in listed)
+    return "<BR/>".join([f"<B>{room}</B>", *chain.from_iterable(lines)])
+
+
+def page(text: str, made: str) -> str:
+    """The page with this table.  Raises ValueError when it has no place for it."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} has no place for the table of rooms")
+    return f"{before}{BEGIN}{made}{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.rooms", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    options = parser.parse_args(arguments)
+    house = read((ROOT / "pyproject.toml").read_text())
+    made = {PAGE: page(PAGE.read_text(), table(house)), FIGURE: drawing(house)}
+    stale = [path for path, text in made.items() if path.read_text() != text]
+    if options.check:
+        for path in stale:
+            print(f"{path.name} is out of date: make rooms", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in made.items():
+        path.write_text(text)
+    subprocess.run(["dot", "-Tsvg", "-o", FIGURE.with_suffix(".svg"), FIGURE], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

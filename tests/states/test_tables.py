@@ -1,0 +1,52 @@
+"""The tables that run are those of the declarations, and nothing that runs needs the library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trio_smc.states import USABLE, __main__, tables
+from trio_smc.states.chart import flatten
+from trio_smc.states.engine import Table
+from trio_smc.states.generate import MACHINES, TABLES, source
+
+
+def test_the_generated_module_is_current() -> None:
+    assert TABLES.read_text(encoding="utf-8") == source(MACHINES), "make states"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_generated_table_is_what_its_chart_says(name: str) -> None:
+    ran, declared = getattr(tables, name.upper()), flatten(MACHINES[name])
+    assert len(Table.__slots__) > 5
+    for part in Table.__slots__:
+        assert getattr(ran, part) == getattr(declared, part), part
+
+
+def test_a_stale_module_is_noticed_and_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = tmp_path / "tables.py"
+    stale.write_text(source(MACHINES).replace("TESTING", "TRYING"))
+    monkeypatch.setattr(__main__, "TABLES", stale)
+    assert __main__.main(["--check"]) == 1
+    assert "tables.py: differs from the declarations" in capsys.readouterr().err
+    __main__.main([str(tmp_path / "docs")])
+    assert stale.read_text() == source(MACHINES)
+
+
+def test_a_group_is_used_in_states_that_it_has() -> None:
+    assert set(tables.LINK_GROUP.states) > USABLE
+
+
+def test_programs_import_neither_the_library_nor_asyncio() -> None:
+    listed = "import sys, trio_smc; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", listed], capture_output=True, check=True, text=True
+    )
+    modules = done.stdout.split()
+    assert "trio_smc.states.tables" in modules
+    assert {"statemachine", "asyncio", "pyroute2"}.isdisjoint(modules)

@@ -1,0 +1,165 @@
+"""What `trio-smc check` says of a listener of this host that does not speak SMC-R."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import reserved_port
+from trio_smc import Config
+from trio_smc.tools.processes import explain_listener
+
+HERE = Config().private_directory
+PATIENCE = 40
+ASYNCIO = """
+import asyncio
+async def main():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+PLAIN = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    listener.accept()[0].close()
+"""
+WITH_STACK = """
+import trio, trio_smc
+async def main():
+    async with trio_smc.open_stack():
+        [listener] = await {module}.open_{kind}listeners(0, host="127.0.0.1")
+        print(listener.socket.getsockname()[1], flush=True)
+        async with trio.open_nursery() as nursery:
+            while True:
+                nursery.start_soon((await listener.accept()).aclose)
+trio.run(main)
+"""
+
+
+@contextlib.contextmanager
+def server(
+    program: str, python: str = sys.executable, *before: str, **environment: str
+) -> Iterator[tuple[int, int]]:
+    """A process that prints its port: port and process number."""
+    with subprocess.Popen(
+        [*before, python, "-c", program],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline()), process.pid
+        finally:
+            process.send_signal(signal.SIGINT)  # a stack removes its names
+            process.wait(PATIENCE)
+
+
+def check(port: int) -> str:
+    """What the command prints for people; JSON has the same."""
+    command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert said.returncode == 1, said.stderr
+    done = subprocess.run([*command, "--json"], capture_output=True, timeout=PATIENCE, check=False)
+    found = json.loads(done.stdout)["listener"]
+    assert found["text"] in said.stdout
+    assert f"remedy     {found['remedy']}\n" in said.stdout
+    return said.stdout
+
+
+def test_an_asyncio_server() -> None:
+    with server(ASYNCIO) as (port, pid):
+        said = check(port)
+    assert f"listener   process {pid} has asyncio loaded and no stack of trio_smc\n" in said
+    assert "remedy     run it on Trio by 'trio-smc run'; if it knows asyncio alone, put" in said
+    assert f"tcp:127.0.0.1:{port}' in front of it\n" in said
+
+
+def test_a_python_program_without_a_stack() -> None:
+    with server(PLAIN) as (port, pid):
+        said = check(port)
+    assert f"process {pid} is a Python program without a stack of trio_smc\n" in said
+    assert "remedy     start it by 'trio-smc run', or use trio_smc in it\n" in said
+
+
+def test_a_python_without_trio_smc(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    with server(PLAIN, python, "env", "-C", str(tmp_path), PYTHONPATH="") as (port, pid):
+        said = check(port)
+    assert f"listener   process {pid} runs {python}, which has no trio_smc\n" in said
+    assert "remedy     install trio-smc there and use 'trio-smc run'\n" in said
+
+
+def test_a_private_directory_elsewhere(tmp_path: Path) -> None:
+    program = WITH_STACK.format(module="trio_smc", kind="")
+    with server(program, XDG_RUNTIME_DIR=str(tmp_path)) as (port, pid):
+        said = check(port)
+    theirs, ours = tmp_path / "trio-smc", HERE()
+    assert f"private directory of process {pid} is {theirs}, this one's is {ours}\n" in said
+    assert f"here: --directory {theirs}\n" in said
+
+
+def test_a_stack_that_does_not_listen_there() -> None:
+    with server(WITH_STACK.format(module="trio", kind="tcp_")) as (port, pid):
+        said = check(port)
+    assert f"process {pid} has a stack of trio_smc, and listens by another socket\n" in said
+
+
+def test_what_is_no_python(tmp_path: Path) -> None:
+    redis = shutil.which("redis-server")
+    assert redis, "redis-server is missing"
+    with reserved_port() as port:
+        command = [redis, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+            try:
+                end = time.monotonic() + PATIENCE
+                while time.monotonic() < end:
+                    with contextlib.suppress(ConnectionRefusedError):
+                        socket.create_connection(("127.0.0.1", port)).close()
+                        break
+                found = explain_listener("127.0.0.1", port, HERE())
+            finally:
+                process.kill()
+    assert found.pid == process.pid
+    assert found.text.endswith(" is no Python program")
+    assert found.remedy.startswith("put 'trio-smc proxy smc:HOST:PORT tcp:127.0.0.1:")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_users_listener() -> None:
+    as_nobody = f"import os, socket, time; os.setuid(65534)\n{PLAIN}"
+    with server(as_nobody) as (port, _):
+        found = explain_listener("127.0.0.1", port, HERE())
+    assert (found.uid, found.pid) == (65534, None)
+    assert found.text == f"the listener belongs to user 65534, this process to {os.geteuid()}"
+    assert found.remedy == "run both processes as one user"
+
+
+def test_a_network_namespace_of_its_own() -> None:
+    made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("no network namespaces here")
+    with server(PLAIN, sys.executable, "unshare", "-rn") as (port, pid):
+        found = explain_listener("127.0.0.1", port, HERE())
+    assert found.text == f"process {pid} listens in a network namespace of its own"
+    assert found.remedy == "run both ends in one network namespace"
+
+
+def test_nobody_listens() -> None:
+    with reserved_port() as port:
+        found = explain_listener("127.0.0.1", port, HERE())
+    assert found.pid is None
+    assert found.text.startswith("nothing in this network namespace listens there")

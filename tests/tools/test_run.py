@@ -1,0 +1,293 @@
+"""`trio-smc run`: what it says of programs that are not all SMC-R, and that it ends as they do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trio_smc import ProtocolError
+from trio_smc.tools.supervisor import Tree
+
+RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
+PATIENCE = 40
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2)."""
+
+TRIO = """
+import sys, trio
+
+async def serve(stream):
+    async for data in stream:
+        await stream.send_all(data)
+
+async def main(count=5):
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, serve, 0)
+        port = listeners[0].socket.getsockname()[1]
+        for _ in range(count):
+            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+                await stream.send_all(bytes(1000))
+                await stream.receive_some()
+        nursery.cancel_scope.cancel()
+"""
+ASYNCIO = """
+import asyncio, sys
+
+async def main():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    assert await reader.read() == b""
+    writer.close()
+    server.close()
+"""
+WORKERS = f"""{TRIO}
+import asyncio, multiprocessing, subprocess
+
+if __name__ == "__main__":
+    asyncio.run(asyncio.sleep(0))  # no connection: nobody's business
+    subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
+    subprocess.run([sys.executable, "-c", "import asyncio; asyncio.run(asyncio.sleep(0))"])
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=trio.run, args=(main, count)) for count in (2, 3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(sum(worker.exitcode for worker in workers))
+"""
+GUEST = f"""{TRIO}
+import asyncio
+
+async def host():
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    trio.lowlevel.start_guest_run(
+        main, run_sync_soon_threadsafe=loop.call_soon_threadsafe,
+        done_callback=lambda outcome: (outcome.unwrap(), done.set()),
+    )
+    await done.wait()
+
+asyncio.run(host())
+"""
+
+
+def run(
+    directory: Path, program: str, *options: str, python: tuple[str, ...] = (sys.executable,)
+) -> tuple[int, str]:
+    """The exit code and what was said on stderr."""
+    (directory / "program.py").write_text(program)
+    done = subprocess.run(
+        [*RUN, *options, "--", *python, "program.py"],
+        cwd=directory, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
+    assert run(tmp_path, f"{TRIO}\ntrio.run(main)") == (0, "")
+    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--require-smc")
+    assert code == 0
+    # Both ends are in the program.
+    assert [line.removeprefix("trio-smc run: ") for line in said.splitlines()] == [
+        "10 connections of 1 processes",
+        "       10 SMC-R, sent 9.8 KiB, received 9.8 KiB",
+        "        0 TCP",
+    ]
+
+
+def test_a_report_says_why_connections_are_tcp(tmp_path: Path) -> None:
+    (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
+    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--config", "smc.toml")
+    assert code == 0
+    assert re.search(r"^trio-smc run: +10 TCP$", said, re.MULTILINE)
+    assert re.search(r"^trio-smc run: +\d+ local: not-permitted$", said, re.MULTILINE)
+
+
+SHORT = f"""{TRIO}
+trio.run(main, 40)
+"""
+
+
+def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> None:
+    code, said = run(tmp_path, SHORT, "--report", "--require-smc")
+    assert code == 0
+    assert said.splitlines()[1].startswith("trio-smc run:        80 SMC-R, ")
+    assert said.splitlines()[2:] == ["trio-smc run:         0 TCP"]
+    code, said = run(tmp_path, SHORT, "--report")
+    assert code == 0
+    assert re.search(r" [1-9]\d* TCP$", said, re.MULTILINE)
+    assert re.search(r" local: short-connections$", said, re.MULTILINE)
+    (tmp_path / "smc.toml").write_text("learn_short = false")
+    code, said = run(tmp_path, SHORT, "--report", "--config", "smc.toml")
+    assert re.search(r" 80 SMC-R, ", said)
+
+
+def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
+    code, said = run(tmp_path, WORKERS, "--report", "--require-smc")
+    assert code == 0
+    lines = said.splitlines()
+    assert lines[0] == "trio-smc run: 10 connections of 2 processes"
+    assert len(lines) == 3
+
+
+def test_trio_as_a_guest_of_asyncio_is_trio(tmp_path: Path) -> None:
+    assert run(tmp_path, GUEST, "--require-smc") == (0, "")
+
+
+@pytest.mark.parametrize("runner", ["asyncio.run(main())", "import uvloop; uvloop.run(main())"])
+def test_connections_of_asyncio(tmp_path: Path, runner: str) -> None:
+    code, said = run(tmp_path, f"{ASYNCIO}\n{runner}")
+    assert code == 0
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ opens TCP .* asyncio, .*\n", said)
+    code, said = run(tmp_path, f"{ASYNCIO}\n{runner}", "--require-smc")
+    assert code == 1
+    assert re.search(r"^trio-smc run: error: process \d+ opens TCP .*asyncio", said, re.MULTILINE)
+
+
+def test_connections_of_asyncio_in_a_worker(tmp_path: Path) -> None:
+    """Said at once, not when the server ends, and once."""
+    program = f"""{ASYNCIO}
+import subprocess, time
+if sys.argv[1:]:
+    asyncio.run(main())
+else:
+    workers = [subprocess.Popen([sys.executable, __file__, "worker"]) for _ in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    print("ready", flush=True)
+    time.sleep({PATIENCE})
+"""
+    (tmp_path / "program.py").write_text(program)
+    with subprocess.Popen(
+        [*RUN, "--", sys.executable, "program.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        seen = {process.stdout.readline().split(":")[0] for _ in range(2)}
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert seen == {"trio-smc run", "ready\n"}
+    assert rest == ""
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("program", ["print('no network')", "import trio; print(trio.run)"])
+def test_a_program_that_never_uses_trio(tmp_path: Path, program: str) -> None:
+    ended = "the program ended without using Trio: nothing of it could be SMC-R\n"
+    assert run(tmp_path, program) == (0, f"trio-smc run: warning: {ended}")
+    assert run(tmp_path, program, "--require-smc") == (1, f"trio-smc run: error: {ended}")
+    code, said = run(tmp_path, f"{program}; raise SystemExit(5)", "--require-smc")
+    assert (code, said) == (5, f"trio-smc run: error: {ended}")
+
+
+def test_a_python_that_does_not_load_the_hook(tmp_path: Path) -> None:
+    code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
+    assert code == 0
+    assert re.fullmatch(r"trio-smc run: warning: process \d+ runs .* without the hook .*\n", said)
+    # In the middle of a tree it is found by its sockets, while it runs.
+    server = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(60)"
+    program = f"""
+import signal, subprocess, sys
+helper = subprocess.Popen([sys.executable, "-I", "-c", {server!r}])
+signal.signal(signal.SIGTERM, lambda *_: helper.kill())
+helper.wait()
+"""
+    begun = time.monotonic()
+    code, said = run(tmp_path, program, "--require-smc")
+    assert time.monotonic() - begun < PATIENCE
+    assert code == 1, said
+    assert re.fullmatch(r"trio-smc run: error: process \d+ runs .* without the hook .*\n", said)
+
+
+def test_a_python_without_trio_smc(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "trio.py").write_text("")
+    shell = (
+        f"PYTHONPATH=${{PYTHONPATH%%:*}}:{tmp_path}/other "
+        f"exec {tmp_path}/venv/bin/python -c 'import trio; print(7)'"
+    )
+    for options, code, level, printed in (
+        ([], 0, "warning", "7\n"),
+        (["--require-smc"], 1, "error", ""),
+    ):
+        done = subprocess.run(
+            [*RUN, *options, "--", "sh", "-c", shell],
+            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (code, printed)
+        pattern = rf"^trio-smc run: {level}: process \d+ uses Trio, .*No module named 'trio_smc'"
+        assert re.search(pattern, done.stderr, re.MULTILINE), done.stderr
+
+
+def test_exit_codes_and_signals_are_the_programs(tmp_path: Path) -> None:
+    assert run(tmp_path, f"{TRIO}\ntrio.run(main, 1)\nsys.exit(7)") == (7, "")
+    fatal = f"{TRIO}\nimport os\ntrio.run(main, 1)\nos.kill(os.getpid(), 9)"
+    assert run(tmp_path, fatal) == (-9, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    program = f"""
+import signal, sys, trio
+async def main():
+    with trio.open_signal_receiver({int(number)}) as received:
+        print("ready", flush=True)
+        async for number in received:
+            sys.exit(number + 1)
+try:
+    trio.run(main)
+except* SystemExit as group:
+    sys.exit(group.exceptions[0].code)
+"""
+    (tmp_path / "program.py").write_text(program)
+    command = [*RUN, "--", sys.executable, "program.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == number + 1
+
+
+def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [*RUN, "--", sys.executable, "program.py"]
+    libc = ctypes.CDLL(None)
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    try:
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline())
+            process.kill()
+            process.wait(PATIENCE)
+            _, status = os.waitpid(pid, 0)
+        for left in tmp_path.glob("trio-smc-run-*/socket"):
+            left.unlink()  # nobody was there to do it
+    finally:
+        libc.prctl(SUBREAPER, 0, 0, 0, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff", b"[1]", b"{}", b'{"kind": "trio"}', b'{"kind": 1, "pid": 2}', b"[" * 50_000,
+        b'{"kind": "stack-end", "pid": 2, "stack": "x", "statistics": {}}',
+        b'{"kind": "missing", "pid": 2}',
+    ],
+)  # fmt: skip
+def test_what_is_no_message(data: bytes) -> None:
+    tree = Tree(require=True)
+    with pytest.raises(ProtocolError):
+        tree.take_untrusted(data)
+    assert not tree.complaint
