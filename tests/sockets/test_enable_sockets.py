@@ -21,7 +21,7 @@ from trio.testing import check_half_closeable_stream
 
 import trio_smc
 from tests.streams.stream_pairs import cancelled_when_it_waits
-from trio_smc.sockets.drop_in import SocketFace
+from trio_smc.sockets.drop_in import DropInSocket
 
 LOOPBACK = "127.0.0.1"
 TCP_ULP = 31  # Python has no name for it
@@ -39,7 +39,7 @@ def enabled() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def faces() -> AsyncIterator[tuple[SocketFace, SocketFace]]:
+async def drop_ins() -> AsyncIterator[tuple[DropInSocket, DropInSocket]]:
     """The client's and the server's end of a connection."""
     listener = trio.socket.socket()
     await listener.bind((LOOPBACK, 0))
@@ -54,8 +54,8 @@ async def faces() -> AsyncIterator[tuple[SocketFace, SocketFace]]:
         nursery.start_soon(accept)
         await client.connect(listener.getsockname())
     with listener, client, accepted[0] as server:
-        assert isinstance(client, SocketFace)
-        assert isinstance(server, SocketFace)
+        assert isinstance(client, DropInSocket)
+        assert isinstance(server, DropInSocket)
         yield client, server
 
 
@@ -65,8 +65,8 @@ def refused(number: int) -> Iterator[None]:
         yield
 
 
-def over_smc(face: SocketFace) -> bool:
-    return face.stream is not None and face.stream.mode is trio_smc.Mode.SMC_R
+def over_smc(sock: DropInSocket) -> bool:
+    return sock.stream is not None and sock.stream.mode is trio_smc.Mode.SMC_R
 
 
 async def make_pair(
@@ -84,7 +84,7 @@ async def make_pair(
             client = await trio.open_tcp_stream(
                 *listener.socket.getsockname(), local_address=local_address
             )
-    assert over_smc(cast(SocketFace, client.socket))
+    assert over_smc(cast(DropInSocket, client.socket))
     return client, ends[0]
 
 
@@ -108,7 +108,7 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert over_smc(client)
             assert over_smc(server)
             assert client.getsockname() == server.getpeername()
@@ -162,8 +162,8 @@ def test_names_and_options_of_both_ends(enabled: None) -> None:
                 await client.connect(listener.getsockname())
             server, address = accepted[0]
             with server:
-                assert over_smc(cast(SocketFace, client))
-                assert over_smc(cast(SocketFace, server))
+                assert over_smc(cast(DropInSocket, client))
+                assert over_smc(cast(DropInSocket, server))
                 assert client.getsockname() == server.getpeername() == address
                 assert client.getpeername() == server.getsockname() == listener.getsockname()
                 assert client.getsockopt(level, stdlib_socket.SO_RCVBUF) == 16 * 1024
@@ -184,7 +184,7 @@ def test_names_and_options_of_both_ends(enabled: None) -> None:
 
 def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert not server.is_readable()
             await client.sendmsg([b"abc", b"def"])
             assert await server.recv(4, stdlib_socket.MSG_PEEK) == b"abcd"
@@ -202,7 +202,7 @@ def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
 
 def test_shut_for_reading(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             await client.send(b"nobody reads this")
             server.shutdown(stdlib_socket.SHUT_RD)
             assert await server.recv(10) == b""
@@ -214,7 +214,7 @@ def test_shut_for_reading(enabled: None) -> None:
 
 def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             await client.send(b"goodbye")
             client.close()
             assert await server.recv(100) == b"goodbye"
@@ -229,7 +229,7 @@ def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
 
 def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, _):
+        async with drop_ins() as (client, _):
             for attempt in (
                 partial(client.recv, 1, stdlib_socket.MSG_WAITALL),
                 partial(client.sendmsg, [b"x"], [(1, 1, b"")]),
@@ -247,7 +247,7 @@ def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
 
 def test_urgent_data(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert await client.send(b"!", stdlib_socket.MSG_OOB) == 1
             assert server.stream is not None
             assert await server.stream.receive_urgent() == b"!"
@@ -271,8 +271,8 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
             # Nobody has called `listen` on it in Trio: `accept` publishes it.
             await trio.testing.wait_all_tasks_blocked(0.05)
             client = await trio.open_tcp_stream(*theirs.getsockname())
-        assert over_smc(cast(SocketFace, client.socket))
-        assert over_smc(cast(SocketFace, accepted[0].socket))
+        assert over_smc(cast(DropInSocket, client.socket))
+        assert over_smc(cast(DropInSocket, accepted[0].socket))
         await accepted[0].aclose()
         await client.aclose()
 
@@ -284,7 +284,7 @@ def test_what_is_not_tcp_stays_as_it_is(enabled: None) -> None:
         one, other = trio.socket.socketpair()
         with one, other, trio.socket.socket(type=stdlib_socket.SOCK_DGRAM) as datagrams:
             for each in (one, other, datagrams):
-                assert not isinstance(each, SocketFace)
+                assert not isinstance(each, DropInSocket)
 
     trio.run(main)
 
@@ -298,7 +298,7 @@ def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
                 with theirs.accept()[0] as peer:
                     peer.sendall(b"plain")
                     assert await client.recv(10) == b"plain"
-                    assert isinstance(client, SocketFace)
+                    assert isinstance(client, DropInSocket)
                     assert client.stream is not None
                     assert client.stream.fallback is not None
                     client.close()
@@ -328,7 +328,7 @@ def test_a_guest_run(enabled: None) -> None:
     async def main() -> str:
         client, server = await make_pair()
         async with client, server:
-            assert isinstance(client.socket, SocketFace)
+            assert isinstance(client.socket, DropInSocket)
             assert over_smc(client.socket)
             await client.send_all(b"from the guest")
             return (await server.receive_some()).decode()
@@ -344,13 +344,13 @@ def test_a_guest_run(enabled: None) -> None:
 async def test_enabled_inside_a_run() -> None:
     trio_smc.enable(SMALL)
     try:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert over_smc(client)
             assert over_smc(server)
     finally:
         trio_smc.disable()
     with trio.socket.socket() as plain:
-        assert not isinstance(plain, SocketFace)
+        assert not isinstance(plain, DropInSocket)
 
 
 def test_disabled_again() -> None:
@@ -392,7 +392,7 @@ def test_a_connected_descriptor_is_left_alone(enabled: None) -> None:
         with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
             theirs_client = stdlib_socket.create_connection(theirs.getsockname())
             with trio.socket.from_stdlib_socket(theirs_client) as taken:
-                assert not isinstance(taken, SocketFace)
+                assert not isinstance(taken, DropInSocket)
 
     trio.run(main)
 

@@ -223,7 +223,7 @@ def established_stream(
     )
     endpoint.connection.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
-    stream = RdmaStream(stack, endpoint, sock, config)
+    stream = RdmaStream(stack, endpoint, stack.view(endpoint.group), sock, config)
     if options is not None:
         stream.inherit(options)
     stack.count_mode(stream, None)

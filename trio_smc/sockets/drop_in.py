@@ -1,28 +1,20 @@
-"""A `trio.socket.SocketType` whose bytes travel over SMC-R, and the factory of such sockets.
+"""The drop-in socket: a `trio.socket.SocketType` whose bytes may travel over SMC-R.
 
 Theory of operation
 -------------------
-`enable` makes `trio.socket.socket` return a `SocketFace` for TCP.  It starts as the plain socket
-it
-wraps: options, bind and listen go there.  `connect` runs the handshake of `open_stream` on it,
-and
-`accept` hands out what an `SmcListener` accepted; from then on the face has a stream.  While
-that
-is plain TCP, the face is the plain socket again.  Over SMC-R bytes go through the stream, and
-only
-names and options through the socket.
+`enable` makes `trio.socket.socket` return a `DropInSocket` for TCP, by way of the socket factory
+here.  It starts as the plain socket that it wraps: options, bind and listen go there.  `connect`
+runs the handshake of `open_stream` on it, and `accept` hands out what an `SmcListener` accepted;
+from then on it has a stream.  While that is plain TCP, it is the plain socket again.  Over SMC-R
+bytes go through the stream, and only names and options through the plain socket.
 
-A socket and a stream differ in a few ways, and the face takes the socket's side: `send` may send
-a
+A socket and a stream differ in a few ways, and this takes the socket's side: `send` may send a
 part; errors are OSErrors with a number; closing is no coroutine, so it cannot wait for the peer;
 after SHUT_RD everything is at its end.  `listen` is no coroutine either, while to publish a
 listener takes some; a task of the stack does that, and `accept` waits for it.
 
-What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination
-address,
+What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination address,
 `detach` and `dup`.
-
-Where `SocketFace`s come from: Trio's socket factory, and sockets of the standard library.
 """
 
 from __future__ import annotations
@@ -49,11 +41,9 @@ if TYPE_CHECKING:
     from trio_smc.streams.stream import SmcStream
 
 __all__ = [
-    "FaceData",
-    "FaceFactory",
+    "DropInFactory",
+    "DropInSocket",
     "FindStack",
-    "SocketFace",
-    "plain_socket",
     "socket_errors",
     "unsupported",
 ]
@@ -83,13 +73,129 @@ def unsupported() -> NoReturn:
     raise os_error(errno.EOPNOTSUPP)
 
 
-class FaceData(trio.socket.SocketType):
-    """Receives and sends through the stream when there is one over SMC-R, else by TCP."""
+LOGGER = logging.getLogger("trio_smc")
 
-    plain: trio.socket.SocketType
-    _rdma: RdmaStream | None
-    _read_shut: bool
-    _write_shut: bool
+_LATE_PORT: Final = (
+    stdlib_socket.IPPROTO_IP,
+    getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
+)
+
+FindStack = Callable[[], Awaitable["Stack"]]
+
+
+class DropInSocket(trio.socket.SocketType):
+    """A socket of TCP whose connection may be SMC-R.
+
+    Attributes:
+      plain: the TCP socket itself.
+      stream: the connection, once it is connected; its `mode` and `fallback` say how.
+    """
+
+    def __init__(
+        self,
+        plain: trio.socket.SocketType,
+        find_stack: FindStack,
+        stream: SmcStream | None = None,
+    ) -> None:
+        self.plain = plain
+        self.stream = stream
+        self._find_stack = find_stack
+        self._stack: Stack | None = None
+        self._rdma = stream if isinstance(stream, RdmaStream) else None
+        self._listener: SmcListener | None = None
+        self._listening = _is_listening(plain)
+        self._publishing = trio.Lock()
+        self._read_shut = self._write_shut = self._closed = False
+        self._ended: stdlib_socket.socket | None = None
+
+    def __repr__(self) -> str:
+        return f"<DropInSocket {self.stream or self.plain!r}>"
+
+    # --- names and options -------------------------------------------------------------------
+
+    @property
+    def _sock(self) -> stdlib_socket.socket:
+        # AnyIO looks here for the raw socket.
+        return cast(Any, self.plain)._sock  # type: ignore[no-any-return]
+
+    @property
+    def family(self) -> stdlib_socket.AddressFamily:
+        """AF_INET or AF_INET6."""
+        return self.plain.family
+
+    @property
+    def type(self) -> stdlib_socket.SocketKind:
+        """SOCK_STREAM."""
+        return self.plain.type
+
+    @property
+    def proto(self) -> int:
+        """The protocol number."""
+        return self.plain.proto
+
+    @property
+    def did_shutdown_SHUT_WR(self) -> bool:  # noqa: N802 - Trio's name
+        """Whether `shutdown` ended this side's sending."""
+        return self._write_shut or self.plain.did_shutdown_SHUT_WR
+
+    def fileno(self) -> int:
+        """The TCP socket's descriptor; -1 once closed.
+
+        The TCP connection ends with the SMC-R connection, which may be before the program closes
+        its socket.  Until then there has to be a descriptor, which shows the end of a stream.
+        """
+        if self._closed:
+            return -1
+        number = self.plain.fileno()
+        if number >= 0 or self._rdma is None:
+            return number
+        if self._ended is None:
+            self._ended, other = stdlib_socket.socketpair()
+            other.close()
+        return self._ended.fileno()
+
+    def getsockname(self) -> Any:
+        """The local address."""
+        return self.plain.getsockname()
+
+    def getpeername(self) -> Any:
+        """The peer's address."""
+        return self.plain.getpeername()
+
+    def get_inheritable(self) -> bool:
+        """As `socket.socket.get_inheritable`."""
+        return self.plain.get_inheritable()
+
+    def set_inheritable(self, inheritable: bool) -> None:
+        """As `socket.socket.set_inheritable`."""
+        self.plain.set_inheritable(inheritable)
+
+    def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
+        """As `SmcStream.getsockopt`."""
+        if self._rdma is not None:
+            return self._rdma.getsockopt(level, optname, buflen or 0)
+        if buflen is None:
+            return self.plain.getsockopt(level, optname)
+        return self.plain.getsockopt(level, optname, buflen)
+
+    def setsockopt(
+        self, level: int, optname: int, value: int | Buffer | None, optlen: int | None = None
+    ) -> None:
+        """As `SmcStream.setsockopt`."""
+        if self._rdma is not None:
+            self._rdma.setsockopt(level, optname, value, optlen)
+        elif (level, optname) == _LATE_PORT:
+            pass  # a client on this host announces its port before it connects
+        elif optlen is not None:
+            self.plain.setsockopt(level, optname, cast(None, value), optlen)
+        else:
+            self.plain.setsockopt(level, optname, cast(int, value))
+
+    def is_readable(self) -> bool:
+        """Whether `recv` would return or raise at once."""
+        return self._rdma.is_readable() if self._rdma is not None else self.plain.is_readable()
+
+    # --- data --------------------------------------------------------------------------------
 
     async def recv(self, buflen: int, flags: int = 0, /) -> bytes:
         """As `socket.socket.recv`; MSG_PEEK is the only flag."""
@@ -194,134 +300,6 @@ class FaceData(trio.socket.SocketType):
         with socket_errors():
             await self._rdma.wait_send_all_might_not_block()
 
-
-LOGGER = logging.getLogger("trio_smc")
-
-_LATE_PORT: Final = (
-    stdlib_socket.IPPROTO_IP,
-    getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
-)
-
-FindStack = Callable[[], Awaitable["Stack"]]
-
-
-def plain_socket(sock: trio.socket.SocketType) -> trio.socket.SocketType:
-    """The socket behind a face; any other as it is."""
-    return sock.plain if isinstance(sock, SocketFace) else sock
-
-
-class SocketFace(FaceData):
-    """A socket of TCP whose connection may be SMC-R.
-
-    Attributes:
-      plain: the TCP socket itself.
-      stream: the connection, once it is connected; its `mode` and `fallback` say how.
-    """
-
-    def __init__(
-        self,
-        plain: trio.socket.SocketType,
-        find_stack: FindStack,
-        stream: SmcStream | None = None,
-    ) -> None:
-        self.plain = plain
-        self.stream = stream
-        self._find_stack = find_stack
-        self._stack: Stack | None = None
-        self._rdma = stream if isinstance(stream, RdmaStream) else None
-        self._listener: SmcListener | None = None
-        self._listening = _is_listening(plain)
-        self._publishing = trio.Lock()
-        self._read_shut = self._write_shut = self._closed = False
-        self._ended: stdlib_socket.socket | None = None
-
-    def __repr__(self) -> str:
-        return f"<SocketFace {self.stream or self.plain!r}>"
-
-    # --- names and options -------------------------------------------------------------------
-
-    @property
-    def _sock(self) -> stdlib_socket.socket:
-        # AnyIO looks here for the raw socket.
-        return cast(Any, self.plain)._sock  # type: ignore[no-any-return]
-
-    @property
-    def family(self) -> stdlib_socket.AddressFamily:
-        """AF_INET or AF_INET6."""
-        return self.plain.family
-
-    @property
-    def type(self) -> stdlib_socket.SocketKind:
-        """SOCK_STREAM."""
-        return self.plain.type
-
-    @property
-    def proto(self) -> int:
-        """The protocol number."""
-        return self.plain.proto
-
-    @property
-    def did_shutdown_SHUT_WR(self) -> bool:  # noqa: N802 - Trio's name
-        """Whether `shutdown` ended this side's sending."""
-        return self._write_shut or self.plain.did_shutdown_SHUT_WR
-
-    def fileno(self) -> int:
-        """The TCP socket's descriptor; -1 once closed.
-
-        The TCP connection ends with the SMC-R connection, which may be before the program closes
-        its socket.  Until then there has to be a descriptor, which shows the end of a stream.
-        """
-        if self._closed:
-            return -1
-        number = self.plain.fileno()
-        if number >= 0 or self._rdma is None:
-            return number
-        if self._ended is None:
-            self._ended, other = stdlib_socket.socketpair()
-            other.close()
-        return self._ended.fileno()
-
-    def getsockname(self) -> Any:
-        """The local address."""
-        return self.plain.getsockname()
-
-    def getpeername(self) -> Any:
-        """The peer's address."""
-        return self.plain.getpeername()
-
-    def get_inheritable(self) -> bool:
-        """As `socket.socket.get_inheritable`."""
-        return self.plain.get_inheritable()
-
-    def set_inheritable(self, inheritable: bool) -> None:
-        """As `socket.socket.set_inheritable`."""
-        self.plain.set_inheritable(inheritable)
-
-    def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
-        """As `SmcStream.getsockopt`."""
-        if self._rdma is not None:
-            return self._rdma.getsockopt(level, optname, buflen or 0)
-        if buflen is None:
-            return self.plain.getsockopt(level, optname)
-        return self.plain.getsockopt(level, optname, buflen)
-
-    def setsockopt(
-        self, level: int, optname: int, value: int | Buffer | None, optlen: int | None = None
-    ) -> None:
-        """As `SmcStream.setsockopt`."""
-        if self._rdma is not None:
-            self._rdma.setsockopt(level, optname, value, optlen)
-        elif (level, optname) == _LATE_PORT:
-            pass  # a client on this host announces its port before it connects
-        elif optlen is not None:
-            self.plain.setsockopt(level, optname, cast(None, value), optlen)
-        else:
-            self.plain.setsockopt(level, optname, cast(int, value))
-
-    def is_readable(self) -> bool:
-        """Whether `recv` would return or raise at once."""
-        return self._rdma.is_readable() if self._rdma is not None else self.plain.is_readable()
-
     # --- life --------------------------------------------------------------------------------
 
     async def bind(self, address: Any) -> None:
@@ -372,7 +350,7 @@ class SocketFace(FaceData):
         name = plain.getpeername()
         if not isinstance(stream, RdmaStream):
             return cast(trio.socket.SocketType, plain), name
-        return SocketFace(cast(Any, plain)._sock, self._find_stack, stream), name
+        return DropInSocket(cast(Any, plain)._sock, self._find_stack, stream), name
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
@@ -449,7 +427,7 @@ def _is_tcp(family: int, kind: int, protocol: int) -> bool:
     )
 
 
-class FaceFactory(trio.abc.SocketFactory):
+class DropInFactory(trio.abc.SocketFactory):
     """What `trio.socket.set_custom_socket_factory` takes.
 
     Args:
@@ -462,7 +440,7 @@ class FaceFactory(trio.abc.SocketFactory):
     def socket(
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
-        """A new socket: a face for TCP, Trio's own for anything else."""
+        """A new socket: a drop-in socket for TCP, Trio's own for anything else."""
         return self.wrap(
             stdlib_socket.socket(
                 stdlib_socket.AF_INET if family is None else family,
@@ -479,7 +457,7 @@ class FaceFactory(trio.abc.SocketFactory):
         plain = _make_plain(sock)
         if not _is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):
             return plain
-        return SocketFace(plain, self._find_stack)
+        return DropInSocket(plain, self._find_stack)
 
 
 def _is_connected(sock: stdlib_socket.socket) -> bool:

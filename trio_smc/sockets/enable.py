@@ -24,7 +24,7 @@ import trio
 
 from trio_smc._api import find_stack, set_default_config
 from trio_smc.config.config import Config
-from trio_smc.sockets.drop_in import FaceFactory
+from trio_smc.sockets.drop_in import DropInFactory
 
 __all__ = [
     "disable",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_FACTORY: Final = FaceFactory(find_stack)
+_FACTORY: Final = DropInFactory(find_stack)
 _RUNS: Final = (
     (trio, "run"),
     (trio.lowlevel, "start_guest_run"),

@@ -1,7 +1,12 @@
-"""`RdmaStream`, the SMC-R stream: a thin layer over the connection core, which never waits.
+"""`RdmaStream`, the SMC-R stream: waiting, errors and checkpoints around a connection core.
+
+Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it takes or gives what
+it can and calls its waiter, `on_readable`, `on_writable` or `on_urgent`, when there is more to be
+had.  A call looks, and while there is nothing it parks until its waiter is called.
 
 Checkpoints: every call is a full Trio checkpoint, as the stream contract wants.  A call that
-parks has been one by that; one that finds everything ready yields once
+parks has been one by that; one that finds everything ready yields once, behind its work, so that
+the peer's task has something to do in the same pass of the scheduler
 (`Config(checkpoints="amortised")`: cancellation is checked always, yielding only now and then).
 """
 
@@ -13,7 +18,7 @@ import operator
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
@@ -22,209 +27,59 @@ from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.socket_options import StreamOptions
-from trio_smc.streams.stream import OVER, SmcStream, UrgentState, flat, some_bytes, writable
-from trio_smc.streams.tcp_stream import _inline
+from trio_smc.streams.stream import (
+    OVER,
+    SmcStream,
+    UrgentState,
+    flat,
+    inline_error,
+    some_bytes,
+    writable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
+    from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
-    from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.stack.groups import StackCore
-    from trio_smc.streams.socket_options import Inherited
+    from trio_smc.rnic.pump import Pump
+    from trio_smc.streams.group_views import LinkGroup
+    from trio_smc.streams.socket_options import Inherited, KeptAlive
 
 __all__ = [
-    "URGENT",
-    "RdmaCalls",
     "RdmaStream",
-    "RdmaUrgent",
+    "StreamEndpoint",
+    "StreamOwner",
 ]
 
 
-URGENT: Final = "on_urgent"
-"""The core's waiter."""
+class StreamOwner(Protocol):
+    """What a stream wants of its stack."""
+
+    pump: Pump
+    timers: Timers
 
 
-class RdmaUrgent:
-    """The receiving methods of `RdmaStream`, whose attributes these are."""
+class StreamEndpoint(Protocol):
+    """What a stream wants of the joint between its connection and the rest of the stack."""
 
-    _core: Connection
-    _closed: bool
-    _urgent_busy = False
+    connection: Connection
+    closed_by_user: bool
+    """Set here: the stream was closed."""
+    lingers: bool
+    """Set here: SO_LINGER is on."""
+    abandoned: bool
+    """The connection was aborted because its stack was left."""
 
-    async def wait_urgent(self) -> UrgentState:
-        """Wait for urgent data (RFC 7609, 4.7.5, 4.7.6)."""
-        with self._alone():
-            await trio.lowlevel.checkpoint()
-            while not self._closed:
-                match self._core.urgent:
-                    case "pending":
-                        return "pending"
-                    case "present":
-                        return "present"
-                if self._core.urgent_over:
-                    self._take_urgent()
-                    raise trio.EndOfChannel(OVER)
-                await self._park(URGENT)
-            raise trio.ClosedResourceError("the stream was closed")
+    @property
+    def group(self) -> KeptAlive:
+        """The connection's link group."""
 
-    async def receive_urgent(self) -> bytes:
-        """Receive the urgent byte."""
-        with self._alone():
-            await trio.lowlevel.checkpoint()
-            while not self._closed:
-                if self._core.urgent_inline:
-                    raise _inline()
-                byte = self._take_urgent()
-                if byte is not None:
-                    return bytes((byte,))
-                if self._core.urgent_over:
-                    raise trio.EndOfChannel(OVER)
-                await self._park(URGENT)
-            raise trio.ClosedResourceError("the stream was closed")
-
-    def _take_urgent(self) -> int | None:
-        try:
-            return self._core.receive_urgent()
-        except OSError as error:
-            raise self._translated(error) from error
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._urgent_busy:
-            raise trio.BusyResourceError("another task waits for urgent data on this stream")
-        self._urgent_busy = True
-        try:
-            yield
-        finally:
-            self._urgent_busy = False
-
-    async def _park(self, waiter: str) -> bool:
-        raise NotImplementedError
-
-    def _translated(self, error: OSError) -> Exception:
-        raise NotImplementedError
-
-
-_READER: Final = "on_readable"
-_WRITER: Final = "on_writable"
-
-
-class RdmaCalls:
-    """Methods of `RdmaStream`, whose attributes these are."""
-
-    _core: Connection
-    _closed: bool
-    _sending: bool
-    _receiving: bool
-    _strict: bool
-
-    async def send_some(self, view: memoryview) -> int:
-        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
-
-        Returns:
-          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
-
-        Raises:
-          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
-            `SmcStream.send_all`.
-        """
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
-            await trio.lowlevel.checkpoint()
-            while True:
-                if self._closed or self._core.write_closed:
-                    raise trio.ClosedResourceError("the stream was closed for sending")
-                sent = self._send_some(view, False) if view else 0
-                if sent or not view:
-                    # The caller may change its buffer from now on, and may not wait any more.
-                    self._core.keep_copies()
-                    return sent
-                await self._park(_WRITER)
-        finally:
-            self._sending = False
-
-    async def receive_some_into(self, buffer: Buffer) -> int:
-        """See `SmcStream.receive_some_into`."""
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
-        try:
-            with writable(buffer) as view:
-                await trio.lowlevel.checkpoint_if_cancelled()
-                parked = False
-                while True:
-                    if self._closed:
-                        raise trio.ClosedResourceError("the stream was closed")
-                    try:
-                        size = self._core.receive_into(view)
-                    except OSError as error:
-                        raise self._translated(error) from error
-                    if size or self._core.at_eof:
-                        break
-                    parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._is_due()):
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            return size
-        finally:
-            self._receiving = False
-
-    async def peek_some(self, max_bytes: int) -> bytes:
-        """What `receive_some` would return, left where it is; same errors."""
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
-        try:
-            await trio.lowlevel.checkpoint()
-            while True:
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
-                try:
-                    data = self._core.peek(max_bytes)
-                except OSError as error:
-                    raise self._translated(error) from error
-                if data or self._core.at_eof:
-                    return data
-                await self._park(_READER)
-        finally:
-            self._receiving = False
-
-    def shut_down_writing(self) -> None:
-        """`SmcStream.send_eof` without its checkpoint.
-
-        Raises:
-          trio.ClosedResourceError, trio.BrokenResourceError: as there.
-        """
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
-        if self._core.error is not None:
-            raise trio.BrokenResourceError("the connection is broken") from self._core.error
-        self._core.shutdown_write()
-
-    def close(self) -> None:
-        """`SmcStream.aclose` without the wait: what was sent still arrives.  Idempotent."""
-        if not self._closed:
-            self._close_now()
-
-    async def _park(self, waiter: str) -> bool:
-        raise NotImplementedError
-
-    def _send_some(self, view: memoryview, urgent: bool) -> int:
-        raise NotImplementedError
-
-    def _is_due(self) -> bool:
-        raise NotImplementedError
-
-    def _close_now(self) -> None:
-        raise NotImplementedError
-
-    def _translated(self, error: OSError) -> Exception:
-        raise NotImplementedError
+    def forgotten(self) -> None:
+        """The stream was collected, and nobody had closed it."""
 
 
 _DEFAULT_RECEIVE: Final = 65536
@@ -236,18 +91,23 @@ _current_task: Final = trio.lowlevel.current_task
 _reschedule: Final = trio.lowlevel.reschedule
 _ABORTED: Final = Abort.SUCCEEDED
 _YIELD_EVERY_CALLS: Final = 32
+_YIELD_EVERY_NS: Final = 200_000
 _CROWD: Final = 8
 """So many waiting tasks are better served together, when the last of them parks again."""
-_YIELD_EVERY_NS: Final = 200_000
 _SELDOM: Final = 16
-# Waiters of the core; `URGENT` is another.
+# Waiters of the core.
+_READER: Final = "on_readable"
+_WRITER: Final = "on_writable"
+_URGENT: Final = "on_urgent"
+
+_Taken = TypeVar("_Taken", int, bytes)
 
 
 def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
-class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
+class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
     mode = Mode.SMC_R
@@ -256,10 +116,15 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     _closed = True  # until there is something to close
 
     def __init__(
-        self, stack: StackCore, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+        self,
+        stack: StreamOwner,
+        endpoint: StreamEndpoint,
+        link_group: LinkGroup,
+        sock: trio.socket.SocketType,
+        config: Config,
     ) -> None:
         self.socket = SmcSocket(sock)
-        self.link_group = stack.view(endpoint.group)
+        self.link_group = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
         core.tell_later = stack.pump.flush_soon
@@ -269,6 +134,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         self._closed = False
         self._sending = False
         self._receiving = False
+        self._urgent_busy = False
         self._strict = config.checkpoints == "strict"
         self._misses = 0  # readers that found nothing since a turn of others brought something
         # For amortised checkpoints: the scheduler's pass of the last call, the calls in it, when
@@ -349,6 +215,34 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             self._sending = False
 
+    async def send_some(self, view: memoryview) -> int:
+        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
+
+        Returns:
+          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `send_all`.
+        """
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while True:
+                if self._closed or self._core.write_closed:
+                    raise trio.ClosedResourceError("the stream was closed for sending")
+                sent = self._send_some(view, False) if view else 0
+                if sent or not view:
+                    break
+                await self._park(_WRITER)
+            # The caller may change its buffer from now on, and may not wait any more.
+            self._core.keep_copies()
+            return sent
+        finally:
+            self._sending = False
+
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of it; True when that took waiting.  ``sent``: of a first try, -1: none."""
         core = self._core
@@ -418,6 +312,18 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             self._sending = False
         self.shut_down_writing()
 
+    def shut_down_writing(self) -> None:
+        """`send_eof` without its checkpoint.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError: as there.
+        """
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        if self._core.error is not None:
+            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._core.shutdown_write()
+
     # --- receiving -------------------------------------------------------------------------
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
@@ -456,6 +362,88 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             self._receiving = False
 
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
+        with writable(buffer) as view:
+            return await self._receive(lambda: self._core.receive_into(view))
+
+    async def peek_some(self, max_bytes: int) -> bytes:
+        """What `receive_some` would return, left where it is; same errors."""
+        return await self._receive(lambda: self._core.peek(max_bytes))
+
+    async def _receive(self, take: Callable[[], _Taken]) -> _Taken:
+        """What ``take`` finds, as soon as that is something, or nothing at the end."""
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            await _check_cancelled()
+            parked = False
+            while True:
+                if self._closed:
+                    raise trio.ClosedResourceError("the stream was closed")
+                try:
+                    taken = take()
+                except OSError as error:
+                    raise self._translated(error) from error
+                if taken or self._core.at_eof:
+                    break
+                parked = await self._park(_READER) or parked
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+            return taken
+        finally:
+            self._receiving = False
+
+    # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait until the peer has urgent data; see `SmcStream.wait_urgent`."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                match self._core.urgent:
+                    case "pending":
+                        return "pending"
+                    case "present":
+                        return "present"
+                if self._core.urgent_over:
+                    self._take_urgent()
+                    raise trio.EndOfChannel(OVER)
+                await self._park(_URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    async def receive_urgent(self) -> bytes:
+        """Receive the urgent byte; see `SmcStream.receive_urgent`."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                if self._core.urgent_inline:
+                    raise inline_error()
+                byte = self._take_urgent()
+                if byte is not None:
+                    return bytes((byte,))
+                if self._core.urgent_over:
+                    raise trio.EndOfChannel(OVER)
+                await self._park(_URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    def _take_urgent(self) -> int | None:
+        try:
+            return self._core.receive_urgent()
+        except OSError as error:
+            raise self._translated(error) from error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._urgent_busy:
+            raise trio.BusyResourceError("another task waits for urgent data on this stream")
+        self._urgent_busy = True
+        try:
+            yield
+        finally:
+            self._urgent_busy = False
+
     # --- ending ----------------------------------------------------------------------------
 
     async def aclose(self) -> None:
@@ -480,6 +468,11 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             if not parked:
                 await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """`aclose` without the wait: what was sent still arrives.  Idempotent."""
+        if not self._closed:
+            self._close_now()
 
     def close_forcefully(self) -> None:
         """`trio.aclose_forcefully` without the checkpoint."""
@@ -511,7 +504,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     def _wake_waiters(self) -> None:
         # The core wakes them when its state changes; a close that waits for data changes none.
         core = self._core
-        for waiter in (_READER, _WRITER, URGENT):
+        for waiter in (_READER, _WRITER, _URGENT):
             wake = getattr(core, waiter)
             if wake is not None:
                 setattr(core, waiter, None)
