@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import queue
 import random
@@ -10,14 +12,15 @@ import socket as stdlib_socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Literal, NoReturn, cast
 
 import anyio
 import anyio.abc
 import pytest
 import trio
 from outcome import Outcome
-from trio.testing import check_half_closeable_stream
+from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 import trio_smc
 from tests.streams.stream_pairs import cancelled_when_it_waits
@@ -100,7 +103,16 @@ async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
     return client, server
 
 
-def test_trios_own_streams_keep_their_contract(enabled: None) -> None:
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+def test_trios_own_streams_keep_their_contract(
+    checkpoints: Literal["strict", "amortised"], enabled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if checkpoints == "amortised":
+        # All the rest must hold: that not every call yields is what the setting is for.
+        monkeypatch.setattr(
+            "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
+        )
+    trio_smc.enable(dataclasses.replace(SMALL, checkpoints=checkpoints))
     trio.run(check_half_closeable_stream, make_pair, make_clogged)
 
 
@@ -208,6 +220,196 @@ def test_shut_for_reading(enabled: None) -> None:
             assert await server.recv(10) == b""
             await server.send(b"this is read")
             assert await client.recv(100) == b"this is read"
+
+    trio.run(main)
+
+
+def test_shut_for_reading_while_somebody_reads(enabled: None) -> None:
+    async def main() -> None:
+        for way in ("recv", "receive_some"):
+            async with drop_ins() as (client, _):
+                stream = trio.SocketStream(client)
+                got: list[bytes | bytearray] = []
+
+                async def read(
+                    way: str = way, client: DropInSocket = client,
+                    stream: trio.SocketStream = stream, got: list[bytes | bytearray] = got,
+                ) -> None:  # fmt: skip
+                    reading = client.recv(10) if way == "recv" else stream.receive_some(10)
+                    got.append(await reading)
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(read)
+                    await wait_all_tasks_blocked()
+                    client.shutdown(stdlib_socket.SHUT_RD)
+                assert got == [b""]
+                assert await stream.receive_some(10) == b""
+                assert await client.recv(10) == b""
+
+    trio.run(main)
+
+
+def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
+    """What `trio.SocketStream` does by itself over TCP: the end of sending, closing, errors."""
+
+    async def main() -> None:
+        client, server = await make_pair()
+        await client.send_eof()
+        await client.send_eof()
+        assert client.socket.did_shutdown_SHUT_WR
+        with pytest.raises(trio.ClosedResourceError):
+            await client.send_all(b"x")
+        with pytest.raises(BrokenPipeError):
+            await client.socket.send(b"x")
+        assert await server.receive_some() == b""
+        server.socket.shutdown(stdlib_socket.SHUT_WR)
+        with pytest.raises(trio.ClosedResourceError):
+            await server.send_all(b"x")
+        for stream in (client, server):
+            await stream.aclose()
+            for call in (stream.send_eof, stream.receive_some, partial(stream.send_all, b"x")):
+                with pytest.raises(trio.ClosedResourceError):
+                    await call()
+
+        for how, error in (
+            ("close", trio.ClosedResourceError),
+            ("shutdown", trio.BrokenResourceError),
+        ):
+            client, server = await make_clogged()
+
+            async def send(
+                client: trio.SocketStream = client, error: type[Exception] = error
+            ) -> None:
+                with pytest.raises(error):
+                    await client.send_all(b"x")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                await wait_all_tasks_blocked()
+                with pytest.raises(trio.BusyResourceError):
+                    await client.send_eof()
+                if how == "close":
+                    client.socket.close()
+                else:
+                    client.socket.shutdown(stdlib_socket.SHUT_WR)
+            for stream in (client, server):
+                await trio.aclose_forcefully(stream)
+
+        client, server = await make_pair()
+        cast(DropInSocket, server.socket).stream.abort()  # type: ignore[union-attr]
+        with pytest.raises(trio.BrokenResourceError):
+            await client.receive_some()
+        with pytest.raises(trio.BrokenResourceError):
+            await client.send_all(b"x")
+        await client.aclose()
+
+    trio.run(main)
+
+
+def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
+    """As Trio's does, also when it was cancelled before there was anything to close."""
+
+    class Slow(trio.abc.HostnameResolver):
+        async def getaddrinfo(self, *_: object) -> NoReturn:
+            raise AssertionError((await trio.sleep_forever(),))
+
+        async def getnameinfo(self, *_: object) -> NoReturn:
+            raise NotImplementedError
+
+    async def main() -> None:
+        trio.socket.set_custom_hostname_resolver(Slow())
+        with trio.socket.socket() as client:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await client.connect(("localhost", 1))
+            assert scope.cancelled_caught
+            assert client.fileno() == -1
+
+    trio.run(main)
+
+
+class Turns(trio.abc.Instrument):
+    """How often the task that made it was given a turn since then."""
+
+    def __init__(self) -> None:
+        self._task = trio.lowlevel.current_task()
+        self.count = 0
+        trio.lowlevel.add_instrument(self)
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += task is self._task
+
+
+async def turns_of_ten_sends(stream: trio.abc.SendStream) -> int:
+    turns = Turns()
+    for _ in range(10):
+        await stream.send_all(b"x")
+    trio.lowlevel.remove_instrument(turns)
+    return turns.count
+
+
+@pytest.mark.parametrize(
+    ("text", "of_sockets"),
+    [("", 0), ('checkpoints = "strict"', 10), ('checkpoints = "amortised"', 0)],
+)
+def test_sockets_have_amortised_checkpoints_unless_told(
+    text: str, of_sockets: int, tmp_path: Path
+) -> None:
+    """And streams that a program opens itself have strict ones, in the same process."""
+    file = tmp_path / "smc.toml"
+    file.write_text(f"receive_buffer = 16384\n{text}\n")
+    config = trio_smc.load_config(file)
+
+    async def main() -> None:
+        for stack in (None, config):
+            async with trio_smc.open_stack(stack) if stack else contextlib.nullcontext():
+                client, server = await make_pair()
+                await trio.lowlevel.checkpoint()
+                assert (await turns_of_ten_sends(client) >= 10) is (of_sockets == 10)
+                assert (await turns_of_ten_sends(server) >= 10) is (of_sockets == 10)
+                [listener] = await trio_smc.open_listeners(0, host=LOOPBACK)
+                name = listener.socket.getsockname()
+                async with listener, await trio_smc.open_stream(*name) as ours:
+                    peer = await listener.accept()
+                    assert ours.mode is trio_smc.Mode.SMC_R
+                    strict = config.checkpoints != "amortised"
+                    assert (await turns_of_ten_sends(ours) >= 10) is strict
+                    await peer.aclose()
+                for stream in (client, server):
+                    await stream.aclose()
+
+    trio_smc.enable(config)
+    try:
+        trio.run(main)
+    finally:
+        trio_smc.disable()
+
+
+def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
+    """Also by those that would not yield: each call of a loop that never waits looks."""
+
+    async def main() -> None:
+        client, server = await make_pair()
+        await server.send_all(b"x" * 100)
+        for call in (
+            partial(client.send_all, b"x"),
+            partial(client.receive_some, 1),
+            partial(client.socket.send, b"x"),
+            partial(client.socket.recv, 1),
+            partial(client.socket.recv_into, bytearray(1)),
+        ):
+            with trio.CancelScope() as scope:
+                await call()  # with nothing in its way
+                scope.cancel()
+                await call()
+            assert scope.cancelled_caught
+        with trio.move_on_after(0.02) as scope:
+            while True:
+                await client.send_all(b"x")
+                await server.receive_some(100)
+        assert scope.cancelled_caught, "a loop that is always ready lets its deadline pass"
+        for stream in (client, server):
+            await stream.aclose()
 
     trio.run(main)
 

@@ -13,6 +13,9 @@ part; errors are OSErrors with a number; closing is no coroutine, so it cannot w
 after SHUT_RD everything is at its end.  `listen` is no coroutine either, while to publish a
 listener takes some; a task of the stack does that, and `accept` waits for it.
 
+Programs written for TCP seldom rely on each call being a full checkpoint, and it costs much of what
+a call does: where nobody set `Config.checkpoints` these sockets have amortised ones.
+
 What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination address,
 `detach` and `dup`.
 """
@@ -23,46 +26,51 @@ import errno
 import logging
 import os
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
+from weakref import WeakKeyDictionary
 
 import trio
 
 from trio_smc.connecting.connect import connect_socket
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.socket_options import integer
+from trio_smc.streams.stream import flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from trio_smc._stack import Stack
+    from trio_smc.config.config import Config
     from trio_smc.streams.stream import SmcStream
 
 __all__ = [
     "DropInFactory",
     "DropInSocket",
     "FindStack",
-    "socket_errors",
     "unsupported",
 ]
 
 
-_DONT_WAIT: Final = getattr(stdlib_socket, "MSG_DONTWAIT", 0)
-_NO_SIGNAL: Final = getattr(stdlib_socket, "MSG_NOSIGNAL", 0)
+# Plain integers: an operation of an IntFlag costs as much as a copy of 16 KiB.
+_DONT_WAIT: Final = int(getattr(stdlib_socket, "MSG_DONTWAIT", 0))
+_NO_SIGNAL: Final = int(getattr(stdlib_socket, "MSG_NOSIGNAL", 0))
+_PEEK: Final = int(stdlib_socket.MSG_PEEK)
+_OUT_OF_BAND: Final = int(stdlib_socket.MSG_OOB)
+_NOT_FOR_SEND: Final = ~(_NO_SIGNAL | _DONT_WAIT | _OUT_OF_BAND)
+
+_STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
 
-@contextmanager
-def socket_errors() -> Iterator[None]:
-    """Errors of a stream as those of a socket."""
-    try:
-        yield
-    except trio.ClosedResourceError as error:
-        raise os_error(errno.EBADF) from error
-    except trio.BrokenResourceError as error:
-        number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
-        raise os_error(number) from error
+def _of_socket(error: Exception) -> OSError:
+    """An error of a stream as that of a socket."""
+    if isinstance(error, trio.ClosedResourceError):
+        return os_error(errno.EBADF)
+    return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
 
 
 def os_error(number: int) -> OSError:
@@ -105,7 +113,8 @@ class DropInSocket(trio.socket.SocketType):
         self._listener: SmcListener | None = None
         self._listening = _is_listening(plain)
         self._publishing = trio.Lock()
-        self._read_shut = self._write_shut = self._closed = False
+        self._write_shut = self._closed = False
+        self._late_port = 0
         self._ended: stdlib_socket.socket | None = None
 
     def __repr__(self) -> str:
@@ -172,6 +181,8 @@ class DropInSocket(trio.socket.SocketType):
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
+        if buflen is None and (level, optname) == _LATE_PORT:
+            return self._late_port
         if self._rdma is not None:
             return self._rdma.getsockopt(level, optname, buflen or 0)
         if buflen is None:
@@ -185,7 +196,8 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is not None:
             self._rdma.setsockopt(level, optname, value, optlen)
         elif (level, optname) == _LATE_PORT:
-            pass  # a client on this host announces its port before it connects
+            # Only kept: a client on this host announces its port before it connects.
+            self._late_port = int(bool(integer(value)))
         elif optlen is not None:
             self.plain.setsockopt(level, optname, cast(None, value), optlen)
         else:
@@ -202,18 +214,21 @@ class DropInSocket(trio.socket.SocketType):
         rdma = self._rdma
         if rdma is None:
             return await self.plain.recv(buflen, flags)
-        if self._read_shut or not buflen:
+        try:
+            if buflen > 0 and not flags:
+                return await rdma.receive_some(buflen)
+            return await self._recv(rdma, buflen, flags & ~_DONT_WAIT)
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
+
+    @staticmethod
+    async def _recv(rdma: RdmaStream, buflen: int, flags: int) -> bytes:
+        if flags not in (0, _PEEK):
+            unsupported()
+        if not buflen:
             await trio.lowlevel.checkpoint()
             return b""
-        with socket_errors():
-            if flags & ~_DONT_WAIT:
-                return await self._peek(rdma, buflen, flags)
-            return await rdma.receive_some(buflen)
-
-    async def _peek(self, rdma: RdmaStream, buflen: int, flags: int) -> bytes:
-        if flags & ~_DONT_WAIT != stdlib_socket.MSG_PEEK:
-            unsupported()
-        return await rdma.peek_some(buflen)
+        return await (rdma.peek_some(buflen) if flags else rdma.receive_some(buflen))
 
     async def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
         """As `socket.socket.recv_into`."""
@@ -221,9 +236,12 @@ class DropInSocket(trio.socket.SocketType):
             return await self.plain.recv_into(buffer, nbytes, flags)
         with memoryview(buffer).cast("B") as view:
             wanted = nbytes or len(view)
-            if not (flags or self._read_shut) and 0 < wanted <= len(view):
-                with socket_errors(), view[:wanted] as place:
-                    return await self._rdma.receive_some_into(place)
+            if not flags and 0 < wanted <= len(view):
+                with view[:wanted] as place:
+                    try:
+                        return await self._rdma.receive_some_into(place)
+                    except _STREAM_ERRORS as error:
+                        raise _of_socket(error) from error
             data = await self.recv(wanted, flags)
             view[: len(data)] = data
         return len(data)
@@ -263,16 +281,20 @@ class DropInSocket(trio.socket.SocketType):
         rdma = self._rdma
         if rdma is None:
             return await self.plain.send(data, flags)
-        if flags & ~(_NO_SIGNAL | _DONT_WAIT | stdlib_socket.MSG_OOB):
-            unsupported()
         if self._write_shut:
             raise os_error(errno.EPIPE)
-        view = memoryview(data).cast("B")
-        with socket_errors():
-            if flags & stdlib_socket.MSG_OOB:
+        view = flat(data)
+        try:
+            if not flags:
+                return await rdma.send_some(view)
+            if flags & _NOT_FOR_SEND:
+                unsupported()
+            if flags & _OUT_OF_BAND:
                 await rdma.send_urgent(view)
                 return len(view)
             return await rdma.send_some(view)
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
 
     async def sendto(self, *arguments: Any) -> int:
         """As `socket.socket.sendto`; a connected socket takes no destination."""
@@ -297,8 +319,29 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is None:
             await cast(Any, self.plain).wait_writable()
             return
-        with socket_errors():
+        try:
             await self._rdma.wait_send_all_might_not_block()
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
+
+    def carry(self, stream: trio.SocketStream) -> None:
+        """Let a stream that was made of this socket hand its data calls to the SMC-R stream.
+
+        A `trio.SocketStream` of its own would translate each error twice, and take views and
+        locks for what the SMC-R stream does, too.  Closing stays the socket's affair.
+        """
+        rdma = self._rdma
+        if rdma is not None:
+            ours: Any = stream
+            ours.send_all = rdma.send_all
+            ours.receive_some = rdma.receive_some
+            ours.wait_send_all_might_not_block = rdma.wait_send_all_might_not_block
+            ours.send_eof = self._send_eof
+
+    async def _send_eof(self) -> None:
+        assert self._rdma is not None
+        await self._rdma.send_eof()
+        self._write_shut = True
 
     # --- life --------------------------------------------------------------------------------
 
@@ -320,7 +363,7 @@ class DropInSocket(trio.socket.SocketType):
         self.plain.listen(backlog)
         self._listening = True
         if stack is not None and not stack.closing:
-            self._listener = SmcListener(stack, self.plain, stack.config)
+            self._listener = SmcListener(stack, self.plain, _config_of(stack))
             return
         trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
 
@@ -337,15 +380,17 @@ class DropInSocket(trio.socket.SocketType):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
-                self._listener = SmcListener(stack, self.plain, stack.config)
+                self._listener = SmcListener(stack, self.plain, _config_of(stack))
         return self._listener
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
         """A connection whose handshake is done, and the peer's address."""
         if not self._listening:
             return await self.plain.accept()  # which says what is wrong
-        with socket_errors():
+        try:
             stream = await (await self._published()).accept()
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
         plain = stream.socket
         name = plain.getpeername()
         if not isinstance(stream, RdmaStream):
@@ -357,10 +402,15 @@ class DropInSocket(trio.socket.SocketType):
         if self.stream is not None or self._listening:
             await self.plain.connect(address)  # which says what is wrong
             return
-        resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
-        stack = await self._find_stack()
-        with stack.call():
-            self.stream = await connect_socket(stack, self.plain, resolved, stack.config)
+        try:
+            resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
+            stack = await self._find_stack()
+            with stack.call():
+                config = _config_of(stack)
+                self.stream = await connect_socket(stack, self.plain, resolved, config)
+        except trio.Cancelled:
+            self.close()  # as Trio does, wherever it was cancelled
+            raise
         if isinstance(self.stream, RdmaStream):
             self._rdma = self.stream
 
@@ -369,12 +419,14 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is None:
             self.plain.shutdown(flag)
             return
-        with socket_errors():
-            if flag != stdlib_socket.SHUT_RD:
+        if flag != stdlib_socket.SHUT_RD:
+            try:
                 self._rdma.shut_down_writing()
-                self._write_shut = True
-            if flag != stdlib_socket.SHUT_WR:
-                self._read_shut = True
+            except _STREAM_ERRORS as error:
+                raise _of_socket(error) from error
+            self._write_shut = True
+        if flag != stdlib_socket.SHUT_WR:
+            self._rdma.shut_down_reading()
 
     def close(self) -> None:
         """Close; what was sent still arrives."""
@@ -407,6 +459,20 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is not None:
             unsupported()
         return self.plain.dup()
+
+
+_configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
+
+
+def _config_of(stack: Stack) -> Config:
+    """The stack's settings; checkpoints are amortised unless somebody set them."""
+    config = _configs.get(stack)
+    if config is None:
+        config = stack.config
+        if config.checkpoints is None:
+            config = replace(config, checkpoints="amortised")
+        _configs[stack] = config
+    return config
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import operator
 import os
-import time
 import warnings
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -90,8 +89,6 @@ _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 _current_task: Final = trio.lowlevel.current_task
 _reschedule: Final = trio.lowlevel.reschedule
 _ABORTED: Final = Abort.SUCCEEDED
-_YIELD_EVERY_CALLS: Final = 32
-_YIELD_EVERY_NS: Final = 200_000
 _CROWD: Final = 8
 """So many waiting tasks are better served together, when the last of them parks again."""
 _SELDOM: Final = 16
@@ -114,6 +111,7 @@ class RdmaStream(SmcStream):
     fallback = None
     socket: SmcSocket
     _closed = True  # until there is something to close
+    _deaf = True
 
     def __init__(
         self,
@@ -132,16 +130,13 @@ class RdmaStream(SmcStream):
         self._drain = stack.pump.drain
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
+        self._deaf = False  # closed, or shut down for reading
         self._sending = False
         self._receiving = False
         self._urgent_busy = False
-        self._strict = config.checkpoints == "strict"
+        self._strict = config.checkpoints != "amortised"
         self._misses = 0  # readers that found nothing since a turn of others brought something
-        # For amortised checkpoints: the scheduler's pass of the last call, the calls in it, when
-        # the first was.
-        self._pass = 0
-        self._calls = 0
-        self._since = 0
+        self._is_due = stack.pump.is_due
         self._options = StreamOptions(
             self._core,
             endpoint.group,
@@ -347,8 +342,9 @@ class RdmaStream(SmcStream):
             await _check_cancelled()
             parked = False
             while True:
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
+                if self._deaf:
+                    data = self._at_own_end(b"")
+                    break
                 try:
                     data = self._core.receive(max_bytes)
                 except OSError as error:
@@ -365,14 +361,14 @@ class RdmaStream(SmcStream):
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
         with writable(buffer) as view:
-            return await self._receive(lambda: self._core.receive_into(view))
+            return await self._receive(lambda: self._core.receive_into(view), 0)
 
     async def peek_some(self, max_bytes: int) -> bytes:
         """What `receive_some` would return, left where it is; same errors."""
-        return await self._receive(lambda: self._core.peek(max_bytes))
+        return await self._receive(lambda: self._core.peek(max_bytes), b"")
 
-    async def _receive(self, take: Callable[[], _Taken]) -> _Taken:
-        """What ``take`` finds, as soon as that is something, or nothing at the end."""
+    async def _receive(self, take: Callable[[], _Taken], nothing: _Taken) -> _Taken:
+        """What ``take`` finds, as soon as that is something; ``nothing`` at the end."""
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
@@ -380,8 +376,9 @@ class RdmaStream(SmcStream):
             await _check_cancelled()
             parked = False
             while True:
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
+                if self._deaf:
+                    taken = self._at_own_end(nothing)
+                    break
                 try:
                     taken = take()
                 except OSError as error:
@@ -394,6 +391,16 @@ class RdmaStream(SmcStream):
             return taken
         finally:
             self._receiving = False
+
+    def _at_own_end(self, nothing: _Taken) -> _Taken:
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        return nothing
+
+    def shut_down_reading(self) -> None:
+        """Whoever receives is at the end of the stream from now on; the peer is not told."""
+        self._deaf = True
+        self._wake(_READER)
 
     # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
 
@@ -495,24 +502,23 @@ class RdmaStream(SmcStream):
         return parked
 
     def _close_now(self) -> None:
-        self._closed = True
+        self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
         self._drain()
         self._core.close()
-        self._wake_waiters()
-
-    def _wake_waiters(self) -> None:
         # The core wakes them when its state changes; a close that waits for data changes none.
-        core = self._core
         for waiter in (_READER, _WRITER, _URGENT):
-            wake = getattr(core, waiter)
-            if wake is not None:
-                setattr(core, waiter, None)
-                wake()
+            self._wake(waiter)
+
+    def _wake(self, waiter: str) -> None:
+        wake = getattr(self._core, waiter)
+        if wake is not None:
+            setattr(self._core, waiter, None)
+            wake()
 
     def abort(self) -> None:
         """Reset the connection at once (RFC 7609, 4.8.2)."""
-        self._closed = True
+        self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
         self._core.abort()
 
@@ -540,7 +546,7 @@ class RdmaStream(SmcStream):
         """Whether there is data, the end or an error; looks at completions first."""
         self._drain()
         core = self._core
-        return bool(self._closed or core.readable or core.at_eof or core.error is not None)
+        return bool(self._deaf or core.readable or core.at_eof or core.error is not None)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -588,18 +594,6 @@ class RdmaStream(SmcStream):
         finally:
             pump.waiting -= 1
         return True
-
-    def _is_due(self) -> bool:
-        """Whether an amortised checkpoint is to be a full one: its task is at it for long."""
-        now = time.perf_counter_ns()
-        if self._pass != self._pump.passes:
-            # Whatever it did in between, others had their turn.
-            self._pass = self._pump.passes
-            self._calls = 1
-            self._since = now
-            return False
-        self._calls += 1
-        return self._calls >= _YIELD_EVERY_CALLS or now - self._since >= _YIELD_EVERY_NS
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:

@@ -61,6 +61,7 @@ __all__ = [
     "Owner",
     "StreamOptions",
     "inherited",
+    "integer",
     "plain",
     "receive_buffer_for",
     "render",
@@ -205,7 +206,7 @@ class StreamOptions:
         elif row.write is None:
             raise OSError(errno.ENOPROTOOPT, f"{row.name} can only be read")
         else:
-            row.write(self, _integer(value))
+            row.write(self, integer(value))
 
     def get(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
         """As `trio.SocketStream.getsockopt`.  Raises OSError."""
@@ -414,8 +415,8 @@ class StreamOptions:
         self._watch = self._timers.call_later(min(patience / 4, _LONGEST_CHECK), self._look)
 
 
-def _integer(value: int | Buffer | None) -> int:
-    """What the kernel reads as an int."""
+def integer(value: int | Buffer | None) -> int:
+    """What the kernel reads as an int.  Raises OSError (EINVAL) when there are too few bytes."""
     kept = plain(value)
     if isinstance(kept, int):
         return kept

@@ -152,7 +152,7 @@ class SmcStream(HalfCloseableStream):
         return f"<{type(self).__name__} {self.mode}>"
 
 
-def flat(data: bytes | bytearray | memoryview) -> memoryview:
+def flat(data: Buffer) -> memoryview:
     """A view of ``data`` as single bytes."""
     view = memoryview(data)
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
