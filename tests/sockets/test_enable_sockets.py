@@ -9,7 +9,7 @@ import queue
 import random
 import re
 import socket as stdlib_socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -340,10 +340,10 @@ class Turns(trio.abc.Instrument):
         self.count += task is self._task
 
 
-async def turns_of_ten_sends(stream: trio.abc.SendStream) -> int:
+async def turns_of_ten(call: Callable[[bytes], Awaitable[object]]) -> int:
     turns = Turns()
     for _ in range(10):
-        await stream.send_all(b"x")
+        await call(b"x")
     trio.lowlevel.remove_instrument(turns)
     return turns.count
 
@@ -365,15 +365,15 @@ def test_sockets_have_amortised_checkpoints_unless_told(
             async with trio_smc.open_stack(stack) if stack else contextlib.nullcontext():
                 client, server = await make_pair()
                 await trio.lowlevel.checkpoint()
-                assert (await turns_of_ten_sends(client) >= 10) is (of_sockets == 10)
-                assert (await turns_of_ten_sends(server) >= 10) is (of_sockets == 10)
+                assert (await turns_of_ten(client.send_all) >= 10) is (of_sockets == 10)
+                assert (await turns_of_ten(server.socket.send) >= 10) is (of_sockets == 10)
                 [listener] = await trio_smc.open_listeners(0, host=LOOPBACK)
                 name = listener.socket.getsockname()
                 async with listener, await trio_smc.open_stream(*name) as ours:
                     peer = await listener.accept()
                     assert ours.mode is trio_smc.Mode.SMC_R
                     strict = config.checkpoints != "amortised"
-                    assert (await turns_of_ten_sends(ours) >= 10) is strict
+                    assert (await turns_of_ten(ours.send_all) >= 10) is strict
                     await peer.aclose()
                 for stream in (client, server):
                     await stream.aclose()
@@ -383,6 +383,27 @@ def test_sockets_have_amortised_checkpoints_unless_told(
         trio.run(main)
     finally:
         trio_smc.disable()
+
+
+def test_a_socket_sends_before_it_yields(enabled: None) -> None:
+    """Else each message takes a pass of the scheduler more."""
+    trio_smc.enable(dataclasses.replace(SMALL, checkpoints="strict"))
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            there: list[bool] = []
+
+            async def look() -> None:
+                there.append(server.is_readable())
+
+            for _ in range(5):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(look)  # runs as soon as this task yields
+                    await client.send(b"x")
+                await server.recv(1)
+            assert there == [True] * 5
+
+    trio.run(main)
 
 
 def test_cancellation_is_seen_by_every_call(enabled: None) -> None:

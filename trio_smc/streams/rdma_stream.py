@@ -224,16 +224,23 @@ class RdmaStream(SmcStream):
             raise trio.BusyResourceError("another task is sending on this stream")
         self._sending = True
         try:
-            await trio.lowlevel.checkpoint()
+            await _check_cancelled()
+            core = self._core
+            parked = False
             while True:
-                if self._closed or self._core.write_closed:
+                if self._closed or core.write_closed:
                     raise trio.ClosedResourceError("the stream was closed for sending")
-                sent = self._send_some(view, False) if view else 0
+                try:
+                    sent = core.send(view) if view else 0
+                except OSError as error:
+                    raise self._translated(error) from error
                 if sent or not view:
                     break
-                await self._park(_WRITER)
-            # The caller may change its buffer from now on, and may not wait any more.
-            self._core.keep_copies()
+                parked = await self._park(_WRITER) or parked
+            if core.borrowed:
+                core.keep_copies()  # the caller may change its buffer from now on
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
             return sent
         finally:
             self._sending = False
