@@ -53,7 +53,7 @@ def test_defaults() -> None:
     config = Config()
     assert (config.rnics, config.discovery, config.assume) == ("auto", "auto", ())
     assert (config.require_smc, config.rmbe_eye_catcher, config.urgent_inline) == (False,) * 3
-    assert (config.spin, config.checkpoints) == (50e-6, "strict")
+    assert (config.spin, config.checkpoints) == (50e-6, None)
     assert (config.handshake_timeout, config.first_contact_timeout, config.llc_timeout) == (6, 5, 2)
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
     assert (config.close_timeout, config.link_group_idle) == (60, 600)

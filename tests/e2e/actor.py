@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -23,7 +23,8 @@ import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
 from trio_smc import Config, Stack
-from trio_smc.streams import socket_options as _option_actions
+from trio_smc.stack.connection_host import Endpoint
+from trio_smc.streams import socket_options
 from trio_smc.streams.rdma_stream import RdmaStream
 
 __all__ = ["Actor", "End", "join", "open_ends"]
@@ -146,7 +147,7 @@ class Actor:
 
     async def hold_for_ever(self) -> None:
         """What a cork holds back is not sent because time is over."""
-        _option_actions.HOLD = 1e6  # type: ignore[misc]
+        socket_options.HOLD = 1e6  # type: ignore[misc]
 
     async def clog(self) -> None:
         """Send to a peer that is stopped until its RNIC takes no more."""
@@ -178,7 +179,7 @@ class Actor:
         os.write(self._stream.socket.fileno(), b"x")
 
     def _endpoint_socket(self) -> trio.socket.SocketType:
-        sock = self._stream._endpoint.sock
+        sock = cast(Endpoint, self._stream._endpoint).sock
         assert sock is not None
         return sock
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import queue
 import random
 import re
 import socket as stdlib_socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Literal, NoReturn, cast
 
 import anyio
 import anyio.abc
 import pytest
 import trio
 from outcome import Outcome
-from trio.testing import check_half_closeable_stream
+from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 import trio_smc
 from tests.streams.stream_pairs import cancelled_when_it_waits
-from trio_smc.sockets.drop_in import SocketFace
+from trio_smc.sockets.drop_in import DropInSocket
 
 LOOPBACK = "127.0.0.1"
 TCP_ULP = 31  # Python has no name for it
@@ -39,7 +42,7 @@ def enabled() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def faces() -> AsyncIterator[tuple[SocketFace, SocketFace]]:
+async def drop_ins() -> AsyncIterator[tuple[DropInSocket, DropInSocket]]:
     """The client's and the server's end of a connection."""
     listener = trio.socket.socket()
     await listener.bind((LOOPBACK, 0))
@@ -54,8 +57,8 @@ async def faces() -> AsyncIterator[tuple[SocketFace, SocketFace]]:
         nursery.start_soon(accept)
         await client.connect(listener.getsockname())
     with listener, client, accepted[0] as server:
-        assert isinstance(client, SocketFace)
-        assert isinstance(server, SocketFace)
+        assert isinstance(client, DropInSocket)
+        assert isinstance(server, DropInSocket)
         yield client, server
 
 
@@ -65,8 +68,8 @@ def refused(number: int) -> Iterator[None]:
         yield
 
 
-def over_smc(face: SocketFace) -> bool:
-    return face.stream is not None and face.stream.mode is trio_smc.Mode.SMC_R
+def over_smc(sock: DropInSocket) -> bool:
+    return sock.stream is not None and sock.stream.mode is trio_smc.Mode.SMC_R
 
 
 async def make_pair(
@@ -84,7 +87,7 @@ async def make_pair(
             client = await trio.open_tcp_stream(
                 *listener.socket.getsockname(), local_address=local_address
             )
-    assert over_smc(cast(SocketFace, client.socket))
+    assert over_smc(cast(DropInSocket, client.socket))
     return client, ends[0]
 
 
@@ -100,7 +103,16 @@ async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
     return client, server
 
 
-def test_trios_own_streams_keep_their_contract(enabled: None) -> None:
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+def test_trios_own_streams_keep_their_contract(
+    checkpoints: Literal["strict", "amortised"], enabled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if checkpoints == "amortised":
+        # All the rest must hold: that not every call yields is what the setting is for.
+        monkeypatch.setattr(
+            "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
+        )
+    trio_smc.enable(dataclasses.replace(SMALL, checkpoints=checkpoints))
     trio.run(check_half_closeable_stream, make_pair, make_clogged)
 
 
@@ -108,7 +120,7 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert over_smc(client)
             assert over_smc(server)
             assert client.getsockname() == server.getpeername()
@@ -162,8 +174,8 @@ def test_names_and_options_of_both_ends(enabled: None) -> None:
                 await client.connect(listener.getsockname())
             server, address = accepted[0]
             with server:
-                assert over_smc(cast(SocketFace, client))
-                assert over_smc(cast(SocketFace, server))
+                assert over_smc(cast(DropInSocket, client))
+                assert over_smc(cast(DropInSocket, server))
                 assert client.getsockname() == server.getpeername() == address
                 assert client.getpeername() == server.getsockname() == listener.getsockname()
                 assert client.getsockopt(level, stdlib_socket.SO_RCVBUF) == 16 * 1024
@@ -184,7 +196,7 @@ def test_names_and_options_of_both_ends(enabled: None) -> None:
 
 def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert not server.is_readable()
             await client.sendmsg([b"abc", b"def"])
             assert await server.recv(4, stdlib_socket.MSG_PEEK) == b"abcd"
@@ -202,7 +214,7 @@ def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
 
 def test_shut_for_reading(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             await client.send(b"nobody reads this")
             server.shutdown(stdlib_socket.SHUT_RD)
             assert await server.recv(10) == b""
@@ -212,9 +224,220 @@ def test_shut_for_reading(enabled: None) -> None:
     trio.run(main)
 
 
+def test_shut_for_reading_while_somebody_reads(enabled: None) -> None:
+    async def main() -> None:
+        for way in ("recv", "receive_some"):
+            async with drop_ins() as (client, _):
+                stream = trio.SocketStream(client)
+                got: list[bytes | bytearray] = []
+
+                async def read(
+                    way: str = way, client: DropInSocket = client,
+                    stream: trio.SocketStream = stream, got: list[bytes | bytearray] = got,
+                ) -> None:  # fmt: skip
+                    reading = client.recv(10) if way == "recv" else stream.receive_some(10)
+                    got.append(await reading)
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(read)
+                    await wait_all_tasks_blocked()
+                    client.shutdown(stdlib_socket.SHUT_RD)
+                assert got == [b""]
+                assert await stream.receive_some(10) == b""
+                assert await client.recv(10) == b""
+
+    trio.run(main)
+
+
+def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
+    """What `trio.SocketStream` does by itself over TCP: the end of sending, closing, errors."""
+
+    async def main() -> None:
+        client, server = await make_pair()
+        await client.send_eof()
+        await client.send_eof()
+        assert client.socket.did_shutdown_SHUT_WR
+        with pytest.raises(trio.ClosedResourceError):
+            await client.send_all(b"x")
+        with pytest.raises(BrokenPipeError):
+            await client.socket.send(b"x")
+        assert await server.receive_some() == b""
+        server.socket.shutdown(stdlib_socket.SHUT_WR)
+        with pytest.raises(trio.ClosedResourceError):
+            await server.send_all(b"x")
+        for stream in (client, server):
+            await stream.aclose()
+            for call in (stream.send_eof, stream.receive_some, partial(stream.send_all, b"x")):
+                with pytest.raises(trio.ClosedResourceError):
+                    await call()
+
+        for how, error in (
+            ("close", trio.ClosedResourceError),
+            ("shutdown", trio.BrokenResourceError),
+        ):
+            client, server = await make_clogged()
+
+            async def send(
+                client: trio.SocketStream = client, error: type[Exception] = error
+            ) -> None:
+                with pytest.raises(error):
+                    await client.send_all(b"x")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                await wait_all_tasks_blocked()
+                with pytest.raises(trio.BusyResourceError):
+                    await client.send_eof()
+                if how == "close":
+                    client.socket.close()
+                else:
+                    client.socket.shutdown(stdlib_socket.SHUT_WR)
+            for stream in (client, server):
+                await trio.aclose_forcefully(stream)
+
+        client, server = await make_pair()
+        cast(DropInSocket, server.socket).stream.abort()  # type: ignore[union-attr]
+        with pytest.raises(trio.BrokenResourceError):
+            await client.receive_some()
+        with pytest.raises(trio.BrokenResourceError):
+            await client.send_all(b"x")
+        await client.aclose()
+
+    trio.run(main)
+
+
+def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
+    """As Trio's does, also when it was cancelled before there was anything to close."""
+
+    class Slow(trio.abc.HostnameResolver):
+        async def getaddrinfo(self, *_: object) -> NoReturn:
+            raise AssertionError((await trio.sleep_forever(),))
+
+        async def getnameinfo(self, *_: object) -> NoReturn:
+            raise NotImplementedError
+
+    async def main() -> None:
+        trio.socket.set_custom_hostname_resolver(Slow())
+        with trio.socket.socket() as client:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await client.connect(("localhost", 1))
+            assert scope.cancelled_caught
+            assert client.fileno() == -1
+
+    trio.run(main)
+
+
+class Turns(trio.abc.Instrument):
+    """How often the task that made it was given a turn since then."""
+
+    def __init__(self) -> None:
+        self._task = trio.lowlevel.current_task()
+        self.count = 0
+        trio.lowlevel.add_instrument(self)
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += task is self._task
+
+
+async def turns_of_ten(call: Callable[[bytes], Awaitable[object]]) -> int:
+    turns = Turns()
+    for _ in range(10):
+        await call(b"x")
+    trio.lowlevel.remove_instrument(turns)
+    return turns.count
+
+
+@pytest.mark.parametrize(
+    ("text", "of_sockets"),
+    [("", 0), ('checkpoints = "strict"', 10), ('checkpoints = "amortised"', 0)],
+)
+def test_sockets_have_amortised_checkpoints_unless_told(
+    text: str, of_sockets: int, tmp_path: Path
+) -> None:
+    """And streams that a program opens itself have strict ones, in the same process."""
+    file = tmp_path / "smc.toml"
+    file.write_text(f"receive_buffer = 16384\n{text}\n")
+    config = trio_smc.load_config(file)
+
+    async def main() -> None:
+        for stack in (None, config):
+            async with trio_smc.open_stack(stack) if stack else contextlib.nullcontext():
+                client, server = await make_pair()
+                await trio.lowlevel.checkpoint()
+                assert (await turns_of_ten(client.send_all) >= 10) is (of_sockets == 10)
+                assert (await turns_of_ten(server.socket.send) >= 10) is (of_sockets == 10)
+                [listener] = await trio_smc.open_listeners(0, host=LOOPBACK)
+                name = listener.socket.getsockname()
+                async with listener, await trio_smc.open_stream(*name) as ours:
+                    peer = await listener.accept()
+                    assert ours.mode is trio_smc.Mode.SMC_R
+                    strict = config.checkpoints != "amortised"
+                    assert (await turns_of_ten(ours.send_all) >= 10) is strict
+                    await peer.aclose()
+                for stream in (client, server):
+                    await stream.aclose()
+
+    trio_smc.enable(config)
+    try:
+        trio.run(main)
+    finally:
+        trio_smc.disable()
+
+
+def test_a_socket_sends_before_it_yields(enabled: None) -> None:
+    """Else each message takes a pass of the scheduler more."""
+    trio_smc.enable(dataclasses.replace(SMALL, checkpoints="strict"))
+
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            there: list[bool] = []
+
+            async def look() -> None:
+                there.append(server.is_readable())
+
+            for _ in range(5):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(look)  # runs as soon as this task yields
+                    await client.send(b"x")
+                await server.recv(1)
+            assert there == [True] * 5
+
+    trio.run(main)
+
+
+def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
+    """Also by those that would not yield: each call of a loop that never waits looks."""
+
+    async def main() -> None:
+        client, server = await make_pair()
+        await server.send_all(b"x" * 100)
+        for call in (
+            partial(client.send_all, b"x"),
+            partial(client.receive_some, 1),
+            partial(client.socket.send, b"x"),
+            partial(client.socket.recv, 1),
+            partial(client.socket.recv_into, bytearray(1)),
+        ):
+            with trio.CancelScope() as scope:
+                await call()  # with nothing in its way
+                scope.cancel()
+                await call()
+            assert scope.cancelled_caught
+        with trio.move_on_after(0.02) as scope:
+            while True:
+                await client.send_all(b"x")
+                await server.receive_some(100)
+        assert scope.cancelled_caught, "a loop that is always ready lets its deadline pass"
+        for stream in (client, server):
+            await stream.aclose()
+
+    trio.run(main)
+
+
 def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             await client.send(b"goodbye")
             client.close()
             assert await server.recv(100) == b"goodbye"
@@ -229,7 +452,7 @@ def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
 
 def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, _):
+        async with drop_ins() as (client, _):
             for attempt in (
                 partial(client.recv, 1, stdlib_socket.MSG_WAITALL),
                 partial(client.sendmsg, [b"x"], [(1, 1, b"")]),
@@ -247,7 +470,7 @@ def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
 
 def test_urgent_data(enabled: None) -> None:
     async def main() -> None:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert await client.send(b"!", stdlib_socket.MSG_OOB) == 1
             assert server.stream is not None
             assert await server.stream.receive_urgent() == b"!"
@@ -271,8 +494,8 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
             # Nobody has called `listen` on it in Trio: `accept` publishes it.
             await trio.testing.wait_all_tasks_blocked(0.05)
             client = await trio.open_tcp_stream(*theirs.getsockname())
-        assert over_smc(cast(SocketFace, client.socket))
-        assert over_smc(cast(SocketFace, accepted[0].socket))
+        assert over_smc(cast(DropInSocket, client.socket))
+        assert over_smc(cast(DropInSocket, accepted[0].socket))
         await accepted[0].aclose()
         await client.aclose()
 
@@ -284,7 +507,7 @@ def test_what_is_not_tcp_stays_as_it_is(enabled: None) -> None:
         one, other = trio.socket.socketpair()
         with one, other, trio.socket.socket(type=stdlib_socket.SOCK_DGRAM) as datagrams:
             for each in (one, other, datagrams):
-                assert not isinstance(each, SocketFace)
+                assert not isinstance(each, DropInSocket)
 
     trio.run(main)
 
@@ -298,7 +521,7 @@ def test_a_peer_that_knows_only_tcp(enabled: None) -> None:
                 with theirs.accept()[0] as peer:
                     peer.sendall(b"plain")
                     assert await client.recv(10) == b"plain"
-                    assert isinstance(client, SocketFace)
+                    assert isinstance(client, DropInSocket)
                     assert client.stream is not None
                     assert client.stream.fallback is not None
                     client.close()
@@ -328,7 +551,7 @@ def test_a_guest_run(enabled: None) -> None:
     async def main() -> str:
         client, server = await make_pair()
         async with client, server:
-            assert isinstance(client.socket, SocketFace)
+            assert isinstance(client.socket, DropInSocket)
             assert over_smc(client.socket)
             await client.send_all(b"from the guest")
             return (await server.receive_some()).decode()
@@ -344,13 +567,13 @@ def test_a_guest_run(enabled: None) -> None:
 async def test_enabled_inside_a_run() -> None:
     trio_smc.enable(SMALL)
     try:
-        async with faces() as (client, server):
+        async with drop_ins() as (client, server):
             assert over_smc(client)
             assert over_smc(server)
     finally:
         trio_smc.disable()
     with trio.socket.socket() as plain:
-        assert not isinstance(plain, SocketFace)
+        assert not isinstance(plain, DropInSocket)
 
 
 def test_disabled_again() -> None:
@@ -392,7 +615,7 @@ def test_a_connected_descriptor_is_left_alone(enabled: None) -> None:
         with stdlib_socket.create_server((LOOPBACK, 0)) as theirs:
             theirs_client = stdlib_socket.create_connection(theirs.getsockname())
             with trio.socket.from_stdlib_socket(theirs_client) as taken:
-                assert not isinstance(taken, SocketFace)
+                assert not isinstance(taken, DropInSocket)
 
     trio.run(main)
 

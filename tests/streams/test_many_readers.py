@@ -144,3 +144,28 @@ async def test_the_turn_of_others_is_not_counted_as_ones_own() -> None:
             await here.send_all(b"x")
             assert stack.runtime.pump.passes == passes + 1
             await close_all(here, there)
+
+
+async def test_in_a_long_pass_each_task_makes_one_call() -> None:
+    """Amortised checkpoints: with many busy tasks each lets the others run as with strict ones."""
+    config = Config(receive_buffer=16384, checkpoints="amortised")
+    turns, writers = 10, 4
+    with trio.fail_after(PATIENCE):
+        async with trio_smc.open_stack(config) as stack:
+            [listener] = await stack.open_listeners(0, host=HOST)
+            pairs = [await connect(stack, listener) for _ in range(writers)]
+
+            async def write(stream: SmcStream) -> None:
+                for _ in range(turns):
+                    time.sleep(LONG / writers)  # noqa: ASYNC251
+                    await stream.send_all(b"x")
+
+            await trio.lowlevel.checkpoint()
+            passes = stack.runtime.pump.passes
+            async with trio.open_nursery() as nursery:
+                for here, _ in pairs:
+                    nursery.start_soon(write, here)
+            # The first turn has two calls, the one that is for nothing and the next.
+            assert stack.runtime.pump.passes - passes >= turns - 2
+            for pair in pairs:
+                await close_all(*pair)

@@ -7,6 +7,7 @@ import inspect
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
+from typing import cast
 
 import pytest
 import trio
@@ -19,7 +20,8 @@ from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.timers import Timers
-from trio_smc.streams import socket_options as _option_actions
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.streams import socket_options as options_module
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import OPTIONS, Owner, StreamOptions
 from trio_smc.wire import llc
@@ -211,7 +213,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
     client, server = pair
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == SMALL_RING, "what the peer's element holds"
     client.setsockopt(SOL, socket.SO_SNDBUF, 1)
-    assert client.getsockopt(SOL, socket.SO_SNDBUF) == _option_actions.LEAST_SEND_BUFFER
+    assert client.getsockopt(SOL, socket.SO_SNDBUF) == options_module.LEAST_SEND_BUFFER
     client.setsockopt(SOL, socket.SO_SNDBUF, 5000)
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == 5000
     most = 0
@@ -235,7 +237,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
 @pytest.fixture
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that were put off come by something else than time."""
-    monkeypatch.setattr(_option_actions, "HOLD", NEVER)
+    monkeypatch.setattr(options_module, "HOLD", NEVER)
 
 
 @pytest.mark.rfc("4.5.2/3")
@@ -265,7 +267,7 @@ async def test_a_cork_holds_until_it_is_pulled(
 async def test_a_cork_holds_for_a_bounded_time(
     pair: tuple[RdmaStream, RdmaStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_option_actions, "HOLD", 0.01)
+    monkeypatch.setattr(options_module, "HOLD", 0.01)
     client, server = pair
     client.setsockopt(TCP, socket.TCP_CORK, 1)
     for word in (b"one", b"two"):
@@ -330,7 +332,7 @@ async def test_without_nodelay_small_writes_still_need_no_timer(checkpoints: str
 async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(smc: Pairs) -> None:
     first, second = await smc.make(), await smc.make()
     assert isinstance(first[0], RdmaStream)
-    group = first[0]._endpoint.group
+    group = cast(LinkGroup, first[0]._endpoint.group)
     usual = group.config.test_link_interval
     assert group.test_interval == usual
     first[0].setsockopt(TCP, socket.TCP_KEEPIDLE, 5)
@@ -383,7 +385,7 @@ async def test_keepalive_probes_of_tcp_are_not_closer_than_a_bound(
         for seconds in (1, 500):
             client.setsockopt(TCP, option, seconds)
             assert client.getsockopt(TCP, option) == seconds
-            least = _option_actions.LEAST_TCP_KEEPALIVE
+            least = options_module.LEAST_TCP_KEEPALIVE
             assert client.socket.getsockopt(TCP, option) == max(seconds, least)
         with pytest.raises(OSError, match="Invalid") as caught:
             client.setsockopt(TCP, option, 0)
@@ -446,7 +448,7 @@ async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs
     assert isinstance(server, RdmaStream)
     assert server.getsockopt(SOL, socket.SO_KEEPALIVE) == 1
     assert server.getsockopt(TCP, socket.TCP_KEEPIDLE) == 4
-    assert server._endpoint.group.test_interval == 4
+    assert cast(LinkGroup, server._endpoint.group).test_interval == 4
     assert server.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 60_000
     assert server.getsockopt(SOL, socket.SO_SNDBUF) == 8000
     assert client.getsockopt(SOL, socket.SO_KEEPALIVE) == 0

@@ -78,7 +78,8 @@ class Config:
       rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
       spin: how long to poll before the scheduler sleeps; 0 = off.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
-        always checked, rescheduling only now and then.
+        always checked, rescheduling only now and then.  None: amortised for the sockets of
+        `enable` and ``trio-smc run``, strict for everything else.
       handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
       first_contact_timeout: for each LLC message of a first contact (C.7).
       llc_timeout: for each later LLC reply (C.7).
@@ -119,7 +120,7 @@ class Config:
     receive_buffer: int | None = None
     rmbe_eye_catcher: bool = False
     spin: float = 50e-6
-    checkpoints: Literal["strict", "amortised"] = "strict"
+    checkpoints: Literal["strict", "amortised"] | None = None
     handshake_timeout: float = 6
     first_contact_timeout: float = 5
     llc_timeout: float = 2
@@ -142,7 +143,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):
             raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
-        if self.checkpoints not in ("strict", "amortised"):
+        if self.checkpoints not in (None, "strict", "amortised"):
             raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
         self._check_kinds()
         _check_number("max_handshakes", self.max_handshakes, 1)

@@ -22,7 +22,8 @@ from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
 from trio_smc.stack.policy import Chooser, Peer, permitted_rnic
-from trio_smc.streams.rdma_stream import RdmaStream, StreamHost
+from trio_smc.streams.group_views import LinkGroupView
+from trio_smc.streams.rdma_stream import RdmaStream, StreamOwner
 from trio_smc.streams.socket_options import Inherited, inherited, receive_buffer_for
 from trio_smc.streams.stream import SmcStream
 from trio_smc.streams.tcp_stream import TcpStream
@@ -44,11 +45,14 @@ _SNIFF: Final = len(clc.EYE_CATCHER)
 _TCP_CLOSE_WAIT: Final = 8
 
 
-class HandshakeHost(StreamHost, Chooser, Protocol):
+class HandshakeHost(StreamOwner, Chooser, Protocol):
     """What a handshake, client's or server's, wants of the stack."""
 
     groups: GroupTable
     tcp_option: TcpOption
+
+    def check_not_forked(self) -> None:
+        """Raise RuntimeError in a forked child."""
 
     def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
         """Who may wait awake for messages of a connection that ``rnic`` serves."""
@@ -228,7 +232,8 @@ def established_stream(
     )
     endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
-    stream = RdmaStream(stack, endpoint, sock, config)
+    view = LinkGroupView(endpoint.group, stack.check_not_forked)
+    stream = RdmaStream(stack, endpoint, view, sock, config)
     if options is not None:
         stream.inherit(options)
     stack.groups.count_mode(stream, None)

@@ -1,28 +1,23 @@
-"""A `trio.socket.SocketType` whose bytes travel over SMC-R, and the factory of such sockets.
+"""The drop-in socket: a `trio.socket.SocketType` whose bytes may travel over SMC-R.
 
 Theory of operation
 -------------------
-`enable` makes `trio.socket.socket` return a `SocketFace` for TCP.  It starts as the plain socket
-it
-wraps: options, bind and listen go there.  `connect` runs the handshake of `open_stream` on it,
-and
-`accept` hands out what an `SmcListener` accepted; from then on the face has a stream.  While
-that
-is plain TCP, the face is the plain socket again.  Over SMC-R bytes go through the stream, and
-only
-names and options through the socket.
+`enable` makes `trio.socket.socket` return a `DropInSocket` for TCP, by way of the socket factory
+here.  It starts as the plain socket that it wraps: options, bind and listen go there.  `connect`
+runs the handshake of `open_stream` on it, and `accept` hands out what an `SmcListener` accepted;
+from then on it has a stream.  While that is plain TCP, it is the plain socket again.  Over SMC-R
+bytes go through the stream, and only names and options through the plain socket.
 
-A socket and a stream differ in a few ways, and the face takes the socket's side: `send` may send
-a
+A socket and a stream differ in a few ways, and this takes the socket's side: `send` may send a
 part; errors are OSErrors with a number; closing is no coroutine, so it cannot wait for the peer;
 after SHUT_RD everything is at its end.  `listen` is no coroutine either, while to publish a
 listener takes some; a task of the stack does that, and `accept` waits for it.
 
-What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination
-address,
-`detach` and `dup`.
+Programs written for TCP seldom rely on each call being a full checkpoint, and it costs much of what
+a call does: where nobody set `Config.checkpoints` these sockets have amortised ones.
 
-Where `SocketFace`s come from: Trio's socket factory, and sockets of the standard library.
+What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination address,
+`detach` and `dup`.
 """
 
 from __future__ import annotations
@@ -31,48 +26,51 @@ import errno
 import logging
 import os
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
+from weakref import WeakKeyDictionary
 
 import trio
 
 from trio_smc.connecting.connect import connect_socket
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.socket_options import integer
+from trio_smc.streams.stream import flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from trio_smc._stack import Stack
+    from trio_smc.config.config import Config
     from trio_smc.streams.stream import SmcStream
 
 __all__ = [
-    "FaceData",
-    "FaceFactory",
+    "DropInFactory",
+    "DropInSocket",
     "FindStack",
-    "SocketFace",
-    "plain_socket",
-    "socket_errors",
     "unsupported",
 ]
 
 
-_DONT_WAIT: Final = getattr(stdlib_socket, "MSG_DONTWAIT", 0)
-_NO_SIGNAL: Final = getattr(stdlib_socket, "MSG_NOSIGNAL", 0)
+# Plain integers: an operation of an IntFlag costs as much as a copy of 16 KiB.
+_DONT_WAIT: Final = int(getattr(stdlib_socket, "MSG_DONTWAIT", 0))
+_NO_SIGNAL: Final = int(getattr(stdlib_socket, "MSG_NOSIGNAL", 0))
+_PEEK: Final = int(stdlib_socket.MSG_PEEK)
+_OUT_OF_BAND: Final = int(stdlib_socket.MSG_OOB)
+_NOT_FOR_SEND: Final = ~(_NO_SIGNAL | _DONT_WAIT | _OUT_OF_BAND)
+
+_STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
 
-@contextmanager
-def socket_errors() -> Iterator[None]:
-    """Errors of a stream as those of a socket."""
-    try:
-        yield
-    except trio.ClosedResourceError as error:
-        raise os_error(errno.EBADF) from error
-    except trio.BrokenResourceError as error:
-        number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
-        raise os_error(number) from error
+def _of_socket(error: Exception) -> OSError:
+    """An error of a stream as that of a socket."""
+    if isinstance(error, trio.ClosedResourceError):
+        return os_error(errno.EBADF)
+    return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
 
 
 def os_error(number: int) -> OSError:
@@ -81,118 +79,6 @@ def os_error(number: int) -> OSError:
 
 def unsupported() -> NoReturn:
     raise os_error(errno.EOPNOTSUPP)
-
-
-class FaceData(trio.socket.SocketType):
-    """Receives and sends through the stream when there is one over SMC-R, else by TCP."""
-
-    plain: trio.socket.SocketType
-    _rdma: RdmaStream | None
-    _read_shut: bool
-    _write_shut: bool
-
-    async def recv(self, buflen: int, flags: int = 0, /) -> bytes:
-        """As `socket.socket.recv`; MSG_PEEK is the only flag."""
-        rdma = self._rdma
-        if rdma is None:
-            return await self.plain.recv(buflen, flags)
-        if self._read_shut or not buflen:
-            await trio.lowlevel.checkpoint()
-            return b""
-        with socket_errors():
-            if flags & ~_DONT_WAIT:
-                return await self._peek(rdma, buflen, flags)
-            return await rdma.receive_some(buflen)
-
-    async def _peek(self, rdma: RdmaStream, buflen: int, flags: int) -> bytes:
-        if flags & ~_DONT_WAIT != stdlib_socket.MSG_PEEK:
-            unsupported()
-        return await rdma.peek_some(buflen)
-
-    async def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
-        """As `socket.socket.recv_into`."""
-        if self._rdma is None:
-            return await self.plain.recv_into(buffer, nbytes, flags)
-        with memoryview(buffer).cast("B") as view:
-            wanted = nbytes or len(view)
-            if not (flags or self._read_shut) and 0 < wanted <= len(view):
-                with socket_errors(), view[:wanted] as place:
-                    return await self._rdma.receive_some_into(place)
-            data = await self.recv(wanted, flags)
-            view[: len(data)] = data
-        return len(data)
-
-    async def recvfrom(self, bufsize: int, flags: int = 0, /) -> tuple[bytes, Any]:
-        """As `socket.socket.recvfrom`: of a connected socket, without an address."""
-        if self._rdma is None:
-            return await self.plain.recvfrom(bufsize, flags)
-        return await self.recv(bufsize, flags), None
-
-    async def recvfrom_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> Any:
-        """As `socket.socket.recvfrom_into`."""
-        if self._rdma is None:
-            return await self.plain.recvfrom_into(buffer, nbytes, flags)
-        return await self.recv_into(buffer, nbytes, flags), None
-
-    async def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        """As `socket.socket.recvmsg`; there is never any ancillary data."""
-        if self._rdma is None:
-            return await self.plain.recvmsg(bufsize, ancbufsize, flags)
-        return await self.recv(bufsize, flags), [], 0, None
-
-    async def recvmsg_into(self, buffers: Any, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        """As `socket.socket.recvmsg_into`."""
-        if self._rdma is None:
-            return await self.plain.recvmsg_into(buffers, ancbufsize, flags)
-        views = [memoryview(each).cast("B") for each in buffers]
-        data = await self.recv(sum(map(len, views)), flags)
-        left = memoryview(data)
-        for view in views:
-            view[: len(left)] = left[: len(view)]
-            left = left[len(view) :]
-        return len(data), [], 0, None
-
-    async def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """As `socket.socket.send`: at least one byte, and as many as there is room for."""
-        rdma = self._rdma
-        if rdma is None:
-            return await self.plain.send(data, flags)
-        if flags & ~(_NO_SIGNAL | _DONT_WAIT | stdlib_socket.MSG_OOB):
-            unsupported()
-        if self._write_shut:
-            raise os_error(errno.EPIPE)
-        view = memoryview(data).cast("B")
-        with socket_errors():
-            if flags & stdlib_socket.MSG_OOB:
-                await rdma.send_urgent(view)
-                return len(view)
-            return await rdma.send_some(view)
-
-    async def sendto(self, *arguments: Any) -> int:
-        """As `socket.socket.sendto`; a connected socket takes no destination."""
-        if self._rdma is None:
-            return await self.plain.sendto(*arguments)
-        if arguments[-1] is not None:
-            raise os_error(errno.EISCONN)
-        return await self.send(*arguments[:-1])
-
-    async def sendmsg(
-        self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None, /
-    ) -> int:
-        """As `socket.socket.sendmsg`, without ancillary data."""
-        if self._rdma is None:
-            return await self.plain.sendmsg(buffers, ancdata, flags, address)
-        if list(ancdata):
-            unsupported()
-        return await self.sendto(b"".join(buffers), flags, address)
-
-    async def wait_writable(self) -> None:
-        """Wait until `send` might send something (`trio.SocketStream` asks)."""
-        if self._rdma is None:
-            await cast(Any, self.plain).wait_writable()
-            return
-        with socket_errors():
-            await self._rdma.wait_send_all_might_not_block()
 
 
 LOGGER = logging.getLogger("trio_smc")
@@ -205,12 +91,7 @@ _LATE_PORT: Final = (
 FindStack = Callable[[], Awaitable["Stack"]]
 
 
-def plain_socket(sock: trio.socket.SocketType) -> trio.socket.SocketType:
-    """The socket behind a face; any other as it is."""
-    return sock.plain if isinstance(sock, SocketFace) else sock
-
-
-class SocketFace(FaceData):
+class DropInSocket(trio.socket.SocketType):
     """A socket of TCP whose connection may be SMC-R.
 
     Attributes:
@@ -232,11 +113,12 @@ class SocketFace(FaceData):
         self._listener: SmcListener | None = None
         self._listening = _is_listening(plain)
         self._publishing = trio.Lock()
-        self._read_shut = self._write_shut = self._closed = False
+        self._write_shut = self._closed = False
+        self._late_port = 0
         self._ended: stdlib_socket.socket | None = None
 
     def __repr__(self) -> str:
-        return f"<SocketFace {self.stream or self.plain!r}>"
+        return f"<DropInSocket {self.stream or self.plain!r}>"
 
     # --- names and options -------------------------------------------------------------------
 
@@ -299,6 +181,8 @@ class SocketFace(FaceData):
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
+        if buflen is None and (level, optname) == _LATE_PORT:
+            return self._late_port
         if self._rdma is not None:
             return self._rdma.getsockopt(level, optname, buflen or 0)
         if buflen is None:
@@ -312,7 +196,8 @@ class SocketFace(FaceData):
         if self._rdma is not None:
             self._rdma.setsockopt(level, optname, value, optlen)
         elif (level, optname) == _LATE_PORT:
-            pass  # a client on this host announces its port before it connects
+            # Only kept: a client on this host announces its port before it connects.
+            self._late_port = int(bool(integer(value)))
         elif optlen is not None:
             self.plain.setsockopt(level, optname, cast(None, value), optlen)
         else:
@@ -321,6 +206,142 @@ class SocketFace(FaceData):
     def is_readable(self) -> bool:
         """Whether `recv` would return or raise at once."""
         return self._rdma.is_readable() if self._rdma is not None else self.plain.is_readable()
+
+    # --- data --------------------------------------------------------------------------------
+
+    async def recv(self, buflen: int, flags: int = 0, /) -> bytes:
+        """As `socket.socket.recv`; MSG_PEEK is the only flag."""
+        rdma = self._rdma
+        if rdma is None:
+            return await self.plain.recv(buflen, flags)
+        try:
+            if buflen > 0 and not flags:
+                return await rdma.receive_some(buflen)
+            return await self._recv(rdma, buflen, flags & ~_DONT_WAIT)
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
+
+    @staticmethod
+    async def _recv(rdma: RdmaStream, buflen: int, flags: int) -> bytes:
+        if flags not in (0, _PEEK):
+            unsupported()
+        if not buflen:
+            await trio.lowlevel.checkpoint()
+            return b""
+        return await (rdma.peek_some(buflen) if flags else rdma.receive_some(buflen))
+
+    async def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+        """As `socket.socket.recv_into`."""
+        if self._rdma is None:
+            return await self.plain.recv_into(buffer, nbytes, flags)
+        with memoryview(buffer).cast("B") as view:
+            wanted = nbytes or len(view)
+            if not flags and 0 < wanted <= len(view):
+                with view[:wanted] as place:
+                    try:
+                        return await self._rdma.receive_some_into(place)
+                    except _STREAM_ERRORS as error:
+                        raise _of_socket(error) from error
+            data = await self.recv(wanted, flags)
+            view[: len(data)] = data
+        return len(data)
+
+    async def recvfrom(self, bufsize: int, flags: int = 0, /) -> tuple[bytes, Any]:
+        """As `socket.socket.recvfrom`: of a connected socket, without an address."""
+        if self._rdma is None:
+            return await self.plain.recvfrom(bufsize, flags)
+        return await self.recv(bufsize, flags), None
+
+    async def recvfrom_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> Any:
+        """As `socket.socket.recvfrom_into`."""
+        if self._rdma is None:
+            return await self.plain.recvfrom_into(buffer, nbytes, flags)
+        return await self.recv_into(buffer, nbytes, flags), None
+
+    async def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0, /) -> Any:
+        """As `socket.socket.recvmsg`; there is never any ancillary data."""
+        if self._rdma is None:
+            return await self.plain.recvmsg(bufsize, ancbufsize, flags)
+        return await self.recv(bufsize, flags), [], 0, None
+
+    async def recvmsg_into(self, buffers: Any, ancbufsize: int = 0, flags: int = 0, /) -> Any:
+        """As `socket.socket.recvmsg_into`."""
+        if self._rdma is None:
+            return await self.plain.recvmsg_into(buffers, ancbufsize, flags)
+        views = [memoryview(each).cast("B") for each in buffers]
+        data = await self.recv(sum(map(len, views)), flags)
+        left = memoryview(data)
+        for view in views:
+            view[: len(left)] = left[: len(view)]
+            left = left[len(view) :]
+        return len(data), [], 0, None
+
+    async def send(self, data: Buffer, flags: int = 0, /) -> int:
+        """As `socket.socket.send`: at least one byte, and as many as there is room for."""
+        rdma = self._rdma
+        if rdma is None:
+            return await self.plain.send(data, flags)
+        if self._write_shut:
+            raise os_error(errno.EPIPE)
+        view = flat(data)
+        try:
+            if not flags:
+                return await rdma.send_some(view)
+            if flags & _NOT_FOR_SEND:
+                unsupported()
+            if flags & _OUT_OF_BAND:
+                await rdma.send_urgent(view)
+                return len(view)
+            return await rdma.send_some(view)
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
+
+    async def sendto(self, *arguments: Any) -> int:
+        """As `socket.socket.sendto`; a connected socket takes no destination."""
+        if self._rdma is None:
+            return await self.plain.sendto(*arguments)
+        if arguments[-1] is not None:
+            raise os_error(errno.EISCONN)
+        return await self.send(*arguments[:-1])
+
+    async def sendmsg(
+        self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None, /
+    ) -> int:
+        """As `socket.socket.sendmsg`, without ancillary data."""
+        if self._rdma is None:
+            return await self.plain.sendmsg(buffers, ancdata, flags, address)
+        if list(ancdata):
+            unsupported()
+        return await self.sendto(b"".join(buffers), flags, address)
+
+    async def wait_writable(self) -> None:
+        """Wait until `send` might send something (`trio.SocketStream` asks)."""
+        if self._rdma is None:
+            await cast(Any, self.plain).wait_writable()
+            return
+        try:
+            await self._rdma.wait_send_all_might_not_block()
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
+
+    def carry(self, stream: trio.SocketStream) -> None:
+        """Let a stream that was made of this socket hand its data calls to the SMC-R stream.
+
+        A `trio.SocketStream` of its own would translate each error twice, and take views and
+        locks for what the SMC-R stream does, too.  Closing stays the socket's affair.
+        """
+        rdma = self._rdma
+        if rdma is not None:
+            ours: Any = stream
+            ours.send_all = rdma.send_all
+            ours.receive_some = rdma.receive_some
+            ours.wait_send_all_might_not_block = rdma.wait_send_all_might_not_block
+            ours.send_eof = self._send_eof
+
+    async def _send_eof(self) -> None:
+        assert self._rdma is not None
+        await self._rdma.send_eof()
+        self._write_shut = True
 
     # --- life --------------------------------------------------------------------------------
 
@@ -342,7 +363,7 @@ class SocketFace(FaceData):
         self.plain.listen(backlog)
         self._listening = True
         if stack is not None and not stack.runtime.closing:
-            self._listener = SmcListener(stack.runtime, self.plain, stack.config)
+            self._listener = SmcListener(stack.runtime, self.plain, _config_of(stack))
             return
         trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
 
@@ -359,30 +380,37 @@ class SocketFace(FaceData):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
-                self._listener = SmcListener(stack.runtime, self.plain, stack.config)
+                self._listener = SmcListener(stack.runtime, self.plain, _config_of(stack))
         return self._listener
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
         """A connection whose handshake is done, and the peer's address."""
         if not self._listening:
             return await self.plain.accept()  # which says what is wrong
-        with socket_errors():
+        try:
             stream = await (await self._published()).accept()
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
         plain = stream.socket
         name = plain.getpeername()
         if not isinstance(stream, RdmaStream):
             return cast(trio.socket.SocketType, plain), name
-        return SocketFace(cast(Any, plain)._sock, self._find_stack, stream), name
+        return DropInSocket(cast(Any, plain)._sock, self._find_stack, stream), name
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
         if self.stream is not None or self._listening:
             await self.plain.connect(address)  # which says what is wrong
             return
-        resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
-        stack = await self._find_stack()
-        with stack.runtime.call():
-            self.stream = await connect_socket(stack.runtime, self.plain, resolved, stack.config)
+        try:
+            resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
+            stack = await self._find_stack()
+            with stack.runtime.call():
+                config = _config_of(stack)
+                self.stream = await connect_socket(stack.runtime, self.plain, resolved, config)
+        except trio.Cancelled:
+            self.close()  # as Trio does, wherever it was cancelled
+            raise
         if isinstance(self.stream, RdmaStream):
             self._rdma = self.stream
 
@@ -391,12 +419,14 @@ class SocketFace(FaceData):
         if self._rdma is None:
             self.plain.shutdown(flag)
             return
-        with socket_errors():
-            if flag != stdlib_socket.SHUT_RD:
+        if flag != stdlib_socket.SHUT_RD:
+            try:
                 self._rdma.shut_down_writing()
-                self._write_shut = True
-            if flag != stdlib_socket.SHUT_WR:
-                self._read_shut = True
+            except _STREAM_ERRORS as error:
+                raise _of_socket(error) from error
+            self._write_shut = True
+        if flag != stdlib_socket.SHUT_WR:
+            self._rdma.shut_down_reading()
 
     def close(self) -> None:
         """Close; what was sent still arrives."""
@@ -431,6 +461,20 @@ class SocketFace(FaceData):
         return self.plain.dup()
 
 
+_configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
+
+
+def _config_of(stack: Stack) -> Config:
+    """The stack's settings; checkpoints are amortised unless somebody set them."""
+    config = _configs.get(stack)
+    if config is None:
+        config = stack.config
+        if config.checkpoints is None:
+            config = replace(config, checkpoints="amortised")
+        _configs[stack] = config
+    return config
+
+
 def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
 
@@ -449,7 +493,7 @@ def _is_tcp(family: int, kind: int, protocol: int) -> bool:
     )
 
 
-class FaceFactory(trio.abc.SocketFactory):
+class DropInFactory(trio.abc.SocketFactory):
     """What `trio.socket.set_custom_socket_factory` takes.
 
     Args:
@@ -462,7 +506,7 @@ class FaceFactory(trio.abc.SocketFactory):
     def socket(
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
-        """A new socket: a face for TCP, Trio's own for anything else."""
+        """A new socket: a drop-in socket for TCP, Trio's own for anything else."""
         return self.wrap(
             stdlib_socket.socket(
                 stdlib_socket.AF_INET if family is None else family,
@@ -479,7 +523,7 @@ class FaceFactory(trio.abc.SocketFactory):
         plain = _make_plain(sock)
         if not _is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):
             return plain
-        return SocketFace(plain, self._find_stack)
+        return DropInSocket(plain, self._find_stack)
 
 
 def _is_connected(sock: stdlib_socket.socket) -> bool:

@@ -6,7 +6,8 @@ Trio has a hook of its own: a socket factory, set in a run, is asked for every s
 `trio.socket.socket` makes, and so by `trio.open_tcp_stream`, `trio.serve_tcp`, AnyIO's
 `connect_tcp` and all that is built on them.  It is a setting of one run, so the functions that
 start runs are wrapped to make it in each.  Sockets that come from the standard library pass through
-`trio.socket.from_stdlib_socket` (hypercorn's and AnyIO's listeners do); it is wrapped too.
+`trio.socket.from_stdlib_socket` (hypercorn's and AnyIO's listeners do); it is wrapped too.  And a
+`trio.SocketStream` that is made of a socket over SMC-R makes its data calls there.
 
 What is not reached: a name that a module took from Trio before `enable` (``from trio import run``
 or ``from trio.socket import from_stdlib_socket``), sockets that were made before, and bytes moved
@@ -24,7 +25,7 @@ import trio
 
 from trio_smc._api import find_stack, set_default_config
 from trio_smc.config.config import Config
-from trio_smc.sockets.drop_in import FaceFactory
+from trio_smc.sockets.drop_in import DropInFactory, DropInSocket
 
 __all__ = [
     "disable",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 
-_FACTORY: Final = FaceFactory(find_stack)
+_FACTORY: Final = DropInFactory(find_stack)
 _RUNS: Final = (
     (trio, "run"),
     (trio.lowlevel, "start_guest_run"),
@@ -45,7 +46,8 @@ def enable(config: Config | None = None) -> None:
 
     To be called before the program runs, or inside a run for that run and later ones.  Sockets
     made from then on are affected.  Outside of `open_stack` they use the default stack.  Calling
-    it again changes the settings for runs that begin afterwards.
+    it again changes the settings for runs that begin afterwards.  Where `Config.checkpoints` is
+    left at None these sockets have amortised checkpoints.
 
     Args:
       config: the default stack's settings; None: leave them as they are.
@@ -56,6 +58,7 @@ def enable(config: Config | None = None) -> None:
         for module, name in _RUNS:
             _replace(module, name, _with_factory(getattr(module, name)))
         _replace(trio.socket, "from_stdlib_socket", _from_stdlib_socket)
+        _replace(trio.SocketStream, "__init__", _init_and_carry(trio.SocketStream.__init__))
     if trio.lowlevel.in_trio_run():
         trio.socket.set_custom_socket_factory(_FACTORY)
 
@@ -98,3 +101,13 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
 @wraps(trio.socket.from_stdlib_socket)
 def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
     return _FACTORY.wrap(sock)
+
+
+def _init_and_carry(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def __init__(self: trio.SocketStream, socket: trio.socket.SocketType) -> None:  # noqa: N807
+        init(self, socket)
+        if isinstance(socket, DropInSocket):
+            socket.carry(self)
+
+    return __init__

@@ -1,7 +1,12 @@
-"""`RdmaStream`, the SMC-R stream: a thin layer over the connection core, which never waits.
+"""`RdmaStream`, the SMC-R stream: waiting, errors and checkpoints around a connection core.
+
+Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it takes or gives what
+it can and calls its waiter, `on_readable`, `on_writable` or `on_urgent`, when there is more to be
+had.  A call looks, and while there is nothing it parks until its waiter is called.
 
 Checkpoints: every call is a full Trio checkpoint, as the stream contract wants.  A call that
-parks has been one by that; one that finds everything ready yields once
+parks has been one by that; one that finds everything ready yields once, behind its work, so that
+the peer's task has something to do in the same pass of the scheduler
 (`Config(checkpoints="amortised")`: cancellation is checked always, yielding only now and then).
 """
 
@@ -11,23 +16,28 @@ import contextlib
 import errno
 import operator
 import os
-import time
 import warnings
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.socket_options import StreamOptions
-from trio_smc.streams.stream import OVER, SmcStream, UrgentState, flat, some_bytes, writable
-from trio_smc.streams.tcp_stream import _inline
+from trio_smc.streams.stream import (
+    OVER,
+    SmcStream,
+    UrgentState,
+    flat,
+    inline_error,
+    some_bytes,
+    writable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -35,199 +45,40 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
     from trio_smc.rnic.pump import Pump
-    from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.streams.socket_options import Inherited
+    from trio_smc.streams.group_views import LinkGroupView
+    from trio_smc.streams.socket_options import Inherited, KeptAlive
 
 __all__ = [
-    "URGENT",
-    "RdmaCalls",
     "RdmaStream",
-    "RdmaUrgent",
-    "StreamHost",
+    "StreamEndpoint",
+    "StreamOwner",
 ]
 
 
-URGENT: Final = "on_urgent"
-"""The core's waiter."""
+class StreamOwner(Protocol):
+    """What a stream wants of its stack."""
+
+    pump: Pump
+    timers: Timers
 
 
-class RdmaUrgent:
-    """The receiving methods of `RdmaStream`, whose attributes these are."""
+class StreamEndpoint(Protocol):
+    """What a stream wants of the joint between its connection and the rest of the stack."""
 
-    _core: Connection
-    _closed: bool
-    _urgent_busy = False
+    connection: Connection
+    closed_by_user: bool
+    """Set here: the stream was closed."""
+    lingers: bool
+    """Set here: SO_LINGER is on."""
+    abandoned: bool
+    """The connection was aborted because its stack was left."""
 
-    async def wait_urgent(self) -> UrgentState:
-        """Wait for urgent data (RFC 7609, 4.7.5, 4.7.6)."""
-        with self._alone():
-            await trio.lowlevel.checkpoint()
-            while not self._closed:
-                match self._core.receiver.urgent:
-                    case "pending":
-                        return "pending"
-                    case "present":
-                        return "present"
-                if self._core.receiver.urgent_over:
-                    self._take_urgent()
-                    raise trio.EndOfChannel(OVER)
-                await self._park(URGENT)
-            raise trio.ClosedResourceError("the stream was closed")
+    @property
+    def group(self) -> KeptAlive:
+        """The connection's link group."""
 
-    async def receive_urgent(self) -> bytes:
-        """Receive the urgent byte."""
-        with self._alone():
-            await trio.lowlevel.checkpoint()
-            while not self._closed:
-                if self._core.receiver.urgent_inline:
-                    raise _inline()
-                byte = self._take_urgent()
-                if byte is not None:
-                    return bytes((byte,))
-                if self._core.receiver.urgent_over:
-                    raise trio.EndOfChannel(OVER)
-                await self._park(URGENT)
-            raise trio.ClosedResourceError("the stream was closed")
-
-    def _take_urgent(self) -> int | None:
-        try:
-            return self._core.receiver.receive_urgent()
-        except OSError as error:
-            raise self._translated(error) from error
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._urgent_busy:
-            raise trio.BusyResourceError("another task waits for urgent data on this stream")
-        self._urgent_busy = True
-        try:
-            yield
-        finally:
-            self._urgent_busy = False
-
-    async def _park(self, waiter: str) -> bool:
-        raise NotImplementedError
-
-    def _translated(self, error: OSError) -> Exception:
-        raise NotImplementedError
-
-
-_READER: Final = "on_readable"
-_WRITER: Final = "on_writable"
-
-
-class RdmaCalls:
-    """Methods of `RdmaStream`, whose attributes these are."""
-
-    _core: Connection
-    _closed: bool
-    _sending: bool
-    _receiving: bool
-    _strict: bool
-
-    async def send_some(self, view: memoryview) -> int:
-        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
-
-        Returns:
-          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
-
-        Raises:
-          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
-            `SmcStream.send_all`.
-        """
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
-            await trio.lowlevel.checkpoint()
-            while True:
-                if self._closed or self._core.write_closed:
-                    raise trio.ClosedResourceError("the stream was closed for sending")
-                sent = self._send_some(view, False) if view else 0
-                if sent or not view:
-                    # The caller may change its buffer from now on, and may not wait any more.
-                    self._core.sender.keep_copies()
-                    return sent
-                await self._park(_WRITER)
-        finally:
-            self._sending = False
-
-    async def receive_some_into(self, buffer: Buffer) -> int:
-        """See `SmcStream.receive_some_into`."""
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
-        try:
-            with writable(buffer) as view:
-                await trio.lowlevel.checkpoint_if_cancelled()
-                parked = False
-                while True:
-                    if self._closed:
-                        raise trio.ClosedResourceError("the stream was closed")
-                    try:
-                        size = self._core.receiver.receive_into(view)
-                    except OSError as error:
-                        raise self._translated(error) from error
-                    if size or self._core.receiver.at_eof:
-                        break
-                    parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._is_due()):
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            return size
-        finally:
-            self._receiving = False
-
-    async def peek_some(self, max_bytes: int) -> bytes:
-        """What `receive_some` would return, left where it is; same errors."""
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
-        try:
-            await trio.lowlevel.checkpoint()
-            while True:
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
-                try:
-                    data = self._core.receiver.peek(max_bytes)
-                except OSError as error:
-                    raise self._translated(error) from error
-                if data or self._core.receiver.at_eof:
-                    return data
-                await self._park(_READER)
-        finally:
-            self._receiving = False
-
-    def shut_down_writing(self) -> None:
-        """`SmcStream.send_eof` without its checkpoint.
-
-        Raises:
-          trio.ClosedResourceError, trio.BrokenResourceError: as there.
-        """
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
-        if self._core.error is not None:
-            raise trio.BrokenResourceError("the connection is broken") from self._core.error
-        self._core.shutdown_write()
-
-    def close(self) -> None:
-        """`SmcStream.aclose` without the wait: what was sent still arrives.  Idempotent."""
-        if not self._closed:
-            self._close_now()
-
-    async def _park(self, waiter: str) -> bool:
-        raise NotImplementedError
-
-    def _send_some(self, view: memoryview, urgent: bool) -> int:
-        raise NotImplementedError
-
-    def _is_due(self) -> bool:
-        raise NotImplementedError
-
-    def _close_now(self) -> None:
-        raise NotImplementedError
-
-    def _translated(self, error: OSError) -> Exception:
-        raise NotImplementedError
+    def forgotten(self) -> None:
+        """The stream was collected, and nobody had closed it."""
 
 
 _DEFAULT_RECEIVE: Final = 65536
@@ -238,57 +89,56 @@ _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 _current_task: Final = trio.lowlevel.current_task
 _reschedule: Final = trio.lowlevel.reschedule
 _ABORTED: Final = Abort.SUCCEEDED
-_YIELD_EVERY_CALLS: Final = 32
 _CROWD: Final = 8
 """So many waiting tasks are better served together, when the last of them parks again."""
-_YIELD_EVERY_NS: Final = 200_000
 _SELDOM: Final = 16
-# Waiters of the core; `URGENT` is another.
+# Waiters of the core.
+_READER: Final = "on_readable"
+_WRITER: Final = "on_writable"
+_URGENT: Final = "on_urgent"
+
+_Taken = TypeVar("_Taken", int, bytes)
 
 
 def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
-class StreamHost(Protocol):
-    """What a stream wants of the stack."""
-
-    pump: Pump
-    timers: Timers
-
-    def check_not_forked(self) -> None:
-        """Raise RuntimeError in a forked child."""
-
-
-class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
+class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
     mode = Mode.SMC_R
     fallback = None
     socket: SmcSocket
     _closed = True  # until there is something to close
+    _deaf = True
 
     def __init__(
-        self, stack: StreamHost, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+        self,
+        stack: StreamOwner,
+        endpoint: StreamEndpoint,
+        link_group: LinkGroupView,
+        sock: trio.socket.SocketType,
+        config: Config,
     ) -> None:
         self.socket = SmcSocket(sock)
-        self.link_group = LinkGroupView(endpoint.group, stack.check_not_forked)
+        self.link_group = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
+        # Held by themselves: each call asks them.
+        self._receiver, self._sender = core.receiver, core.sender
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
         self._drain = stack.pump.drain
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
+        self._deaf = False  # closed, or shut down for reading
         self._sending = False
         self._receiving = False
-        self._strict = config.checkpoints == "strict"
+        self._urgent_busy = False
+        self._strict = config.checkpoints != "amortised"
         self._misses = 0  # readers that found nothing since a turn of others brought something
-        # For amortised checkpoints: the scheduler's pass of the last call, the calls in it, when
-        # the first was.
-        self._pass = 0
-        self._calls = 0
-        self._since = 0
+        self._is_due = stack.pump.is_due
         self._options = StreamOptions(
             self._core,
             endpoint.group,
@@ -362,6 +212,41 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             self._sending = False
 
+    async def send_some(self, view: memoryview) -> int:
+        """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
+
+        Returns:
+          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
+            `send_all`.
+        """
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending on this stream")
+        self._sending = True
+        try:
+            await _check_cancelled()
+            core = self._core
+            parked = False
+            while True:
+                if self._closed or core.write_closed:
+                    raise trio.ClosedResourceError("the stream was closed for sending")
+                try:
+                    sent = core.send(view) if view else 0
+                except OSError as error:
+                    raise self._translated(error) from error
+                if sent or not view:
+                    break
+                parked = await self._park(_WRITER) or parked
+            if core.sender.borrowed:
+                core.sender.keep_copies()  # the caller may change its buffer from now on
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+            return sent
+        finally:
+            self._sending = False
+
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of it; True when that took waiting.  ``sent``: of a first try, -1: none."""
         core = self._core
@@ -431,6 +316,18 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             self._sending = False
         self.shut_down_writing()
 
+    def shut_down_writing(self) -> None:
+        """`send_eof` without its checkpoint.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError: as there.
+        """
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        if self._core.error is not None:
+            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._core.shutdown_write()
+
     # --- receiving -------------------------------------------------------------------------
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
@@ -454,13 +351,14 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             await _check_cancelled()
             parked = False
             while True:
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
+                if self._deaf:
+                    data = self._at_own_end(b"")
+                    break
                 try:
-                    data = self._core.receiver.receive(max_bytes)
+                    data = self._receiver.receive(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._core.receiver.at_eof:
+                if data or self._receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
             if not parked and (self._strict or self._is_due()):
@@ -468,6 +366,99 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             return data
         finally:
             self._receiving = False
+
+    async def receive_some_into(self, buffer: Buffer) -> int:
+        """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
+        with writable(buffer) as view:
+            return await self._receive(lambda: self._receiver.receive_into(view), 0)
+
+    async def peek_some(self, max_bytes: int) -> bytes:
+        """What `receive_some` would return, left where it is; same errors."""
+        return await self._receive(lambda: self._receiver.peek(max_bytes), b"")
+
+    async def _receive(self, take: Callable[[], _Taken], nothing: _Taken) -> _Taken:
+        """What ``take`` finds, as soon as that is something; ``nothing`` at the end."""
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        self._receiving = True
+        try:
+            await _check_cancelled()
+            parked = False
+            while True:
+                if self._deaf:
+                    taken = self._at_own_end(nothing)
+                    break
+                try:
+                    taken = take()
+                except OSError as error:
+                    raise self._translated(error) from error
+                if taken or self._receiver.at_eof:
+                    break
+                parked = await self._park(_READER) or parked
+            if not parked and (self._strict or self._is_due()):
+                await _yield()
+            return taken
+        finally:
+            self._receiving = False
+
+    def _at_own_end(self, nothing: _Taken) -> _Taken:
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        return nothing
+
+    def shut_down_reading(self) -> None:
+        """Whoever receives is at the end of the stream from now on; the peer is not told."""
+        self._deaf = True
+        self._wake(_READER)
+
+    # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
+
+    async def wait_urgent(self) -> UrgentState:
+        """Wait until the peer has urgent data; see `SmcStream.wait_urgent`."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                match self._receiver.urgent:
+                    case "pending":
+                        return "pending"
+                    case "present":
+                        return "present"
+                if self._receiver.urgent_over:
+                    self._take_urgent()
+                    raise trio.EndOfChannel(OVER)
+                await self._park(_URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    async def receive_urgent(self) -> bytes:
+        """Receive the urgent byte; see `SmcStream.receive_urgent`."""
+        with self._alone():
+            await trio.lowlevel.checkpoint()
+            while not self._closed:
+                if self._receiver.urgent_inline:
+                    raise inline_error()
+                byte = self._take_urgent()
+                if byte is not None:
+                    return bytes((byte,))
+                if self._receiver.urgent_over:
+                    raise trio.EndOfChannel(OVER)
+                await self._park(_URGENT)
+            raise trio.ClosedResourceError("the stream was closed")
+
+    def _take_urgent(self) -> int | None:
+        try:
+            return self._receiver.receive_urgent()
+        except OSError as error:
+            raise self._translated(error) from error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._urgent_busy:
+            raise trio.BusyResourceError("another task waits for urgent data on this stream")
+        self._urgent_busy = True
+        try:
+            yield
+        finally:
+            self._urgent_busy = False
 
     # --- ending ----------------------------------------------------------------------------
 
@@ -494,6 +485,11 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             if not parked:
                 await trio.lowlevel.checkpoint()
 
+    def close(self) -> None:
+        """`aclose` without the wait: what was sent still arrives.  Idempotent."""
+        if not self._closed:
+            self._close_now()
+
     def close_forcefully(self) -> None:
         """`trio.aclose_forcefully` without the checkpoint."""
         if not self._closed:
@@ -515,24 +511,23 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         return parked
 
     def _close_now(self) -> None:
-        self._closed = True
+        self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
         self._drain()
         self._core.close()
-        self._wake_waiters()
-
-    def _wake_waiters(self) -> None:
         # The core wakes them when its state changes; a close that waits for data changes none.
-        core = self._core
-        for waiter in (_READER, _WRITER, URGENT):
-            wake = getattr(core, waiter)
-            if wake is not None:
-                setattr(core, waiter, None)
-                wake()
+        for waiter in (_READER, _WRITER, _URGENT):
+            self._wake(waiter)
+
+    def _wake(self, waiter: str) -> None:
+        wake = getattr(self._core, waiter)
+        if wake is not None:
+            setattr(self._core, waiter, None)
+            wake()
 
     def abort(self) -> None:
         """Reset the connection at once (RFC 7609, 4.8.2)."""
-        self._closed = True
+        self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
         self._core.abort()
 
@@ -561,7 +556,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         self._drain()
         core = self._core
         return bool(
-            self._closed or core.receiver.readable or core.receiver.at_eof or core.error is not None
+            self._deaf or core.receiver.readable or core.receiver.at_eof or core.error is not None
         )
 
     # --- waiting ---------------------------------------------------------------------------
@@ -610,18 +605,6 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         finally:
             pump.waiting -= 1
         return True
-
-    def _is_due(self) -> bool:
-        """Whether an amortised checkpoint is to be a full one: its task is at it for long."""
-        now = time.perf_counter_ns()
-        if self._pass != self._pump.passes:
-            # Whatever it did in between, others had their turn.
-            self._pass = self._pump.passes
-            self._calls = 1
-            self._since = now
-            return False
-        self._calls += 1
-        return self._calls >= _YIELD_EVERY_CALLS or now - self._since >= _YIELD_EVERY_NS
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:

@@ -12,28 +12,19 @@ it.  An option belongs to one of five:
 - nobody: it has no meaning where bytes travel by RDMA writes; it is kept and returned;
 - TCP, with every option that is not in the table: the kernel has it for the TCP connection.
 
-What the socket options of an SMC-R stream do; `trio_smc.streams.socket_options` says which there
-are.
-
-Theory of operation
--------------------
-What can be kept in the kernel's socket is kept there, so that options inherited from the
-listening
-socket, or set by way of `SmcStream.socket`, count just as well.  The TCP connection may end
-before
+What can be kept in the kernel's socket is kept there, so that options inherited from the listening
+socket, or set by way of `SmcStream.socket`, count just as well.  The TCP connection may end before
 the stream is closed; options are accepted and returned until then, as a reset socket does it.
 
 Corked, or with TCP_NODELAY off, small writes go into the peer's RMBE at once and only the CDC
 message that tells of them is put off: until the cork is pulled, or until what was told of before
 has arrived (Nagle's algorithm).  Both end with a chunk's worth of data, with the window or the
-send buffer full, with the stream's end, and after `HOLD` seconds at the latest (RFC 7609,
-4.5.2).
+send buffer full, with the stream's end, and after `HOLD` seconds at the latest (RFC 7609, 4.5.2).
 
 Keepalive asks the link group to test idle links sooner, which serves all their connections, and
 lets the TCP connection send probes of its own, not too many (4.5.3).
 
-The user timeout looks at the connection's counts every now and then, so that the hot path need
-not
+The user timeout looks at the connection's counts every now and then, so that the hot path need not
 note times.
 """
 
@@ -47,7 +38,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import trio
@@ -56,7 +47,6 @@ if TYPE_CHECKING:
     from trio_smc._base.timers import Timer, Timers
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
-    from trio_smc.rendezvous.links.group import LinkGroup
 
 __all__ = [
     "HOLD",
@@ -65,12 +55,13 @@ __all__ = [
     "OPTIONS",
     "SNDBUF_LOCKED",
     "Inherited",
+    "KeptAlive",
     "Key",
     "Option",
-    "OptionActions",
     "Owner",
     "StreamOptions",
     "inherited",
+    "integer",
     "plain",
     "receive_buffer_for",
     "render",
@@ -94,8 +85,73 @@ Key = tuple[int, int]
 """Level and number of an option."""
 
 
-class OptionActions:
-    """What options do to one SMC-R stream.
+def plain(value: int | Buffer | None) -> int | bytes:
+    """A value as it is kept: an int or bytes.
+
+    Raises:
+      OSError: EFAULT for none.
+      TypeError: it does not fit a C int; the socket module says so too.
+    """
+    if value is None:
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+    if not isinstance(value, int):
+        return bytes(value)
+    if not -_INT_MAX - 1 <= value <= _INT_MAX:
+        raise TypeError("the value of a socket option is a C int")
+    return int(value)
+
+
+_INT: Final = struct.Struct("i")
+
+
+class Owner(StrEnum):
+    """Who acts on an option of an SMC-R stream."""
+
+    DATA_PATH = "data path"
+    KEEPALIVE = "links and TCP"
+    CLOSING = "closing"
+    NOBODY = "kept"
+    REFUSED = "refused"
+    TCP = "TCP connection"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One row of the table.
+
+    Attributes:
+      level, name: as the socket module has them.
+      owner: who acts on it.
+      meaning: a sentence or two for users.
+      number: where the socket module does not have it.
+      write: called with an integer once the option was accepted; None: see `owner`.
+      read: what `getsockopt` returns; None: what was set, else the TCP connection's value.
+    """
+
+    level: str
+    name: str
+    owner: Owner
+    meaning: str
+    number: int | None = None
+    write: Callable[[StreamOptions, int], None] | None = None
+    read: Callable[[StreamOptions], int] | None = None
+
+    @property
+    def key(self) -> Key | None:
+        """(level, number) for the kernel; None where this system does not have it."""
+        number = getattr(socket, self.name, self.number)
+        return None if number is None else (getattr(socket, self.level), number)
+
+
+class KeptAlive(Protocol):
+    """What keepalive wants of a link group."""
+
+    def keep_alive(self, user: Connection, seconds: float | None) -> None:
+        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+
+
+class StreamOptions:
+    """The socket options of one SMC-R stream.
 
     Args:
       core, group: the connection and its link group.
@@ -112,7 +168,7 @@ class OptionActions:
     def __init__(
         self,
         core: Connection,
-        group: LinkGroup,
+        group: KeptAlive,
         sock: trio.socket.SocketType,
         timers: Timers,
         flush_later: _FlushLater | None,
@@ -129,6 +185,42 @@ class OptionActions:
         self._user_timeout = 0  # milliseconds
         self._watch: Timer | None = None
         self._progress = ((0, 0.0), (0, 0.0))
+
+    def set(self, level: int, option: int, value: int | Buffer | None, length: int | None) -> None:
+        """As `trio.SocketStream.setsockopt`.
+
+        Raises:
+          OSError: EOPNOTSUPP for what an SMC-R stream cannot do; else what the kernel says.
+        """
+        if (value is None) is (length is None):
+            raise TypeError("setsockopt: a value, or None and a length")
+        row = _BY_KEY.get((level, option))
+        if row is None or row.owner is Owner.TCP:
+            self._set_tcp(level, option, value, length)
+        elif row.owner is Owner.REFUSED:
+            raise OSError(errno.EOPNOTSUPP, f"{row.name} cannot be had over SMC-R")
+        elif row.owner is Owner.NOBODY:
+            self._keep((level, option), plain(value))
+        elif row.owner is Owner.CLOSING:
+            self._set_tcp(level, option, value, length)
+        elif row.write is None:
+            raise OSError(errno.ENOPROTOOPT, f"{row.name} can only be read")
+        else:
+            row.write(self, integer(value))
+
+    def get(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
+        """As `trio.SocketStream.getsockopt`.  Raises OSError."""
+        row = _BY_KEY.get((level, option))
+        if row is not None and row.read is not None:
+            return _as_wanted(row.read(self), buffersize)
+        kept = self._kept.get((level, option))
+        if kept is not None and (row is None or row.owner is Owner.NOBODY or self._tcp_gone):
+            return _as_wanted(kept, buffersize)
+        if self._tcp_gone:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        if buffersize:
+            return self._sock.getsockopt(level, option, buffersize)
+        return self._sock.getsockopt(level, option)
 
     @property
     def linger(self) -> int | None:
@@ -323,108 +415,8 @@ class OptionActions:
         self._watch = self._timers.call_later(min(patience / 4, _LONGEST_CHECK), self._look)
 
 
-def plain(value: int | Buffer | None) -> int | bytes:
-    """A value as it is kept: an int or bytes.
-
-    Raises:
-      OSError: EFAULT for none.
-      TypeError: it does not fit a C int; the socket module says so too.
-    """
-    if value is None:
-        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-    if not isinstance(value, int):
-        return bytes(value)
-    if not -_INT_MAX - 1 <= value <= _INT_MAX:
-        raise TypeError("the value of a socket option is a C int")
-    return int(value)
-
-
-_INT: Final = struct.Struct("i")
-
-
-class Owner(StrEnum):
-    """Who acts on an option of an SMC-R stream."""
-
-    DATA_PATH = "data path"
-    KEEPALIVE = "links and TCP"
-    CLOSING = "closing"
-    NOBODY = "kept"
-    REFUSED = "refused"
-    TCP = "TCP connection"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One row of the table.
-
-    Attributes:
-      level, name: as the socket module has them.
-      owner: who acts on it.
-      meaning: a sentence or two for users.
-      number: where the socket module does not have it.
-      write: called with an integer once the option was accepted; None: see `owner`.
-      read: what `getsockopt` returns; None: what was set, else the TCP connection's value.
-    """
-
-    level: str
-    name: str
-    owner: Owner
-    meaning: str
-    number: int | None = None
-    write: Callable[[StreamOptions, int], None] | None = None
-    read: Callable[[StreamOptions], int] | None = None
-
-    @property
-    def key(self) -> Key | None:
-        """(level, number) for the kernel; None where this system does not have it."""
-        number = getattr(socket, self.name, self.number)
-        return None if number is None else (getattr(socket, self.level), number)
-
-
-class StreamOptions(OptionActions):
-    """The socket options of one SMC-R stream."""
-
-    __slots__ = ()
-
-    def set(self, level: int, option: int, value: int | Buffer | None, length: int | None) -> None:
-        """As `trio.SocketStream.setsockopt`.
-
-        Raises:
-          OSError: EOPNOTSUPP for what an SMC-R stream cannot do; else what the kernel says.
-        """
-        if (value is None) is (length is None):
-            raise TypeError("setsockopt: a value, or None and a length")
-        row = _BY_KEY.get((level, option))
-        if row is None or row.owner is Owner.TCP:
-            self._set_tcp(level, option, value, length)
-        elif row.owner is Owner.REFUSED:
-            raise OSError(errno.EOPNOTSUPP, f"{row.name} cannot be had over SMC-R")
-        elif row.owner is Owner.NOBODY:
-            self._keep((level, option), plain(value))
-        elif row.owner is Owner.CLOSING:
-            self._set_tcp(level, option, value, length)
-        elif row.write is None:
-            raise OSError(errno.ENOPROTOOPT, f"{row.name} can only be read")
-        else:
-            row.write(self, _integer(value))
-
-    def get(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
-        """As `trio.SocketStream.getsockopt`.  Raises OSError."""
-        row = _BY_KEY.get((level, option))
-        if row is not None and row.read is not None:
-            return _as_wanted(row.read(self), buffersize)
-        kept = self._kept.get((level, option))
-        if kept is not None and (row is None or row.owner is Owner.NOBODY or self._tcp_gone):
-            return _as_wanted(kept, buffersize)
-        if self._tcp_gone:
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        if buffersize:
-            return self._sock.getsockopt(level, option, buffersize)
-        return self._sock.getsockopt(level, option)
-
-
-def _integer(value: int | Buffer | None) -> int:
-    """What the kernel reads as an int."""
+def integer(value: int | Buffer | None) -> int:
+    """What the kernel reads as an int.  Raises OSError (EINVAL) when there are too few bytes."""
     kept = plain(value)
     if isinstance(kept, int):
         return kept

@@ -1,12 +1,15 @@
-"""`SmcStream`: what users hold.  One face, two kinds of stream behind it: `_rdma_stream` is a thin
-layer over the connection core, `_tcp_stream` wraps Trio's own socket stream and says why.
+"""`SmcStream`: the interface of a connection, whether it became SMC-R or stayed TCP.
 
-Both are registered as kinds of `trio.SocketStream`: a program that asks for one asks for what they
-have, `socket` with its names, `setsockopt` and `getsockopt`.
+There are two kinds: `rdma_stream` puts waiting around a connection core, `tcp_stream` wraps Trio's
+own socket stream and says why.  Both are registered as kinds of `trio.SocketStream`: a program that
+asks for one asks for what they have, `socket` with its names, `setsockopt` and `getsockopt`.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Final, Literal
 
 import trio
@@ -22,9 +25,11 @@ if TYPE_CHECKING:
     from trio_smc.streams.group_views import LinkGroupView
 
 __all__ = [
+    "OVER",
     "SmcStream",
     "UrgentState",
     "flat",
+    "inline_error",
     "some_bytes",
     "writable",
 ]
@@ -46,10 +51,11 @@ class SmcStream(HalfCloseableStream):
     socket: trio.socket.SocketType | SmcSocket
     link_group: LinkGroupView | None
 
+    @abstractmethod
     def statistics(self) -> StreamStatistics:
         """Counters of this connection; all zero over TCP."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def receive_some_into(self, buffer: Buffer) -> int:
         """As `receive_some`, into a buffer of the caller's own: no bytes object is made.
 
@@ -65,8 +71,8 @@ class SmcStream(HalfCloseableStream):
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `receive_some`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``; its last byte is urgent (RFC 7609, 4.7.5).
 
@@ -78,8 +84,8 @@ class SmcStream(HalfCloseableStream):
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `send_all`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def wait_urgent(self) -> UrgentState:
         """Wait until the peer has urgent data.
 
@@ -94,8 +100,8 @@ class SmcStream(HalfCloseableStream):
           trio.BrokenResourceError: the connection failed.
           trio.BusyResourceError: another task waits for urgent data.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def receive_urgent(self) -> bytes:
         """Receive the urgent byte, waiting for it; of several not received, the last.
 
@@ -106,8 +112,8 @@ class SmcStream(HalfCloseableStream):
           trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError,
             trio.BusyResourceError: as `wait_urgent`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def setsockopt(
         self, level: int, option: int, value: int | Buffer | None, length: int | None = None
     ) -> None:
@@ -118,36 +124,35 @@ class SmcStream(HalfCloseableStream):
         Raises:
           OSError: as from `socket.socket.setsockopt`; EBADF on a closed stream.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
         """The value of a socket option, as `trio.SocketStream.getsockopt` returns it.
 
         Raises:
           OSError: as from `socket.socket.getsockopt`; EBADF on a closed stream.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def is_readable(self) -> bool:
         """Whether `receive_some` would return or raise at once; never blocks.
 
         For pools of connections: an idle one that is readable was closed by its peer, or is out
         of step.  `socket.is_readable` cannot tell: over SMC-R no data comes by the TCP connection.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def abort(self) -> None:
         """Reset the connection at once: what is under way in both directions is lost.
 
         The peer gets BrokenResourceError (RFC 7609, 4.8.2).  Never blocks.  Idempotent.
         """
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.mode}>"
 
 
-def flat(data: bytes | bytearray | memoryview) -> memoryview:
+def flat(data: Buffer) -> memoryview:
     """A view of ``data`` as single bytes."""
     view = memoryview(data)
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
@@ -171,6 +176,11 @@ def some_bytes(data: bytes | bytearray | memoryview) -> memoryview:
     if not view:
         raise ValueError("at least one byte is urgent")
     return view
+
+
+def inline_error() -> OSError:
+    """Of `SmcStream.receive_urgent` where urgent data stays in the stream."""
+    return OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: urgent data stays in the stream")
 
 
 UrgentState = Literal["pending", "present"]

@@ -1,10 +1,9 @@
-"""`TcpStream`: a connection that stays plain TCP, and why."""
+"""`TcpStream`: a connection that stayed plain TCP, and why; with TCP's own urgent data."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import select
 import socket as stdlib_socket
 from typing import TYPE_CHECKING, Final, Literal
@@ -14,7 +13,7 @@ import trio
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.tcp import close_with_reset
-from trio_smc.streams.stream import OVER, SmcStream, UrgentState, some_bytes, writable
+from trio_smc.streams.stream import OVER, SmcStream, UrgentState, inline_error, some_bytes, writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,7 +175,7 @@ class TcpUrgent:
         with self._watching() as epoll:
             while True:
                 if self._inline():
-                    raise _inline()
+                    raise inline_error()
                 found = self._receive()
                 if isinstance(found, bytes):
                     return found
@@ -230,10 +229,6 @@ class TcpUrgent:
             return "none"
         finally:
             raw.detach()
-
-
-def _inline() -> OSError:
-    return OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: urgent data stays in the stream")
 
 
 @contextlib.contextmanager

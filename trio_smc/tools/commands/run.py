@@ -38,7 +38,7 @@ Examples:
   trio-smc run --config smc.toml -- python -m server
 
 The configuration file is TOML with the fields of trio_smc.Config:
-  checkpoints = "amortised"
+  checkpoints = "strict"
   receive_buffer = 4194304
   assume = ["192.0.2.0/24", ["db.example", 5432]]
 

@@ -1,0 +1,49 @@
+"""A pytest plug-in: a test suite runs with `trio_smc.enable()`, none of its lines changed.
+
+`python -m pytest -p smc_enabled ...` (with this directory on PYTHONPATH).  SMC_CHECKPOINTS says
+what `Config.checkpoints` is, if it is to be set.  Streams over SMC-R are counted; a run in which
+there was none fails.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any, cast
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc.streams.rdma_stream import RdmaStream
+
+_streams = 0
+"""Streams over SMC-R so far, of both ends."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Enable before the first run, and for the runs of Trio's own decorator, too."""
+    checkpoints = cast(Any, os.environ.get("SMC_CHECKPOINTS"))
+    trio_smc.enable(trio_smc.Config(checkpoints=checkpoints, receive_buffer=256 * 1024))
+    # `trio.testing.trio_test` looks there.
+    cast(Any, trio)._core.run = trio.run
+    initialize = RdmaStream.__init__
+
+    @wraps(initialize)
+    def count(self: RdmaStream, *arguments: Any) -> None:
+        global _streams
+        _streams += 1
+        initialize(self, *arguments)
+
+    cast(Any, RdmaStream).__init__ = count
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run that was not what it claims to be."""
+    if exitstatus == pytest.ExitCode.OK and not _streams:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was counted, in a form that a caller can read."""
+    terminalreporter.write_line(f"streams smc-r {_streams}")

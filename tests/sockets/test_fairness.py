@@ -1,0 +1,87 @@
+"""Amortised checkpoints are fair: a program's clocks are no later than they are over TCP."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import trio
+
+import trio_smc
+
+LOOPBACK = "127.0.0.1"
+CONNECTIONS = 100
+ROUNDS = 3
+TICKS = 6
+"""Of a round."""
+
+
+async def connections(nursery: trio.Nursery) -> list[tuple[trio.SocketStream, trio.SocketStream]]:
+    [listener] = await trio.open_tcp_listeners(0, host=LOOPBACK)
+    pairs = []
+    async with listener:
+        for _ in range(CONNECTIONS):
+            client = await trio.open_tcp_stream(*listener.socket.getsockname())
+            pairs.append((client, await listener.accept()))
+    return pairs
+
+
+async def write(stream: trio.SocketStream, size: int) -> None:
+    data = bytes(size)
+    while True:
+        await stream.send_all(data)
+
+
+async def read(stream: trio.SocketStream) -> None:
+    while await stream.receive_some(64 * 1024):
+        pass
+
+
+async def ask(stream: trio.SocketStream) -> None:
+    while True:
+        await stream.send_all(b"x" * 64)
+        await stream.receive_some(64)
+
+
+async def answer(stream: trio.SocketStream) -> None:
+    while data := await stream.receive_some(64):
+        await stream.send_all(data)
+
+
+async def lateness(size: int) -> float:
+    """Seconds that a ticker of 1 ms is late beside busy connections, the middle of some."""
+    late = []
+    async with trio.open_nursery() as nursery:
+        pairs = await connections(nursery)
+        for client, server in pairs:
+            if size:
+                nursery.start_soon(write, client, size)
+                nursery.start_soon(read, server)
+            else:
+                nursery.start_soon(ask, client)
+                nursery.start_soon(answer, server)
+        await trio.sleep(0.05)
+        for _ in range(TICKS):
+            due = trio.current_time() + 0.001
+            await trio.sleep_until(due)
+            late.append(trio.current_time() - due)
+        nursery.cancel_scope.cancel()
+    for pair in pairs:
+        for stream in pair:
+            await trio.aclose_forcefully(stream)
+    return statistics.median(late)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
+def test_a_ticker_beside_busy_connections(size: int) -> None:
+    """Rounds over TCP and SMC-R by turns; the best of each, which other programs disturb least."""
+    over_tcp, over_smc = [], []
+    for _ in range(ROUNDS):
+        over_tcp.append(trio.run(lateness, size))
+        trio_smc.enable(trio_smc.Config(receive_buffer=256 * 1024, require_smc=True))
+        try:
+            over_smc.append(trio.run(lateness, size))
+        finally:
+            trio_smc.disable()
+    assert min(over_smc) <= 1.25 * min(over_tcp), (over_smc, over_tcp)
