@@ -11,8 +11,8 @@ import trio_smc
 
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100
-ROUNDS = 3
-TICKS = 6
+ROUNDS = 5
+TICKS = 5
 """Of a round."""
 
 
@@ -48,8 +48,8 @@ async def answer(stream: trio.SocketStream) -> None:
         await stream.send_all(data)
 
 
-async def lateness(size: int) -> float:
-    """Seconds that a ticker of 1 ms is late beside busy connections, the middle of some."""
+async def lateness(size: int) -> list[float]:
+    """Seconds that a ticker of 1 ms is late beside busy connections, for some ticks."""
     late = []
     async with trio.open_nursery() as nursery:
         pairs = await connections(nursery)
@@ -69,19 +69,21 @@ async def lateness(size: int) -> float:
     for pair in pairs:
         for stream in pair:
             await trio.aclose_forcefully(stream)
-    return statistics.median(late)
+    return late
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
 def test_a_ticker_beside_busy_connections(size: int) -> None:
-    """Rounds over TCP and SMC-R by turns; the best of each, which other programs disturb least."""
-    over_tcp, over_smc = [], []
+    """Rounds over TCP and SMC-R by turns, so that whatever else runs disturbs both alike."""
+    over_tcp: list[float] = []
+    over_smc: list[float] = []
     for _ in range(ROUNDS):
-        over_tcp.append(trio.run(lateness, size))
+        over_tcp.extend(trio.run(lateness, size))
         trio_smc.enable(trio_smc.Config(receive_buffer=256 * 1024, require_smc=True))
         try:
-            over_smc.append(trio.run(lateness, size))
+            over_smc.extend(trio.run(lateness, size))
         finally:
             trio_smc.disable()
-    assert min(over_smc) <= 1.25 * min(over_tcp), (over_smc, over_tcp)
+    tcp, smc = statistics.median(over_tcp), statistics.median(over_smc)
+    assert smc <= 1.25 * tcp, (over_smc, over_tcp)
