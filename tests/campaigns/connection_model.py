@@ -30,11 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trio_smc.states.tables import CONNECTION
-
 from tests.campaigns._connection_side import Broken, Side, Step
 from tests.campaigns._options import parse
 from trio_smc.states.engine import Table
+from trio_smc.states.tables import CONNECTION
 
 KINDS = ("wild", "polite", "early", "faults")
 

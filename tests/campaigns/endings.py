@@ -32,13 +32,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from trio_smc.states.tables import CONNECTION
-
 from tests.campaigns._endings_world import Broken, World
 from tests.campaigns._options import parse
 from tests.datapath.datapath_pair import Cdc
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire.cdc import ABNORMAL_CLOSE, CONNECTION_CLOSED
 
 KINDS = ("polite", "wild", "early", "faults")

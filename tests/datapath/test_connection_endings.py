@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-from trio_smc.states.tables import CONNECTION
 
 from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, FakeHost, Write
 from trio_smc._base.errors import ProtocolError
@@ -22,6 +21,7 @@ from trio_smc.datapath.cursor import to_wire
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rnic.memory import Memory
 from trio_smc.states.engine import Edge
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire import cdc
 
 D, C, A = cdc.SENDING_DONE, cdc.CONNECTION_CLOSED, cdc.ABNORMAL_CLOSE

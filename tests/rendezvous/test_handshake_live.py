@@ -21,7 +21,6 @@ from typing import Any, ClassVar, cast
 import pytest
 import trio
 import trio.testing
-from trio_smc.states.tables import CLC_CLIENT
 
 from tests.api.api_peers import ASSUME, GID, HOST, MAC, PATIENCE, PEER_ID, address_of, check_talk
 from trio_smc import Mode, SmcListener, SmcStream, Stack, open_stack
@@ -32,6 +31,7 @@ from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Failed, FellBack
 from trio_smc.rnic.spinner import Spinner
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
 
 # Short, but long enough for a machine that is busy with other things.

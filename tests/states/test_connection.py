@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from trio_smc.states.tables import CONNECTION
 
 from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CONNECTION
 
 SENDS = {"send_done", "send_closed", "send_abort"}
 

@@ -15,7 +15,7 @@ _AWAITS_CLC = frozenset({"PROPOSED", "LINK_LOST"})
 
 
 class ClientNegotiation(Negotiation):
-    """Proposes SMC-R; the model of `states.clc_client`.
+    """Proposes SMC-R; the model of `states.clc`.
 
     Args:
       host: the stack.

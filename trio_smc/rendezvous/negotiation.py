@@ -2,8 +2,7 @@
 
 A negotiation is a core without sockets, tasks or clocks.  Whole CLC messages and the news of
 the link group come in; `outgoing` holds the messages to send, in order; `outcome` is set once.
-Which message or event does what in which state is declared in `states.clc_client` and
-`states.clc_server`.
+Which message or event does what in which state is declared in `states.clc`.
 
 Theory of operation: how two sides that share one byte stream agree where CLC messages end
 ------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class Negotiation:
 
     @property
     def state(self) -> str:
-        """The state (`trio_smc.states.clc_client`, `clc_server`)."""
+        """The state (`trio_smc.states.clc`)."""
         return self.machine.state
 
     @property

@@ -19,7 +19,7 @@ _AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
 
 
 class ServerNegotiation(Negotiation):
-    """Answers an SMC Proposal; the model of `states.clc_server`.
+    """Answers an SMC Proposal; the model of `states.clc`.
 
     Args:
       host: the stack.
