@@ -25,33 +25,38 @@ _INTERVAL = 0.001
 _WARM_UP = 200
 _AT_ONCE = 50
 
-# Modules by phase; one that several phases use counts for whoever calls it.
-_MODULES = {
-    "open_stream, sockets, TCP connect": "_open _stack _stack_life _connect _dial _policy _rnics "
-    "rendezvous.prefixes",
-    "accepting, tasks of the listener": "_listener _accept",
-    "discovery": "rendezvous._channels rendezvous._places rendezvous._announcement "
-    "rendezvous._publication rendezvous._claims rendezvous.discovery rendezvous._local_directory "
-    "rendezvous._private_directory rendezvous._local_protocol rendezvous._local_connection",
-    "CLC messages: codec": "rendezvous.clc rendezvous._clc_base rendezvous._proposal "
-    "rendezvous._wire rendezvous._wire_code rendezvous.clc_reader",
-    "CLC messages: TCP, waits": "_handshake rendezvous.spinning rendezvous.timers",
-    "negotiation": "rendezvous.negotiation rendezvous.client rendezvous.server _stack_core",
-    "RMB element, link group": "rendezvous.own_rmbs datapath.rmb "
-    "rendezvous.group_connections rendezvous.link_group rendezvous.links rendezvous.rtokens "
-    "rendezvous.group_life",
-    "calls of the stream, options": "_rdma_stream _rdma_calls _options _option_actions "
-    "_option_inherited _urgent _tcp_names _views",
-    "end of the TCP connection": "_endpoint _tcp_watch",
-    "data, CDC messages, states": "datapath.connection datapath.endings datapath.sender "
-    "datapath.receiver datapath.messenger datapath.delivery datapath.moving datapath.cdc "
-    "rendezvous.link rnic.pump rnic.software rnic._softqp rnic._softmr rnic._ring rnic.memory",
+# Rooms and modules by phase, the longest name counts; what several phases use counts for whoever
+# calls it.
+_PLACES = {
+    "open_stream, sockets, TCP connect": "_api _stack connecting.dial connecting.connect "
+    "stack.policy stack.rnics host",
+    "accepting, tasks of the listener": "connecting.listener connecting.accept",
+    "discovery": "rendezvous.discovery host.private_directory",
+    "CLC messages: codec": "wire.clc",
+    "CLC messages: TCP, waits": "rendezvous.handshake rnic.spinner _base.timers",
+    "negotiation": "rendezvous.negotiation rendezvous.client rendezvous.server stack.groups",
+    "RMB element, link group": "rendezvous.links datapath.rmb",
+    "calls of the stream, options": "streams",
+    "end of the TCP connection": "stack.connection_host stack.tcp_watch",
+    "data, CDC messages, states": "datapath failover wire.cdc rendezvous.links.link rnic",
 }
-_PHASE_OF = {
-    str(_OURS.joinpath(*module.split(".")).with_suffix(".py")): phase
-    for phase, modules in _MODULES.items()
-    for module in modules.split()
-}
+
+
+def _phases() -> dict[str, str]:
+    """The phase of each file that belongs to one."""
+    found: dict[str, str] = {}
+    places = [(place, phase) for phase, names in _PLACES.items() for place in names.split()]
+    for place, phase in sorted(places, key=lambda each: len(each[0])):
+        room = _OURS.joinpath(*place.split("."))
+        files = [*room.rglob("*.py")] if room.is_dir() else [room.with_suffix(".py")]
+        found |= {str(file): phase for file in files}
+    missing = [name for name in found if not Path(name).is_file()]
+    if missing:
+        raise SystemExit(f"phases of files that are not there: {', '.join(missing)}")
+    return found
+
+
+_PHASE_OF = _phases()
 
 
 def phase_of(frame: FrameType | None) -> str:

@@ -59,7 +59,7 @@ def tokens_of(conversation: Conversation) -> list[int]:
     """The alert tokens of its connection, ours and the peer's; nothing for one over TCP."""
     # They are nobody's business but the protocol's, so nothing public has them.
     core = getattr(conversation.stream, "_core", None)
-    return [] if core is None else [core.alert_token, core._peer_token]
+    return [] if core is None else [core.alert_token, core.messenger.peer_token]
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,11 +9,11 @@ import pytest
 from tests.campaigns import link_groups
 from tests.campaigns._replays import finds_and_replays
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.links.group import GroupLife
+from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.rkeys import Rkeys
-from trio_smc.stack.groups import StackCore
+from trio_smc.stack.groups import GroupTable
 
 
 def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:
@@ -43,7 +43,7 @@ def _crash(self: Rkeys, *_: object) -> None:
     raise KeyError("link")
 
 
-def _deaf(self: GroupLife) -> None:
+def _deaf(self: LinkGroup) -> None:
     """Connections that nobody tells that their link is lost."""
 
 
@@ -66,7 +66,7 @@ def _no_tests(self: Link) -> None:
         (OwnRmbs, "close", _leak, "open are"),
         (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
         (Rkeys, "answer", _crash, "given up"),
-        (GroupLife, "end_connections", _deaf, ""),
+        (LinkGroup, "end_connections", _deaf, ""),
         (Rkeys, "pairs_for", _no_pairs, ""),
         (GroupMover, "link_lost", _unmoved, ""),
     ],
@@ -96,7 +96,7 @@ def test_a_broken_link_group_is_noticed_and_its_schedule_replays(
     ("owner", "name", "broken", "text", "case"),
     [
         (Link, "start_idle_timer", _no_tests, "the server []", 745),
-        (StackCore, "_rnic_changed", lambda *_: None, "RNICs", 249),
+        (GroupTable, "rnic_changed", lambda *_: None, "RNICs", 249),
     ],
     ids=["no TEST LINK", "RNICs that nobody hears of"],
 )

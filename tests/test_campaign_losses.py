@@ -10,7 +10,7 @@ from tests.campaigns import losses
 from tests.campaigns._replays import finds_and_replays
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
-from trio_smc.rendezvous.links.link import Link
+from trio_smc.failover.validation import Backlog
 from trio_smc.wire.cdc import CDC_TYPE
 
 
@@ -47,12 +47,10 @@ def test_a_broken_failover_is_noticed_and_its_schedule_replays(
     finds_and_replays(losses.run, "of its messages one was lost", seed=seed, step=20, most=400)
 
 
-def _waits_for_any(self: Link, other: Link) -> bool:
+def _waits_for_any(self: Backlog, other: Backlog) -> bool:
     """As if any message of that connection could be the one that is missing."""
-    if not self._behind or not other._behind:
-        return False
-    token = self._behind[0][4:8]
-    return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._behind)
+    token = self._messages[0][4:8]
+    return any(each[4:8] == token and each[0] == CDC_TYPE for each in other._messages)
 
 
 @pytest.mark.parametrize("case", [323, 597])
@@ -61,7 +59,7 @@ def test_a_reset_in_vain_is_noticed_in_a_known_schedule(
 ) -> None:
     """Two losses at once on links that failed in a row: about one schedule in 500 shows it."""
     assert losses.run(1, 2, first=case).failures == []
-    monkeypatch.setattr(Link, "waits_for", _waits_for_any)
+    monkeypatch.setattr(Backlog, "waits_for", _waits_for_any)
     [failure] = losses.run(1, 2, first=case).failures
     assert "of its messages one was lost: False" in failure
 

@@ -1,8 +1,8 @@
-"""SMC-R (RFC 7609) in user space for Trio.
+"""SMC-R (RFC 7609) in user space for Trio: the public names.
 
-The public names, and below them the house, where a room imports only rooms further down:
+The house, from the street down; a room imports only rooms below its own:
 
-- `tools`, `adapters`: the command `trio-smc`; streams for libraries.  Both use these names alone.
+- `tools`, `adapters`: the command ``trio-smc``; streams for libraries.  They use these names alone.
 - `sockets`: those of unmodified programs (`enable`).  `_api`, `_stack`, `_events`, `control`: what
   a program calls, a `Stack`'s face, what it tells while it runs.
 - `connecting`, `streams`, `stack`: Trio lives here: dialling and accepting, streams, the nursery.
@@ -31,7 +31,8 @@ from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.sockets.enable import disable, enable
 from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
-from trio_smc.streams.group_views import LinkGroup, LinkGroupKind, LinkView, RmbView
+from trio_smc.streams.group_views import LinkGroupKind, LinkView, RmbView
+from trio_smc.streams.group_views import LinkGroupView as LinkGroup
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.stream import SmcStream
 

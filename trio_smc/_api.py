@@ -1,4 +1,5 @@
-"""The functions users call, and which stack they use."""
+"""`open_stack`, `open_stream`, `open_listeners`, `serve`: the functions users call, and which stack
+they use: that of the innermost `open_stack`, else the default one of the Trio run."""
 
 from __future__ import annotations
 
@@ -19,13 +20,7 @@ from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.server import REPORT_TO, ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
-__all__ = [
-    "open_listeners",
-    "open_stack",
-    "open_stream",
-    "serve",
-]
-
+__all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -33,8 +28,6 @@ _current: ContextVar[Stack | None] = ContextVar("trio_smc.stack", default=None)
 _default: trio.lowlevel.RunVar[_DefaultStack | None] = trio.lowlevel.RunVar(
     "trio_smc.default_stack"
 )
-
-
 _default_config: Config | None = None
 
 
@@ -109,7 +102,7 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     async with trio.open_nursery() as nursery:
         try:
             with trio.CancelScope(shield=True):
-                await nursery.start(stack.run)
+                await nursery.start(stack.runtime.run)
                 _attach(stack)
             async with _captured(stack):
                 token = _current.set(stack)
@@ -123,11 +116,11 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
             # Kept out of the nursery, which would wrap it in an ExceptionGroup.
             failure = error
     try:
-        for text in stack.unclosed:
+        for text in stack.runtime.unclosed:
             warnings.warn(text, ResourceWarning, stacklevel=2)
     finally:
         if failure is None:
-            failure = stack.failure
+            failure = stack.runtime.failure
         if failure is not None:
             raise failure
 
@@ -136,14 +129,14 @@ def _attach(stack: Stack) -> None:
     """What watches a stack and is no part of it."""
     config = stack.config
     if config.log_events:
-        stack.add_observer(EventObserver(stack, log_event))
+        stack.add_observer(EventObserver(stack.runtime.groups.endpoint_of, log_event))
     if config.control and sys.platform == "linux":
         control = ControlSocket.open(stack, config.private_directory())
         if control is not None:
-            stack.attach(control)
+            stack.runtime.attach(control)
     asker = os.environ.get(REPORT_TO)
     if asker:
-        stack.attach(RunReport(stack, asker))
+        stack.runtime.attach(RunReport(stack, asker))
 
 
 @asynccontextmanager
@@ -159,7 +152,7 @@ async def _captured(stack: Stack) -> AsyncIterator[None]:
         yield
     finally:
         try:
-            await stack.shut_down()
+            await stack.runtime.shut_down()
         finally:
             if capture is not None:
                 capture.end()

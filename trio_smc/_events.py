@@ -1,17 +1,16 @@
-"""What happens in a stack, as a stream of values for Trio programs.
+"""What happens in a stack: `open_events` for Trio programs, and the log of events.
 
 Theory of operation
 -------------------
 `EventObserver` is an observer of the stack that makes a `StackEvent` of each decision about a
 mode and of each new state of a connection, a link or a link group.  It gives them to a function:
-`open_events` puts them into a memory channel, `_event_log` into the log.  Observers must not
+`open_events` puts them into a memory channel, `log_event` into the log.  Observers must not
 block, so what does not fit into the channel is dropped and counted.
 
-Events as log records, with fields that a log collector can read without parsing a sentence.
-
-`Config(log_events=True)` turns it on.  Logger "trio_smc.events"; INFO for decisions about a mode
-and for links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md
-describes the fields; all begin with "smc_".
+`Config(log_events=True)` turns the log on: records of the logger "trio_smc.events" with fields
+that a log collector can read without parsing a sentence.  INFO for decisions about a mode and for
+links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md describes
+the fields; all begin with "smc_".
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ from trio_smc.streams.stream import SmcStream
 
 if TYPE_CHECKING:
     from trio_smc._stack import Stack
+    from trio_smc.stack.connection_host import Endpoint
     from trio_smc.streams.smc_socket import SmcSocket
 
-__all__ = [
-    "EventObserver",
-    "EventStream",
-    "StackEvent",
-    "log_event",
-    "open_events",
-]
+__all__ = ["EventObserver", "EventStream", "StackEvent", "log_event", "open_events"]
 
+LOGGER: Final = logging.getLogger("trio_smc.events")
 
 _ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
 _ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
@@ -151,7 +146,7 @@ def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
         except trio.WouldBlock:
             events.dropped += 1
 
-    observer = EventObserver(stack, put)
+    observer = EventObserver(stack.runtime.groups.endpoint_of, put)
     stack.add_observer(observer)
     try:
         with sender:
@@ -161,10 +156,18 @@ def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
 
 
 class EventObserver:
-    """Gives the events of ``stack`` to ``put`` (`trio_smc.Observer`)."""
+    """Gives the events of a stack to ``put`` (`trio_smc.Observer`).
 
-    def __init__(self, stack: Stack, put: Callable[[StackEvent], None]) -> None:
-        self._stack = stack
+    Args:
+      endpoint_of: the endpoint of a connection that is not CLOSED.
+    """
+
+    def __init__(
+        self,
+        endpoint_of: Callable[[object], Endpoint | None],
+        put: Callable[[StackEvent], None],
+    ) -> None:
+        self._endpoint_of = endpoint_of
         self._put = put
         # Where open connections go: an aborted one has no TCP connection to ask any more.
         self._ends: dict[Connection, _Ends] = {}
@@ -227,7 +230,7 @@ class EventObserver:
         known = self._ends.pop(connection, None) if over else self._ends.get(connection)
         if known is not None:
             return known
-        endpoint = self._stack.endpoint_of(connection)
+        endpoint = self._endpoint_of(connection)
         return _UNKNOWN if endpoint is None or endpoint.sock is None else _ends_of(endpoint.sock)
 
 
@@ -237,9 +240,6 @@ def _ends_of(sock: trio.socket.SocketType | SmcSocket) -> _Ends:
 
 def _role(group: LinkGroup | LinkOwner) -> Literal["client", "server"]:
     return "client" if group.client else "server"
-
-
-LOGGER: Final = logging.getLogger("trio_smc.events")
 
 
 def log_event(event: StackEvent) -> None:

@@ -1,34 +1,38 @@
-"""`Stack`: one instance of SMC-R with its own peer ID, RNICs, link groups and policy.
+"""`Stack`: one SMC-R peer as users see it, with its RNICs, link groups, connections and counters.
 
-What users see of it; the work is done in `_stack_core` and `_stack_life`.
+All work is done by its `Runtime`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import trio
 
 from trio_smc._base.observer import ObserverGroup
-from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets
-from trio_smc.stack.groups import StackCore
-from trio_smc.stack.runtime import running_stacks
-from trio_smc.streams.connection_views import ConnectionView, RdmaConnection, TcpConnection
+from trio_smc.stack.runtime import Runtime
+from trio_smc.streams.connection_views import (
+    ConnectionView,
+    RdmaConnectionView,
+    TcpConnectionView,
+)
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
+    from trio_smc._base.statistics import StackStatistics
     from trio_smc.config.config import Config
-    from trio_smc.rendezvous.links.group import LinkGroup as LinkGroupCore
+    from trio_smc.rendezvous.links.group import LinkGroup
     from trio_smc.rnic.verbs import Rnic
-    from trio_smc.streams.group_views import LinkGroup
     from trio_smc.streams.stream import SmcStream
 
 __all__ = ["Stack", "stacks"]
@@ -39,36 +43,52 @@ _LOOK_AGAIN: Final = 0.5
 """Seconds after which a drain looks again whether a link group is needed."""
 
 
-class Stack(StackCore):
+class Stack:
     """One SMC-R peer (RFC 7609, 2): made by `open_stack`.
 
     Attributes:
       config: the stack's configuration.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
+      runtime: what works for it, and no part of the public API.
     """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.runtime = Runtime(config)
+        self.peer_id = self.runtime.groups.peer_id
+        _STACKS[next(_NUMBERS)] = self
+
+    @property
+    def trio_token(self) -> trio.lowlevel.TrioToken:
+        """Of the Trio run that the stack belongs to."""
+        return self.runtime.trio_token
 
     @property
     def rnics(self) -> tuple[Rnic, ...]:
         """The RNICs of the stack."""
-        return tuple(self.rnic_set.opened)
+        return tuple(self.runtime.rnic_set.opened)
 
     @property
-    def link_groups(self) -> tuple[LinkGroup, ...]:
+    def link_groups(self) -> tuple[LinkGroupView, ...]:
         """Link groups, forming and ending ones included."""
-        return tuple(self.view(group) for group in self._groups)
+        return tuple(self._view(group) for group in self.runtime.groups.groups)
+
+    def _view(self, group: LinkGroup) -> LinkGroupView:
+        return LinkGroupView(group, self.runtime.check_not_forked)
 
     @property
     def connections(self) -> tuple[ConnectionView, ...]:
         """Connections over SMC-R, those in a handshake and closing ones included, and then those
         over TCP that are open."""
+        groups = self.runtime.groups
         return (
             *(
-                RdmaConnection(self.view(endpoint.group), endpoint)
-                for endpoint in self._endpoints.values()
+                RdmaConnectionView(self._view(endpoint.group), endpoint)
+                for endpoint in groups.endpoints.values()
             ),
             *(
-                TcpConnection(stream)
-                for stream in self._tcp_streams
+                TcpConnectionView(stream)
+                for stream in groups.tcp_streams
                 if isinstance(stream, TcpStream) and stream.socket.fileno() >= 0
             ),
         )
@@ -76,8 +96,12 @@ class Stack(StackCore):
     @property
     def listening_addresses(self) -> tuple[tuple[str, int], ...]:
         """Address and port of each listener that is open."""
-        names = (listener.socket.getsockname() for listener in self._listeners)
+        names = (listener.socket.getsockname() for listener in self.runtime.listeners)
         return tuple(sorted((name[0], name[1]) for name in names))
+
+    def statistics(self) -> StackStatistics:
+        """The counters so far; a frozen value."""
+        return self.runtime.groups.statistics()
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` too of everything that happens from now on.
@@ -92,11 +116,11 @@ class Stack(StackCore):
         self._set_observers(tuple(each for each in self._observers() if each is not observer))
 
     def _observers(self) -> tuple[Observer, ...]:
-        group = self.observer
+        group = self.runtime.groups.observer
         return group.observers if isinstance(group, ObserverGroup) else ()
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
-        self.observer = ObserverGroup(observers) if observers else None
+        self.runtime.groups.observer = ObserverGroup(observers) if observers else None
 
     async def open_stream(
         self,
@@ -108,9 +132,9 @@ class Stack(StackCore):
         config: Config | None = None,
     ) -> SmcStream:
         """As `trio_smc.open_stream`, by this stack."""
-        with self.call():
+        with self.runtime.call():
             return await connect_stream(
-                self,
+                self.runtime,
                 host,
                 port,
                 happy_eyeballs_delay=happy_eyeballs_delay,
@@ -138,17 +162,18 @@ class Stack(StackCore):
         *,
         to_serve: bool = False,
     ) -> list[SmcListener]:
-        with self.call():
+        with self.runtime.call():
             effective = self._effective(config)
+            offer = partial(self.runtime.offer_option, effective)
             listening = await open_listening_sockets(
-                port, host=host, backlog=backlog, prepare=partial(self.offer_option, effective)
+                port, host=host, backlog=backlog, prepare=offer
             )
             with contextlib.ExitStack() as undo:
                 for each in listening:
                     undo.callback(each.close)
                 listeners: list[SmcListener] = []
                 for each in listening:
-                    listener = SmcListener(self, each, effective, to_serve=to_serve)
+                    listener = SmcListener(self.runtime, each, effective, to_serve=to_serve)
                     undo.callback(listener.close)
                     listeners.append(listener)
                 undo.pop_all()
@@ -172,6 +197,12 @@ class Stack(StackCore):
                 nursery.start_soon(each.serve, handler, handler_nursery or nursery)
             task_status.started(listeners)
 
+    def _effective(self, config: Config | None) -> Config:
+        if config is None:
+            return self.config
+        config.check_call(self.config)
+        return config
+
     # --- RNICs -----------------------------------------------------------------------------
 
     async def drain_rnic(self, name: str) -> None:
@@ -192,15 +223,16 @@ class Stack(StackCore):
           trio.ClosedResourceError: the stack is closed, or was closed meanwhile.
           RuntimeError: called in a forked child.
         """
-        with self.call():
-            rnic = self.rnic_set.named(name)
-            self.rnic_set.drain(rnic)
-            while self.rnic_set.is_drained(rnic) and (groups := self._groups_on(rnic)):
-                self._end_unused_groups(groups)
+        with self.runtime.call():
+            rnics, table = self.runtime.rnic_set, self.runtime.groups
+            rnic = rnics.named(name)
+            rnics.drain(rnic)
+            while rnics.is_drained(rnic) and (groups := table.on_rnics(rnics.on_port(rnic))):
+                table.end_unused(groups)
                 # A group without connections may be busy with one that is just coming.
                 with trio.move_on_after(_LOOK_AGAIN):
-                    await self.link_gone.park()
-            if self.rnic_set.is_drained(rnic):
+                    await table.link_gone.park()
+            if rnics.is_drained(rnic):
                 LOGGER.info("%s is drained: no link uses it", name)
             await trio.lowlevel.checkpoint()
 
@@ -215,53 +247,14 @@ class Stack(StackCore):
           trio.ClosedResourceError: the stack is closed.
           RuntimeError: called in a forked child.
         """
-        self.check_usable()
-        self.rnic_set.undrain(self.rnic_set.named(name))
-        self.link_gone.unpark_all()
+        self.runtime.check_usable()
+        rnics = self.runtime.rnic_set
+        rnics.undrain(rnics.named(name))
+        self.runtime.groups.link_gone.unpark_all()
 
-    def _groups_on(self, rnic: Rnic) -> list[LinkGroupCore]:
-        rnics = self.rnic_set.on_port(rnic)
-        return [
-            group
-            for group in self._groups
-            if any(link.rnic in rnics for link in group.links.values())
-        ]
 
-    def _end_unused_groups(self, groups: list[LinkGroupCore]) -> None:
-        """Groups that have nowhere to go are not kept for connections to come (3.5.4)."""
-        for group in groups:
-            if (
-                not group.connections
-                and not group.own_rmbs.busy
-                and group.usable
-                and not group.usable_rnics()
-            ):
-                group.terminate()
-
-    def _effective(self, config: Config | None) -> Config:
-        if config is None:
-            return self.config
-        config.check_call(self.config)
-        return config
-
-    def statistics(self) -> StackStatistics:
-        """The counters so far; a frozen value."""
-        counters = [each.connection.counters() for each in self._endpoints.values()]
-        totals = map(sum, zip(self._closed_totals, *counters, strict=True))
-        pools = [group.own_rmbs.pool for group in self._groups]
-        return StackStatistics(
-            **dict(zip(STREAM_COUNTERS, totals, strict=True)),
-            connections=self._counts["connections"],
-            open_connections=len(self._endpoints),
-            unknown_tokens=self._counts["unknown_tokens"],
-            buffers_allocated=self._counts["allocated"] + sum(pool.allocated for pool in pools),
-            buffers_reused=self._counts["reused"] + sum(pool.reused for pool in pools),
-            link_groups=self._counts["link_groups"],
-            handshakes=self.handshakes["begun"],
-            handshakes_failed=self.handshakes["failed"],
-            refused=self.handshakes["refused"],
-            fallbacks=MappingProxyType(dict(self._fallbacks)),
-        )
+_STACKS: WeakValueDictionary[int, Stack] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 def stacks() -> tuple[Stack, ...]:
@@ -269,4 +262,4 @@ def stacks() -> tuple[Stack, ...]:
 
     They belong to the threads of their Trio runs: other threads may call nothing of them.
     """
-    return tuple(stack for stack in running_stacks() if isinstance(stack, Stack))
+    return tuple(stack for stack in list(_STACKS.values()) if stack.runtime.running)

@@ -62,7 +62,7 @@ async def test_an_ipv6_wildcard_that_takes_ipv4(stack: Stack) -> None:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         await sock.bind(("::", 0))
         sock.listen()
-        async with SmcListener(stack, sock, QUICK) as listener:
+        async with SmcListener(stack.runtime, sock, QUICK) as listener:
             port = sock.getsockname()[1]
             async with await stack.open_stream(HOST, port) as stream:
                 assert stream.mode is Mode.SMC_R

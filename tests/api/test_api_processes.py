@@ -61,14 +61,14 @@ FORK = """
         refuses(other.abort)
         refuses(group.terminate)
         refuses(stack.statistics)
-        stack.pump.drain()
+        stack.runtime.pump.drain()
         # Leaving takes nothing away from the parent.
         try:
-            stack.shut_down().send(None)
+            stack.runtime.shut_down().send(None)
         except StopIteration:
             pass
         listener.publication._made.remove()
-        stack._free()
+        stack.runtime._free()
 
     async def main():
         async with trio_smc.open_stack(Config(receive_buffer=16384)) as stack:

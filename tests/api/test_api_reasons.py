@@ -314,12 +314,12 @@ async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Where the reasons that are not in this file are brought about.
 ELSEWHERE = {
-    Reason.DIRECTORY_UNUSABLE: "test_api_discovery.test_a_hostile_directory",
-    Reason.OTHER_USER: "test_api_discovery.test_a_process_of_another_user",
-    Reason.TCP_OPTION_UNAVAILABLE: "test_api_discovery.test_the_tcp_option_cannot_be_used",
-    Reason.NOT_PERMITTED: "test_policy.test_a_server_that_may_not",
-    Reason.SHORT_CONNECTIONS: "test_policy.test_short_connections_become_tcp",
-    Reason.TCP_OPTION_NOT_PERMITTED: "test_api_discovery.test_the_tcp_option_cannot_be_used",
+    Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
+    Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
+    Reason.TCP_OPTION_UNAVAILABLE: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
+    Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_may_not",
+    Reason.SHORT_CONNECTIONS: "stack.test_policy.test_short_connections_become_tcp",
+    Reason.TCP_OPTION_NOT_PERMITTED: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
 }
 
 
@@ -331,5 +331,5 @@ def test_every_reason_is_brought_about() -> None:
         named = len(re.findall(rf"Reason\.{reason.name}\b", text))
         assert named >= 1, reason
     for place in ELSEWHERE.values():
-        module, _, name = place.partition(".")
+        module, _, name = place.rpartition(".")
         assert callable(getattr(importlib.import_module(f"tests.{module}"), name))

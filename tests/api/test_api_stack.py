@@ -493,9 +493,9 @@ async def test_a_defect_in_the_background(where: str, caplog: pytest.LogCaptureF
                 raise LookupError("a defect")
 
             if where == "timers":
-                stack.timers.call_later(0, broken)
+                stack.runtime.timers.call_later(0, broken)
             else:
-                stack.pump.flush_later(broken)
+                stack.runtime.pump.flush_later(broken)
             with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
                 await mine.receive_some()
             with pytest.raises(trio.ClosedResourceError) as refused:
@@ -587,7 +587,7 @@ async def test_observers(caplog: pytest.LogCaptureFixture) -> None:
             await close_all(await listener.accept())
         client.remove_observer(whole)  # type: ignore[arg-type]
         client.remove_observer(whole)  # type: ignore[arg-type]
-        assert client.observer is None
+        assert client.runtime.groups.observer is None
         assert len(broken.events) == seen
 
 

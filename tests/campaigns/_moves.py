@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 from tests.datapath.datapath_pair import FakeChannel, Pair
+from trio_smc.failover.replay import hold
 
 __all__ = ["Moves", "crowd"]
 
@@ -107,7 +108,7 @@ class Moves:
             self.departures += 1
             self._change(side)
 
-        self._pair.connections[side].hold(ready)
+        hold(self._pair.connections[side], ready)
 
     def _change(self, side: int) -> None:
         # A peer that misses a message takes what the old link has brought first (4.6.1).

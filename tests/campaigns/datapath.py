@@ -76,7 +76,7 @@ class End:
         if self.closed or connection.write_closed:
             return
         if self.lent is not None:
-            if connection.borrowed:
+            if connection.sender.borrowed:
                 return
             self.lent[:] = bytes(len(self.lent))  # the application's own again
             self.lent = None
@@ -88,12 +88,12 @@ class End:
         if rng.random() < 0.5:
             buffer = bytearray(piece)
             self.sent += connection.send(memoryview(buffer))
-            if connection.borrowed and self.patient and rng.random() < 0.5:
+            if connection.sender.borrowed and self.patient and rng.random() < 0.5:
                 self.lent = buffer
-            elif connection.borrowed:
+            elif connection.sender.borrowed:
                 # As a cancelled send_all does. The fake link writes at delivery, from the
                 # memory posted, so the buffer itself may not be changed before.
-                connection.keep_copies()
+                connection.sender.keep_copies()
         else:
             self.sent += connection.send(memoryview(piece))
 
@@ -103,16 +103,16 @@ class End:
             return
         size = rng.randint(1, largest)
         if rng.random() < 0.2:
-            seen = connection.peek(size)
+            seen = connection.receiver.peek(size)
             assert seen == self.incoming[self.received : self.received + len(seen)], "wrong bytes"
         if rng.random() < 0.5:
-            got = connection.receive(size)
+            got = connection.receiver.receive(size)
         else:
             buffer = bytearray(size)
-            got = bytes(buffer[: connection.receive_into(buffer)])
+            got = bytes(buffer[: connection.receiver.receive_into(buffer)])
         assert got == self.incoming[self.received : self.received + len(got)], "wrong bytes"
         self.received += len(got)
-        if connection.at_eof:
+        if connection.receiver.at_eof:
             self.at_end()
             if connection.write_closed:
                 self.closed = True
@@ -190,7 +190,7 @@ def _look_at_unread(ends: tuple[End, End]) -> None:
     for end in ends:
         connection = end.connection
         if not end.closed and connection.error is None:
-            seen = connection.peek(1 << 20)
+            seen = connection.receiver.peek(1 << 20)
             assert seen == end.incoming[end.received : end.received + len(seen)], "unread changed"
 
 
@@ -229,8 +229,8 @@ def _run(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
         assert end.connection.stale_cdcs == 0 or moves is not None
     moved = sum(map(len, texts))
     wraps = sum(len(t) // (n - 4) for t, n in zip(texts, (sizes[1], sizes[0]), strict=True))
-    messages = pair.a.cdcs_sent + pair.b.cdcs_sent
-    stalls = pair.a.window_stalls + pair.b.window_stalls
+    messages = pair.a.messenger.cdcs_sent + pair.b.messenger.cdcs_sent
+    stalls = pair.a.sender.window_stalls + pair.b.sender.window_stalls
     return moved, messages, wraps, stalls, *_counted(moves)
 
 
@@ -275,9 +275,9 @@ def _run_wild(pair: Pair, rng: random.Random, sizes: tuple[int, int]) -> Counts:
         assert not last or channel.log[-1] is messages[-1]
     return (
         ends[0].received + ends[1].received,
-        pair.a.cdcs_sent + pair.b.cdcs_sent,
+        pair.a.messenger.cdcs_sent + pair.b.messenger.cdcs_sent,
         0,
-        pair.a.window_stalls + pair.b.window_stalls,
+        pair.a.sender.window_stalls + pair.b.sender.window_stalls,
         *_counted(moves),
     )
 

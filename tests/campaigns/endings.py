@@ -64,7 +64,7 @@ class App:
         self.name = name
         self.it = connection
         self.rng = rng
-        self.inline = connection.urgent_inline = inline
+        self.inline = connection.receiver.urgent_inline = inline
         self.peer: App = self
         self.start = rng.randrange(1 << 15)  # of its text
         self.marks: list[int] = []  # counts behind its urgent bytes
@@ -105,7 +105,7 @@ class App:
             return ""
         if self.rng.random() < 0.05:
             self.urgent_left = 0
-            self.it.withdraw_urgent()
+            self.it.sender.withdraw_urgent()
             return "withdraws urgent data"
         data = self.text(self.sent, self.sent + self.urgent_left)
         sent = self.account(self.it.send_urgent(memoryview(data)))
@@ -116,27 +116,29 @@ class App:
         return f"sends {sent} of urgent data"
 
     def account(self, sent: int) -> int:
-        if self.it.borrowed:
-            self.it.keep_copies()
+        if self.it.sender.borrowed:
+            self.it.sender.keep_copies()
         self.sent += sent
-        if self.sent != self.it.bytes_sent:
-            raise Broken(f"{self.name}: {self.it.bytes_sent} bytes sent, {self.sent} accepted")
+        if self.sent != self.it.sender.bytes_sent:
+            raise Broken(
+                f"{self.name}: {self.it.sender.bytes_sent} bytes sent, {self.sent} accepted"
+            )
         return sent
 
     def receive(self, largest: int) -> str:
         size = self.rng.randint(1, largest)
-        seen = self.it.peek(size) if self.rng.random() < 0.2 else None
+        seen = self.it.receiver.peek(size) if self.rng.random() < 0.2 else None
         if self.rng.random() < 0.5:
-            got = self.it.receive(size)
+            got = self.it.receiver.receive(size)
         else:
             buffer = bytearray(size)
-            got = bytes(buffer[: self.it.receive_into(buffer)])
+            got = bytes(buffer[: self.it.receiver.receive_into(buffer)])
         if seen is not None and seen != got:
             raise Broken(f"{self.name}: peek shows {seen!r}, receive {got!r}")
         wanted = self.expected(len(got))
         if got != wanted:
             raise Broken(f"{self.name}: receives {got!r} instead of {wanted!r}")
-        if self.it.at_eof:
+        if self.it.receiver.at_eof:
             self.expected(0)
             if self.position != self.peer.sent:
                 raise Broken(f"{self.name}: the end at {self.position} of {self.peer.sent}")
@@ -158,13 +160,13 @@ class App:
             self.position = end
 
     def receive_urgent(self) -> str:
-        known = self.it.urgent
-        byte = self.it.receive_urgent()
+        known = self.it.receiver.urgent
+        byte = self.it.receiver.receive_urgent()
         if (byte is not None) != (known == "present" and not self.inline):
             raise Broken(f"{self.name}: urgent data is {known}, and the byte {byte}")
         if byte is None:
             return ""
-        mark = max(m for m in self.peer.marks if m <= self.it.bytes_received)
+        mark = max(m for m in self.peer.marks if m <= self.it.receiver.bytes_received)
         if mark <= self.fetched or byte != self.peer.text(mark - 1, mark)[0]:
             raise Broken(f"{self.name}: urgent byte {byte}, mark {mark}, before: {self.fetched}")
         self.fetched = mark
@@ -242,7 +244,7 @@ class Schedule:
             for app in self.apps:
                 if app.sent == app.budget and not app.urgent_left and not app.it.write_closed:
                     self.note(app, app.shut_down())
-                if app.it.at_eof and app.it.write_closed and not app.ended:
+                if app.it.receiver.at_eof and app.it.write_closed and not app.ended:
                     self.note(app, app.close())
             if all(app.ended for app in self.apps):
                 self.world.settle()

@@ -154,7 +154,7 @@ def _other_clc(rng: random.Random, call: Call, numbers: list[int]) -> bytes:
         return call.proposal.encode()
     if kind == 1:
         return clc.Decline(
-            peer_id=side.stack.peer_id,
+            peer_id=side.stack.groups.peer_id,
             diagnosis=rng.choice((0x03010000, 0x04000000, rng.getrandbits(32))),
             out_of_sync=rng.random() < 0.5,
             more_diagnosis=rng.choice((None, (0, 1, 2, 3))),
@@ -162,7 +162,7 @@ def _other_clc(rng: random.Random, call: Call, numbers: list[int]) -> bytes:
     cls = clc.Accept if kind == 2 else clc.Confirm
     return cls(
         first_contact=rng.random() < 0.5,
-        peer_id=side.stack.peer_id,
+        peer_id=side.stack.groups.peer_id,
         gid=side.rnic.gid,
         mac=side.rnic.mac,
         qp_number=rng.choice(numbers) % (1 << 24) or 1,
@@ -325,7 +325,9 @@ class Case:
     def _known_names(self) -> list[bytes]:
         sides = self.world.sides
         return [
-            name for side in sides for name in (side.stack.peer_id, side.rnic.gid, side.rnic.mac)
+            name
+            for side in sides
+            for name in (side.stack.groups.peer_id, side.rnic.gid, side.rnic.mac)
         ]
 
     # --- what goes wrong ---------------------------------------------------------------------
@@ -596,7 +598,7 @@ def _receive(end: End) -> tuple[bytes, bool]:
         connection: Connection = end.connection
         data = b""
         try:
-            while piece := connection.receive(1 << 16):
+            while piece := connection.receiver.receive(1 << 16):
                 data += piece
         except OSError:
             return data, True

@@ -176,7 +176,7 @@ class Case:
         ends = {qp, qp.peer()}
         for side in self.world.sides:
             for group in side.groups:
-                for link in group.usable_links():
+                for link in group.links.usable():
                     other = link.qp
                     assert isinstance(other, PlainQueuePair)
                     peer = other.peer()
@@ -191,7 +191,7 @@ class Case:
             link.qp is qp
             for side in self.world.sides
             for group in side.groups
-            for link in group.usable_links()
+            for link in group.links.usable()
         )
 
     # --- the end ---------------------------------------------------------------------------------

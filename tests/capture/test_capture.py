@@ -32,11 +32,12 @@ from trio_smc import Stack
 from trio_smc._base.reasons import Fallback
 from trio_smc.capture import file as capture_file
 from trio_smc.capture import frames, pcapng
-from trio_smc.capture.dissection import Seen, Write, dissect
+from trio_smc.capture.dissection import Seen, Unreadable, Write, dissect
 from trio_smc.wire import clc, llc
 from trio_smc.wire.cdc import CdcMessage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kernel-two-links.pcap"
+GOLDEN_V2 = GOLDEN.with_name("kernel-v2-two-links.pcapng")
 SECRET = b"what nobody else should read"
 
 
@@ -138,6 +139,98 @@ def test_a_write_with_data_of_any_size_is_read_again(size: int, version: int) ->
     [seen] = dissect([pcapng.Packet(5, pcapng.ETHERNET, frame, len(frame))])
     assert seen.event == Write(1 << 63, 0xFFFFFFFF, 77)
     assert (seen.time, seen.target.number, seen.source.address) == (5, 0xABCDEF, source)
+
+
+# --- LLC messages of version 2 -----------------------------------------------------------------
+
+
+def test_two_kernels_of_version_2() -> None:
+    """All that they said but data: two links, one lost, an asymmetric one, REQUEST ADD LINK."""
+    packets = packets_of(GOLDEN_V2)
+    counts: Counter[str] = Counter()
+    for packet in packets:
+        [seen] = dissect([packet])
+        event = seen.event
+        counts[type(event).__name__] += 1
+        if isinstance(event, clc.Proposal | clc.Accept | clc.Confirm):
+            assert event.v2 is not None
+            raw = event.encode()
+        elif isinstance(event, CdcMessage):
+            raw = event.encode()
+        else:
+            assert not isinstance(event, Unreadable | Write | clc.Decline)
+            raw = llc.V2.encode(event)
+        assert packet.data.count(raw) == 1
+    # As another decoder counts them.
+    assert counts == {
+        "Proposal": 3, "Accept": 3, "Confirm": 3, "ConfirmLink": 8, "AddLink": 6, "TestLink": 38,
+        "ConfirmRkey": 8, "DeleteLink": 4, "RequestAddLink": 1, "DeleteRkey": 12, "CdcMessage": 2,
+    }  # fmt: skip
+
+
+def _sent(opcode: int, payload: bytes, qp: int = 5) -> pcapng.Packet:
+    frame = frames.roce_frame(
+        source_mac=bytes(6), target_mac=bytes(6), source=bytes(4), target=bytes([1]) * 4,
+        opcode=opcode, target_qp=qp, psn=7, payload=payload,
+    )  # fmt: skip
+    return pcapng.Packet(5, pcapng.ETHERNET, frame, len(frame))
+
+
+ADD_LINK = llc.AddLink(
+    mac=bytes(6),
+    gid=bytes(16),
+    extension=llc.AddLinkExtension(
+        direct=True,
+        target_gid=bytes(16),
+        pairs=tuple(
+            llc.RTokenPair(reference_rkey=n, new_rkey=n, new_address=n) for n in range(255)
+        ),
+    ),
+)
+FIRST, MIDDLE, LAST, ONLY, LAST_INVALIDATING = 0, 1, 2, 4, 0x16
+
+
+def _pieces(data: bytes, mtu: int) -> list[bytes]:
+    return [data[at : at + mtu] for at in range(0, len(data), mtu)]
+
+
+@pytest.mark.parametrize("mtu", [256, 1024, 4096])
+@pytest.mark.parametrize("last", [LAST, LAST_INVALIDATING])
+def test_an_add_link_of_several_packets(mtu: int, last: int) -> None:
+    first, *middles, end = _pieces(llc.V2.encode(ADD_LINK), mtu)
+    other = llc.RequestAddLink(gids=(bytes(16),) * 2)
+    packets = [
+        _sent(FIRST, first),
+        _sent(ONLY, llc.V2.encode(other), qp=6),
+        *(_sent(MIDDLE, piece) for piece in middles),
+        _sent(last, end),
+        _sent(last, end),
+    ]
+    assert [seen.event for seen in dissect(packets)] == [other, ADD_LINK]
+
+
+def test_what_is_no_message_of_several_packets() -> None:
+    pieces = _pieces(llc.V2.encode(ADD_LINK), 1024)
+    whole = [(FIRST, pieces[0]), *((MIDDLE, piece) for piece in pieces[1:-1]), (LAST, pieces[-1])]
+    for missing in range(len(whole)):
+        rest = whole[:missing] + whole[missing + 1 :]
+        assert list(dissect(_sent(*each) for each in rest)) == []
+    # Somebody else's, and without end.
+    endless = [(FIRST, pieces[0])] + [(MIDDLE, bytes(4096))] * 50 + [(LAST, b"")]
+    assert list(dissect(_sent(*each) for each in endless)) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 43, 45, 60, 100])
+def test_what_others_send_is_passed_over(size: int) -> None:
+    for start in (b"", b"\x21", b"\x22\x2c\0", b"\x01\x2c", b"\xfe\x2c"):
+        assert list(dissect([_sent(ONLY, start[:size].ljust(size, b"\0"))])) == []
+
+
+def test_a_message_of_version_2_that_breaks_the_rules() -> None:
+    data = bytearray(llc.V2.encode(llc.RequestAddLink(gids=(bytes(16),))))
+    data[24] = 9
+    [seen] = dissect([_sent(ONLY, bytes(data))])
+    assert seen.event == Unreadable("9 gids in a message that holds 1")
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -398,7 +491,7 @@ def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "capture.pcapng"
     program = f"""
         import trio, trio_smc
-        from tests.test_capture import echo_port, smc_config, talk
+        from tests.capture.test_capture import echo_port, smc_config, talk
         async def main():
             async with echo_port() as port:
                 async with trio_smc.open_stack(smc_config(capture={str(path)!r})) as stack:

@@ -147,13 +147,13 @@ async def test_a_defect_costs_one_answer(
         assert (said[-1]["part"], "see its log" in said[-1]["data"]) == ("error", True)
         assert "a defect" in caplog.text
         assert len(await answer(path, GOOD)) == 3
-        assert stack.failure is None
+        assert stack.runtime.failure is None
 
 
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_stack() as (_, path):
         with monkeypatch.context() as patch:
-            patch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+            patch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
             assert await answer(path, GOOD) == []
         assert len(await answer(path, GOOD)) == 3
 
@@ -161,7 +161,7 @@ async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     async with trio_smc.open_stack(Config(directory=tmp_path)) as stack:
-        assert not stack.attached
+        assert not stack.runtime.attached
         assert os.listdir(tmp_path) == []
 
 
@@ -340,7 +340,7 @@ def test_an_answer_of_somebody_else(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = runtime_directory / "trio-smc"
-    monkeypatch.setattr(control, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+    monkeypatch.setattr(control, "peer_user", lambda sock: os.geteuid() + 1)
     with (
         liar(directory, lambda client: None),
         pytest.raises(ToolError, match="gave a damaged answer: it is user"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
+from trio_smc.failover import replay
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import DeliveryUnknown
 from trio_smc.wire import cdc
@@ -116,7 +117,7 @@ class FakeChannel:
         assert connection not in self.waiting
         self.waiting.append(connection)
 
-    def post_write(self, connection: Connection, data: memoryview, address: int, rkey: int) -> None:
+    def post_write(self, connection: Any, data: memoryview, address: int, rkey: int) -> None:
         assert rkey == self.rkey
         assert len(data) > 0
         assert len(data) <= self.room
@@ -263,7 +264,7 @@ class Pair:
             for i in (0, 1)
         )
         if merge:
-            self.a.tell_later = self.b.tell_later = self.flushes.append
+            self.a.messenger.tell_later = self.b.messenger.tell_later = self.flushes.append
         self.ab, self.ba = self._new_channel(0, 1), self._new_channel(1, 1)
         if connect:
             self.know(0)
@@ -315,7 +316,7 @@ class Pair:
     def move(self, side: int) -> None:
         """One side goes on with `next_channel`."""
         channel = self.channels[side]
-        self.connections[side].move(channel, channel.peer_base, channel.rkey)
+        replay.move(self.connections[side], channel, channel.peer_base, channel.rkey)
 
     def fail_link(self, side: int) -> FakeChannel:
         """The link that one side sends on fails, and what is in flight with it; another carries

@@ -69,14 +69,14 @@ def test_a_ring_full_at_a_time_for_more_than_65536_wraps(
     for _ in range(65536 + 100):
         assert pair.a.send(block) == usable
         pair.ab.deliver()
-        assert pair.b.receive(usable) == block
+        assert pair.b.receiver.receive(usable) == block
         pair.ba.deliver()
         sequences += [int.from_bytes(message[2:4], "big") for message in pair.ab.raw]
         pair.ab.log.clear()
         pair.ab.raw.clear()
         pair.ab.complete()
         pair.ba.complete()
-    assert pair.b.bytes_received == usable * (65536 + 100)
+    assert pair.b.receiver.bytes_received == usable * (65536 + 100)
     assert pair.b.stale_cdcs == 0
     assert sequences == [number & 0xFFFF for number in range(1, 65536 + 101)]
 
@@ -104,8 +104,8 @@ def test_blocked_is_told_only_when_more_waits(pairs: list[Pair]) -> None:
     assert pair.a.send(memoryview(b"x")) == 0
     assert pair.a.send(memoryview(b"x")) == 0
     assert [entry.flags for entry in cdcs(pair.ab)] == [0, 0, 0, 0, WRITER_BLOCKED]
-    assert pair.a.window_stalls == 2
-    assert not pair.a.can_send
+    assert pair.a.sender.window_stalls == 2
+    assert not pair.a.sender.can_send
 
 
 def test_blocked_is_cleared_by_the_next_message_after_the_window_opened(
@@ -114,12 +114,12 @@ def test_blocked_is_cleared_by_the_next_message_after_the_window_opened(
     pair = make(pairs)
     assert pair.a.send(memoryview(bytes(RING + 1))) == RING
     pair.ab.deliver()
-    pair.b.receive(RING)
+    pair.b.receiver.receive(RING)
     pair.ba.deliver()
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
     assert pair.b.send(memoryview(bytes(RING))) == RING
     pair.ba.deliver()
-    pair.a.receive(RING)  # a cursor update of A's own
+    pair.a.receiver.receive(RING)  # a cursor update of A's own
     assert [entry.flags for entry in cdcs(pair.ab)][-2:] == [WRITER_BLOCKED, 0]
 
 
@@ -130,9 +130,11 @@ def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) ->
     sent = pair.a.send(data)
     pair.ab.deliver()
     woken: list[int] = []
-    pair.a.on_writable = lambda: woken.append(pair.b.bytes_received - pair.b.readable)
+    pair.a.on_writable = lambda: woken.append(
+        pair.b.receiver.bytes_received - pair.b.receiver.readable
+    )
     for _ in range(RING // 4 + 10):
-        assert pair.b.receive(1) == b"\0"
+        assert pair.b.receiver.receive(1) == b"\0"
         pair.ba.deliver()
         if not woken:
             assert pair.a.send(data[sent:]) == 0
@@ -148,7 +150,7 @@ def test_a_blocked_writer_with_little_left_goes_on_earlier(pairs: list[Pair]) ->
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
     for expected in ([], [], [], [], ["writer"]):
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
         pair.ba.deliver()
         assert woken == expected
     assert pair.a.send(data[sent:]) == 5
@@ -165,7 +167,7 @@ def test_delivery_alone_does_not_wake_a_blocked_writer(pairs: list[Pair]) -> Non
     pair.ab.complete()
     assert not pair.a.unsent
     assert woken == []
-    pair.b.receive(RING)
+    pair.b.receiver.receive(RING)
     pair.ba.deliver()
     assert woken == ["writer"]
     assert pair.a.send(data[sent:]) == RING
@@ -194,22 +196,22 @@ def test_a_write_where_the_ring_wraps_is_two(pairs: list[Pair]) -> None:
     pair = make(pairs, (16384, 10_000), (False, True), chunks=False)
     pair.a.send(memoryview(bytes(9000)))
     pair.settle()
-    pair.b.receive(9000)
+    pair.b.receiver.receive(9000)
     pair.settle()
     pair.a.send(memoryview(bytes(996)))
     pair.a.send(memoryview(bytes(1)))
     assert writes(pair.ab)[1:] == [Write(9004, 9999), Write(4, 4)]
     pair.a.send(memoryview(bytes(2)))
     pair.settle()
-    pair.b.receive(9000)
+    pair.b.receiver.receive(9000)
     pair.a.send(memoryview(b"x" * 8000))
     pair.settle()
-    assert pair.b.receive(9000) == b"x" * 8000
+    assert pair.b.receiver.receive(9000) == b"x" * 8000
     pair.settle()
     pair.a.send(memoryview(b"0123456789" * 300))
     assert writes(pair.ab)[-2:] == [Write(8007, 9999), Write(4, 1010)]
     pair.settle()
-    assert pair.b.receive(9000) == b"0123456789" * 300
+    assert pair.b.receiver.receive(9000) == b"0123456789" * 300
 
 
 @pytest.mark.parametrize("room", [1, 7, 100])
@@ -219,14 +221,14 @@ def test_a_link_takes_what_it_has_room_for(pairs: list[Pair], room: int) -> None
     pair.ab.slots = 3
     assert pair.a.send(memoryview(bytes(1000))) == min(1000, 3 * room)
     assert pair.ab.waiting == [pair.a]
-    assert not pair.a.can_send
+    assert not pair.a.sender.can_send
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
     pair.ab.deliver()
     assert woken == []
     pair.ab.complete()
     assert woken == ["writer"]
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
 
 
 def test_a_message_without_room_is_owed_once_and_says_the_newest(pairs: list[Pair]) -> None:
@@ -236,7 +238,7 @@ def test_a_message_without_room_is_owed_once_and_says_the_newest(pairs: list[Pai
     pair.ab.deliver()
     pair.ba.slots = 0
     for _ in range(4):
-        pair.b.receive(RING // 4)
+        pair.b.receiver.receive(RING // 4)
     assert len(cdcs(pair.ba)) == 1
     assert pair.ba.waiting == [pair.b]
     pair.ba.slots = 100
@@ -246,10 +248,10 @@ def test_a_message_without_room_is_owed_once_and_says_the_newest(pairs: list[Pai
 
 def test_unacknowledged_bytes_are_bounded_when_asked(pairs: list[Pair]) -> None:
     pair = make(pairs)
-    pair.a.send_limit = 100
+    pair.a.sender.send_limit = 100
     data = memoryview(bytes(250))
     assert pair.a.send(data) == 100
-    assert pair.a.unacknowledged == 100
+    assert pair.a.sender.unacknowledged == 100
     assert pair.a.send(data[100:]) == 0
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
@@ -267,10 +269,10 @@ def test_whoever_waits_for_any_window_is_woken(pairs: list[Pair]) -> None:
     pair.ab.complete()
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
-    pair.b.receive(RING // 2)
+    pair.b.receiver.receive(RING // 2)
     pair.ba.deliver()
     assert woken == ["writer"]
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
 
 
 def test_an_empty_send_posts_nothing(pairs: list[Pair]) -> None:
@@ -287,50 +289,50 @@ def test_everything_posted_can_be_replayed_until_it_is_complete(pairs: list[Pair
     data = bytes(range(256)) * 40
     pair.a.send(memoryview(data)[:5000])
     pair.a.send(memoryview(data)[5000:])
-    assert b"".join(bytes(piece) for _, piece in pair.a.replay()) == data
-    for count, piece in pair.a.replay():
+    assert b"".join(bytes(piece) for _, piece in pair.a.sender.replay()) == data
+    for count, piece in pair.a.sender.replay():
         assert bytes(piece) == data[count : count + len(piece)]
     pair.ab.deliver()
     pair.ab.complete(1)
     assert pair.a.sequence_sent == 1
-    assert [count for count, _ in pair.a.replay()] == [4096, 5000, 9096]
-    assert pair.a.unacknowledged == len(data) - 4096
+    assert [count for count, _ in pair.a.sender.replay()] == [4096, 5000, 9096]
+    assert pair.a.sender.unacknowledged == len(data) - 4096
     pair.ab.complete()
-    assert list(pair.a.replay()) == []
-    assert (pair.a.unacknowledged, pair.a.sequence_sent) == (0, 4)
+    assert list(pair.a.sender.replay()) == []
+    assert (pair.a.sender.unacknowledged, pair.a.sequence_sent) == (0, 4)
 
 
 def test_small_changeable_buffers_are_copied_and_large_ones_borrowed(pairs: list[Pair]) -> None:
     pair = make(pairs, (65536, 65536), copy_limit=100)
     small, large = bytearray(b"s" * 100), bytearray(b"l" * 200)
     pair.a.send(memoryview(small))
-    assert pair.a.borrowed == 0
+    assert pair.a.sender.borrowed == 0
     pair.a.send(memoryview(b"i" * 300))
-    assert pair.a.borrowed == 0, "bytes cannot change"
+    assert pair.a.sender.borrowed == 0, "bytes cannot change"
     pair.a.send(memoryview(large))
-    assert pair.a.borrowed == 200
+    assert pair.a.sender.borrowed == 200
     small[:] = b"?" * 100
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
     pair.ab.deliver()
     pair.ab.complete(2)
-    assert (pair.a.borrowed, woken) == (200, [])
+    assert (pair.a.sender.borrowed, woken) == (200, [])
     pair.ab.complete()
-    assert (pair.a.borrowed, woken) == (0, ["writer"])
-    assert pair.b.receive(1000) == b"s" * 100 + b"i" * 300 + b"l" * 200
+    assert (pair.a.sender.borrowed, woken) == (0, ["writer"])
+    assert pair.b.receiver.receive(1000) == b"s" * 100 + b"i" * 300 + b"l" * 200
 
 
 def test_a_cancelled_sender_takes_its_buffer_back(pairs: list[Pair]) -> None:
     pair = make(pairs, (65536, 65536), copy_limit=100)
     large = bytearray(b"l" * 500)
     pair.a.send(memoryview(large))
-    pair.a.keep_copies()
-    assert pair.a.borrowed == 0
+    pair.a.sender.keep_copies()
+    assert pair.a.sender.borrowed == 0
     large[:] = b"?" * 500
-    assert [bytes(piece) for _, piece in pair.a.replay()] == [b"l" * 500]
+    assert [bytes(piece) for _, piece in pair.a.sender.replay()] == [b"l" * 500]
     pair.ab.deliver()
     pair.ab.complete()
-    assert pair.a.unacknowledged == 0
+    assert pair.a.sender.unacknowledged == 0
 
 
 def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None:
@@ -338,7 +340,7 @@ def test_a_closed_connection_is_in_no_reference_cycle(pairs: list[Pair]) -> None
     pair = make(pairs)
     pair.a.send(memoryview(b"hello"))
     pair.settle()
-    pair.b.receive(5)
+    pair.b.receiver.receive(5)
     pair.a.close()
     pair.settle()
     pair.b.close()
@@ -383,11 +385,11 @@ def test_cursor_updates_follow_the_rules(
     pair = make(pairs, (65536, 65536))
     assert pair.a.send(memoryview(bytes(written * 1024))) == written * 1024
     pair.ab.deliver()
-    assert len(pair.b.receive(read * 1024)) == read * 1024
+    assert len(pair.b.receiver.receive(read * 1024)) == read * 1024
     assert bool(cdcs(pair.ba)) is told
     if told:
         pair.ba.deliver()
-        assert pair.a.window == 65536 - (written - read) * 1024
+        assert pair.a.sender.window == 65536 - (written - read) * 1024
 
 
 @pytest.mark.rfc("4.5.1/1")
@@ -396,7 +398,7 @@ def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None
     pair = make(pairs, (10_000, 10_000))
     pair.a.send(memoryview(bytes(6000)))
     pair.ab.deliver()
-    pair.b.receive(read)
+    pair.b.receiver.receive(read)
     assert bool(cdcs(pair.ba)) is told
 
 
@@ -412,10 +414,10 @@ def test_any_consumption_is_told_to_a_peer_that_waits_for_it(pairs: list[Pair], 
     forge(pair, flag, 10)
     assert cdcs(pair.ba) == [], "nothing was consumed"
     for n in (1, 2):
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
         assert [entry.consumer for entry in cdcs(pair.ba)] == [(i + 1, 0) for i in range(n)]
     forge(pair, 0, 10, sequence=2)
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     assert len(cdcs(pair.ba)) == 2, "the flag is gone"
 
 
@@ -426,24 +428,24 @@ def test_a_blocked_writer_is_told_of_little_a_little_later(
 ) -> None:
     pair = make(pairs, merge=True)
     forge(pair, WRITER_BLOCKED, RING // 2)
-    pair.b.receive(1)
-    pair.b.receive(2)
+    pair.b.receiver.receive(1)
+    pair.b.receiver.receive(2)
     assert cdcs(pair.ba) == []
     assert len(pair.flushes) == 1
     if occasion == "the scheduler sleeps":
         pair.flush()
         told = 3
     elif occasion == "the reader waits":
-        pair.b.tell()
+        pair.b.messenger.tell()
         told = 3
     else:
         told = RING // 10 + 3
-        pair.b.receive(RING // 10)
+        pair.b.receiver.receive(RING // 10)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(told, 0)]
     pair.flush()
-    pair.b.tell()
+    pair.b.messenger.tell()
     assert len(cdcs(pair.ba)) == 1, "nothing new to tell"
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     assert len(pair.flushes) == 1, "it is told of again"
 
 
@@ -455,7 +457,7 @@ def test_a_writer_is_told_of_what_was_consumed_before_it_was_blocked(
     """Its reader may be busy with what it has, and not come back before the writer is done."""
     pair = make(pairs, merge=True)
     forge(pair, 0, RING // 2)
-    pair.b.receive(consumed)
+    pair.b.receiver.receive(consumed)
     assert cdcs(pair.ba) == [], "the window is open"
     forge(pair, WRITER_BLOCKED, RING // 2, sequence=2)
     assert bool(cdcs(pair.ba)) is (consumed >= RING / 10)
@@ -470,17 +472,17 @@ def test_a_writer_is_told_of_what_was_consumed_before_it_was_blocked(
 def test_other_peers_that_wait_are_told_at_once(pairs: list[Pair], flag: int) -> None:
     pair = make(pairs, merge=True)
     forge(pair, flag | WRITER_BLOCKED, 10)
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(1, 0)]
 
 
 def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) -> None:
     pair = make(pairs, merge=True)
     forge(pair, WRITER_BLOCKED, 10)
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     forge(pair, 0, 10, sequence=2)
     pair.flush()
-    pair.b.tell()
+    pair.b.messenger.tell()
     assert cdcs(pair.ba) == []
 
 
@@ -488,7 +490,7 @@ def test_who_is_not_blocked_any_more_is_not_told_of_little(pairs: list[Pair]) ->
 def test_a_requested_update_is_sent_at_once_when_the_cursor_is_untold(pairs: list[Pair]) -> None:
     pair = make(pairs)
     forge(pair, 0, 10)
-    pair.b.receive(4)
+    pair.b.receiver.receive(4)
     assert cdcs(pair.ba) == []
     forge(pair, UPDATE_REQUESTED, 10, sequence=2)
     assert [entry.consumer for entry in cdcs(pair.ba)] == [(4, 0)]
@@ -507,10 +509,10 @@ def test_updates_are_not_requested(pairs: list[Pair]) -> None:
         pair.a.send(data[sent:])
         if sent < len(data):
             assert pair.a.send_urgent(memoryview(b"!")) == 0
-            pair.a.withdraw_urgent()
+            pair.a.sender.withdraw_urgent()
         pair.settle()
-        while pair.b.readable:
-            pair.b.receive(RING // 3)
+        while pair.b.receiver.readable:
+            pair.b.receiver.receive(RING // 3)
             pair.settle()
     assert pair.a.send_urgent(memoryview(b"!")) == 1
     pair.a.close()
@@ -538,15 +540,15 @@ def test_the_owner_of_an_element_only_reads_it(pairs: list[Pair], eye_catcher: b
         assert memory == expected
 
     write(0, b"a" * 50)
-    assert pair.b.peek(10) == b"a" * 10
-    assert pair.b.receive(20) == b"a" * 20
-    assert pair.b.receive_into(bytearray(40)) == 30
+    assert pair.b.receiver.peek(10) == b"a" * 10
+    assert pair.b.receiver.receive(20) == b"a" * 20
+    assert pair.b.receiver.receive_into(bytearray(40)) == 30
     pair.settle()
     write(50, b"b" * 30)
-    assert pair.b.receive(64) == b"b" * 30
+    assert pair.b.receiver.receive(64) == b"b" * 30
     assert pair.b.send(memoryview(b"answer")) == 6
     pair.settle()
-    assert pair.a.receive(64) == b"answer"
+    assert pair.a.receiver.receive(64) == b"answer"
     write(80, b"unread")
     pair.b.close()
     pair.settle()
@@ -566,20 +568,20 @@ def test_receive_receive_into_and_peek_agree_across_the_wrap(
             offset += pair.a.send(memoryview(block)[offset:])
             pair.settle()
             wanted = rng.randrange(1, 70)
-            seen = pair.b.peek(wanted)
-            assert len(seen) == min(wanted, pair.b.readable)
+            seen = pair.b.receiver.peek(wanted)
+            assert len(seen) == min(wanted, pair.b.receiver.readable)
             if rng.random() < 0.5:
-                got = pair.b.receive(wanted)
+                got = pair.b.receiver.receive(wanted)
             else:
                 buffer = bytearray(wanted)
-                got = bytes(buffer[: pair.b.receive_into(buffer)])
+                got = bytes(buffer[: pair.b.receiver.receive_into(buffer)])
             assert got == seen
             assert block.startswith(got) or not got
             block = block[len(got) :]
             offset -= len(got)
             pair.settle()
         while block:
-            got = pair.b.receive(100)
+            got = pair.b.receiver.receive(100)
             assert got
             assert block.startswith(got)
             block = block[len(got) :]
@@ -588,23 +590,23 @@ def test_receive_receive_into_and_peek_agree_across_the_wrap(
 
 def test_a_receive_wants_room(pairs: list[Pair]) -> None:
     pair = make(pairs)
-    for call in (pair.a.receive, pair.a.peek):
+    for call in (pair.a.receiver.receive, pair.a.receiver.peek):
         with pytest.raises(ValueError, match="positive"):
             call(0)
     with pytest.raises(ValueError, match="positive"):
-        pair.a.receive_into(bytearray())
+        pair.a.receiver.receive_into(bytearray())
 
 
 @pytest.mark.rfc("4.5.2/1")
 def test_a_reader_is_woken_once_by_data(pairs: list[Pair]) -> None:
     pair = make(pairs)
     woken: list[int] = []
-    pair.b.on_readable = lambda: woken.append(pair.b.readable)
+    pair.b.on_readable = lambda: woken.append(pair.b.receiver.readable)
     pair.a.send(memoryview(b"one"))
     pair.a.send(memoryview(b"two"))
     pair.ab.deliver()
     assert woken == [3]
-    assert pair.b.readable == 6
+    assert pair.b.receiver.readable == 6
 
 
 # --- one message for many sends --------------------------------------------------------------
@@ -616,13 +618,13 @@ def test_merged_sends_are_told_before_the_scheduler_sleeps(pairs: list[Pair]) ->
         assert pair.a.send(memoryview(b"0123456789")) == 10
     assert cdcs(pair.ab) == []
     assert len(pair.flushes) == 1
-    assert pair.a.unacknowledged == 100
+    assert pair.a.sender.unacknowledged == 100
     pair.flush()
     assert cdcs(pair.ab) == [Cdc(1, producer=(100, 0), consumer=(0, 0))]
-    assert pair.a.coalesced == 9
+    assert pair.a.messenger.coalesced == 9
     pair.settle()
-    assert pair.b.receive(1000) == b"0123456789" * 10
-    assert pair.a.unacknowledged == 0
+    assert pair.b.receiver.receive(1000) == b"0123456789" * 10
+    assert pair.a.sender.unacknowledged == 0
 
 
 def test_a_chunk_and_a_full_window_are_told_at_once(pairs: list[Pair]) -> None:
@@ -651,7 +653,7 @@ def test_merging_never_fills_a_link_with_writes_that_nobody_completes(
     for _ in range(20):
         pair.a.send(memoryview(b"x"))
     assert pair.ab.capacity() == 0
-    assert pair.a.bytes_sent == 6, "the last of three free requests is for the message"
+    assert pair.a.sender.bytes_sent == 6, "the last of three free requests is for the message"
     assert [entry.producer for entry in cdcs(pair.ab)] == [(6, 0)]
     pair.settle()
     assert pair.ab.capacity() > 0
@@ -664,15 +666,15 @@ def test_an_ending_waits_for_what_was_put_off(pairs: list[Pair]) -> None:
     assert pair.a.state == "ACTIVE"
     pair.settle()
     assert pair.states() == ("PEERCLOSEWAIT1", "APPCLOSEWAIT1")
-    assert pair.b.receive(100) == b"last words"
-    assert pair.b.at_eof
+    assert pair.b.receiver.receive(100) == b"last words"
+    assert pair.b.receiver.at_eof
 
 
 def test_statistics_count(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.a.send(memoryview(bytes(RING + 1)))
     pair.settle()
-    pair.b.receive(100)
+    pair.b.receiver.receive(100)
     pair.settle()
     a, b = pair.a.statistics(), pair.b.statistics()
     assert (a.bytes_sent, a.writes, a.cdcs_sent, a.window_stalls) == (RING, 4, 4, 0)

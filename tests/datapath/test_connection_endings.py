@@ -118,7 +118,7 @@ def send(lone: Lone) -> None:
 
 
 def read(lone: Lone) -> None:
-    assert lone.it.receive(100) == b"unread"
+    assert lone.it.receiver.receive(100) == b"unread"
 
 
 STEPS: dict[str, Callable[[Lone], None]] = {
@@ -345,7 +345,7 @@ def take(row: Row, lone: Lone) -> None:
         assert sorted(woken) == ["reader", "writer"], "every waiter looks again"
         assert (before, row.event) in {(old, event) for old, _, event in lone.host.states}
     if row.state == "CLOSED":
-        assert lone.it.used is None or lone.it.used >= lone.it.bytes_received
+        assert lone.it.used is None or lone.it.used >= lone.it.receiver.bytes_received
 
 
 def test_every_edge_of_the_table_has_a_row() -> None:
@@ -422,7 +422,7 @@ def test_nothing_follows_a() -> None:
         lone.it.abort()
         posted = len(lone.channel.log)
         lone.peer(data=b"late", flags=cdc.WRITER_BLOCKED | cdc.UPDATE_REQUESTED)
-        for call in (lambda: lone.it.receive(100), lambda: lone.it.send(memoryview(b"x"))):
+        for call in (lambda: lone.it.receiver.receive(100), lambda: lone.it.send(memoryview(b"x"))):
             with pytest.raises(ConnectionAbortedError):
                 call()
         lone.it.shutdown_write()
@@ -439,7 +439,7 @@ def test_sending_to_a_peer_that_has_closed_is_an_abort() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(C)
-        assert not lone.it.can_send
+        assert not lone.it.sender.can_send
         with pytest.raises(ConnectionAbortedError):
             lone.it.send(memoryview(b"nobody reads this"))
         assert lone.it.state == PROCESS
@@ -450,11 +450,11 @@ def test_data_before_d_is_read_and_then_the_end_of_stream() -> None:
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(D, b"last words")
-        assert (lone.it.readable, lone.it.at_eof) == (10, False)
-        assert lone.it.receive(4) == b"last"
-        assert lone.it.receive(100) == b" words"
-        assert lone.it.at_eof
-        assert lone.it.receive(100) == b""
+        assert (lone.it.receiver.readable, lone.it.receiver.at_eof) == (10, False)
+        assert lone.it.receiver.receive(4) == b"last"
+        assert lone.it.receiver.receive(100) == b" words"
+        assert lone.it.receiver.at_eof
+        assert lone.it.receiver.receive(100) == b""
 
 
 def test_data_that_arrived_before_the_links_went_is_still_read() -> None:
@@ -466,13 +466,13 @@ def test_data_that_arrived_before_the_links_went_is_still_read() -> None:
         assert lone.it.state == "CLOSED"
         assert lone.host.calls[-1] == "closed"
         lone.memory.view[:10] = bytes(10)  # the RMBE serves another connection
-        assert lone.it.peek(4) == b"last"
-        assert lone.it.receive(4) == b"last"
+        assert lone.it.receiver.peek(4) == b"last"
+        assert lone.it.receiver.receive(4) == b"last"
         buffer = bytearray(100)
-        assert lone.it.receive_into(buffer) == 6
+        assert lone.it.receiver.receive_into(buffer) == 6
         assert bytes(buffer[:6]) == b" words"
-        assert lone.it.at_eof
-        assert lone.it.receive(1) == b""
+        assert lone.it.receiver.at_eof
+        assert lone.it.receiver.receive(1) == b""
         with pytest.raises(ConnectionAbortedError):
             lone.it.send(memoryview(b"x"))
 
@@ -485,7 +485,7 @@ def test_data_after_close_is_dropped_with_the_ring() -> None:
         assert lone.it.state == PW1
         lone.peer(C)
         assert lone.it.state == "CLOSED"
-        assert lone.it.readable == 0
+        assert lone.it.receiver.readable == 0
 
 
 @pytest.mark.rfc("4.8.2/9", "4.8.2/10", "A.4/19")
@@ -495,11 +495,11 @@ def test_an_abort_drops_what_was_unread() -> None:
         lone.peer(D, b"dropped")
         lone.peer(A)
         with pytest.raises(ConnectionResetError):
-            lone.it.receive(100)
+            lone.it.receiver.receive(100)
         with pytest.raises(ConnectionResetError):
             lone.it.send(memoryview(b"x"))
-        assert not lone.it.at_eof
-        assert lone.it.readable == 0
+        assert not lone.it.receiver.at_eof
+        assert lone.it.receiver.readable == 0
 
 
 def test_the_last_word_waits_for_room_and_the_rmbe_with_it() -> None:
@@ -570,7 +570,7 @@ def test_a_cursor_update_under_way_does_not_turn_the_peers_close_into_a_loss() -
     with lone_connection() as lone:
         STEPS["open"](lone)
         lone.peer(data=b"x" * (SIZE - 1), flags=cdc.WRITER_BLOCKED)
-        assert len(lone.it.receive(SIZE)) == SIZE - 1
+        assert len(lone.it.receiver.receive(SIZE)) == SIZE - 1
         assert len(lone.channel.uncompleted) == 1
         lone.peer(C)
         assert lone.it.state == AW1
@@ -614,7 +614,7 @@ def test_a_tcp_reset_after_the_peers_close_takes_nothing(before: str) -> None:
         assert lone.it.state == "CLOSED"
         assert flags_since(lone.channel, 0) in ("A", "DA")
         read(lone)
-        assert lone.it.at_eof
+        assert lone.it.receiver.at_eof
         with pytest.raises(ConnectionResetError):
             lone.it.send(memoryview(b"x"))
 
@@ -639,7 +639,7 @@ def test_a_protocol_error_is_the_cause_of_what_the_application_gets() -> None:
         exc = ProtocolError("data on the TCP connection")
         lone.it.protocol_error(exc)
         with pytest.raises(ConnectionAbortedError) as caught:
-            lone.it.receive(1)
+            lone.it.receiver.receive(1)
         assert caught.value.__cause__ is exc
 
 
@@ -657,18 +657,18 @@ def test_a_fallback_gives_the_rmbe_back_and_leaves_tcp_alone(known: bool) -> Non
 def test_a_cdc_that_outruns_the_confirm_is_applied_and_shown_later() -> None:
     with lone_connection() as lone:
         lone.peer(data=b"early")
-        assert lone.it.readable == 0
-        assert lone.it.receive(10) == b""
+        assert lone.it.receiver.readable == 0
+        assert lone.it.receiver.receive(10) == b""
         lone.peer(D)
         assert lone.it.state == AW1
         lone.know()
-        assert (lone.it.readable, lone.it.at_eof) == (0, False)
+        assert (lone.it.receiver.readable, lone.it.receiver.at_eof) == (0, False)
         with pytest.raises(OSError, match="rendezvous") as caught:
             lone.it.send(memoryview(b"x"))
         assert caught.value.errno == errno.ENOTCONN
         lone.it.established()
-        assert lone.it.receive(10) == b"early"
-        assert lone.it.at_eof
+        assert lone.it.receiver.receive(10) == b"early"
+        assert lone.it.receiver.at_eof
         assert lone.it.send(memoryview(b"answer")) == 6
 
 

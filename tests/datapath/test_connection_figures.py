@@ -37,7 +37,7 @@ def test_figure_16_send_with_an_open_window(pair: Pair) -> None:
         Cdc(1, producer=(1004, 0), consumer=(4, 0)),
     ]
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == text(1000)
+    assert pair.b.receiver.receive(RECEIVE) == text(1000)
     assert pair.ba.log == [], "8,996 of 9,996 bytes of window are no reason for an update"
 
 
@@ -45,7 +45,7 @@ def test_figure_16_send_with_an_open_window(pair: Pair) -> None:
 def test_figure_17_the_answer_carries_the_consumer_cursor(pair: Pair) -> None:
     assert pair.a.send(text(1000)) == 1000
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == text(1000)
+    assert pair.b.receiver.receive(RECEIVE) == text(1000)
     assert pair.b.send(text(500)) == 500
     # Row 3 prints A's consumer cursor as 0 and the text the producer cursor as 503: a cursor
     # starts at 4 and names the next byte.
@@ -53,10 +53,10 @@ def test_figure_17_the_answer_carries_the_consumer_cursor(pair: Pair) -> None:
         Write(4, 503),
         Cdc(1, producer=(504, 0), consumer=(1004, 0)),
     ]
-    assert pair.a.window == 8996
+    assert pair.a.sender.window == 8996
     pair.ba.deliver()
-    assert pair.a.window == 9996
-    assert pair.a.receive(RECEIVE) == text(500)
+    assert pair.a.sender.window == 9996
+    assert pair.a.receiver.receive(RECEIVE) == text(500)
     assert len(pair.ab.log) == 2
 
 
@@ -66,17 +66,17 @@ def test_figure_18_an_update_when_half_the_window_is_gone(pair: Pair) -> None:
     # The text says 3003 and 3003-7004 where the arithmetic gives 3004 and 3004-7003.
     assert pair.ab.log == [Write(4, 3003), Cdc(1, producer=(3004, 0), consumer=(4, 0))]
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == text(3000)
+    assert pair.b.receiver.receive(RECEIVE) == text(3000)
     assert pair.ba.log == []
     assert pair.a.send(text(4000)) == 4000
     assert pair.ab.log[2:] == [Write(3004, 7003), Cdc(2, producer=(7004, 0), consumer=(4, 0))]
-    assert pair.a.window == 2996
+    assert pair.a.sender.window == 2996
     pair.ab.deliver()
     assert pair.ba.log == [], "data that was not consumed opens no window"
-    assert pair.b.receive(RECEIVE) == text(4000)
+    assert pair.b.receiver.receive(RECEIVE) == text(4000)
     assert pair.ba.log == [Cdc(1, producer=(4, 0), consumer=(7004, 0))]
     pair.ba.deliver()
-    assert pair.a.window == 9996
+    assert pair.a.sender.window == 9996
     assert len(pair.ab.log) == 4, "a cursor update needs no answer"
 
 
@@ -97,9 +97,9 @@ def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
     for length in (5500, 5496):
         assert pair.a.send(text(length)) == length
         pair.settle()
-        assert pair.b.receive(RECEIVE) == text(length)
+        assert pair.b.receiver.receive(RECEIVE) == text(length)
         pair.settle()
-    assert pair.a.window == 9996
+    assert pair.a.sender.window == 9996
     pair.ab.log.clear()
     pair.ba.log.clear()
     data = text(20_000)
@@ -114,8 +114,8 @@ def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
     assert pair.a.send(data[sent:]) == 0, "the window is closed, and B was told"
     assert len(pair.ab.log) == 3
     pair.ab.deliver()
-    assert pair.b.readable == 9996, "the same cursor, but one more wrap: a full ring"
-    assert pair.b.receive(RECEIVE) == data[:9996]
+    assert pair.b.receiver.readable == 9996, "the same cursor, but one more wrap: a full ring"
+    assert pair.b.receiver.receive(RECEIVE) == data[:9996]
     assert pair.ba.log == [Cdc(3, producer=(4, 0), consumer=(1004, 2))]  # row 4
 
     pair.ba.deliver()
@@ -127,14 +127,14 @@ def test_figure_19_full_windows_that_wrap(pair: Pair) -> None:
         Cdc(4, producer=(1004, 3), consumer=(4, 0), flags=WRITER_BLOCKED),
     ]
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == data[9996:19_992]
+    assert pair.b.receiver.receive(RECEIVE) == data[9996:19_992]
     assert pair.ba.log[1:] == [Cdc(4, producer=(4, 0), consumer=(1004, 3))]  # row 8
 
     pair.ba.deliver()
     assert pair.a.send(data[sent:]) == 8  # "the final 8 bytes ... 1004-1011 (not shown)"
     assert pair.ab.log[6:] == [Write(1004, 1011), Cdc(5, producer=(1012, 3), consumer=(4, 0))]
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == data[19_992:]
+    assert pair.b.receiver.receive(RECEIVE) == data[19_992:]
     assert len(pair.ba.log) == 2, "B is clear again and the window wide"
 
 
@@ -143,13 +143,13 @@ def at_1000(pair: Pair) -> None:
     for length in (5500, 5492):
         assert pair.a.send(text(length)) == length
         pair.settle()
-        assert pair.b.receive(RECEIVE) == text(length)
+        assert pair.b.receiver.receive(RECEIVE) == text(length)
         pair.settle()
     # The second was too little to be told by the rules of 4.5.1.
     pair.b.send(text(1))
     pair.settle()
-    pair.a.receive(1)
-    assert pair.a.window == 9996
+    pair.a.receiver.receive(1)
+    assert pair.a.sender.window == 9996
     pair.ab.log.clear()
     pair.ba.log.clear()
 
@@ -165,11 +165,11 @@ def test_figure_20_urgent_data_with_an_open_window(pair: Pair) -> None:
     ]
     assert pair.a.send(normal) == 0, "not before the urgent byte is acknowledged"
     assert len(pair.ab.log) == 2, "nor is the writer blocked by the window"
-    assert not pair.a.can_send
+    assert not pair.a.sender.can_send
     pair.ab.deliver()
-    assert pair.b.urgent == "present"
-    assert pair.b.receive(RECEIVE) == urgent[:499]
-    assert pair.b.receive_urgent() == urgent[499]
+    assert pair.b.receiver.urgent == "present"
+    assert pair.b.receiver.receive(RECEIVE) == urgent[:499]
+    assert pair.b.receiver.receive_urgent() == urgent[499]
     assert pair.ba.log == [Cdc(4, producer=(5, 0), consumer=(1500, 1))]  # row 3
 
     pair.ba.deliver()
@@ -179,8 +179,8 @@ def test_figure_20_urgent_data_with_an_open_window(pair: Pair) -> None:
         Cdc(4, producer=(2500, 1), consumer=(5, 0)),
     ]
     pair.ab.deliver()
-    assert pair.b.urgent == "none"
-    assert pair.b.receive(RECEIVE) == normal
+    assert pair.b.receiver.urgent == "none"
+    assert pair.b.receiver.receive(RECEIVE) == normal
     assert len(pair.ba.log) == 1, "no need for a consumer cursor update"
 
 
@@ -203,9 +203,9 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     assert pair.a.send_urgent(urgent) == 0
     assert len(pair.ab.log) == 1, "told once is enough"
     pair.ab.deliver()
-    assert pair.b.urgent == "pending"
-    assert pair.b.receive_urgent() is None
-    assert pair.b.receive(RECEIVE) == full
+    assert pair.b.receiver.urgent == "pending"
+    assert pair.b.receiver.receive_urgent() is None
+    assert pair.b.receiver.receive(RECEIVE) == full
     assert pair.ba.log == [Cdc(4, producer=(5, 0), consumer=(1000, 2))]  # row 2
 
     pair.ba.deliver()
@@ -216,10 +216,10 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
     ]
     assert pair.a.send(normal) == 0
     pair.ab.deliver()
-    assert pair.b.urgent == "present"
-    assert pair.b.receive_urgent() == urgent[499]
+    assert pair.b.receiver.urgent == "present"
+    assert pair.b.receiver.receive_urgent() == urgent[499]
     assert len(pair.ba.log) == 1, "what comes before the urgent byte is still to be read"
-    assert pair.b.receive(RECEIVE) == urgent[:499]
+    assert pair.b.receiver.receive(RECEIVE) == urgent[:499]
     assert pair.ba.log[1:] == [Cdc(5, producer=(5, 0), consumer=(1500, 2))]  # row 5
 
     pair.ba.deliver()
@@ -230,7 +230,7 @@ def test_figure_21_urgent_data_with_a_closed_window(pair: Pair) -> None:
         Cdc(6, producer=(2500, 2), consumer=(5, 0)),
     ]
     pair.ab.deliver()
-    assert pair.b.receive(RECEIVE) == normal
+    assert pair.b.receiver.receive(RECEIVE) == normal
 
 
 @pytest.mark.rfc("4.3/1", "A.4/1", "A.4/2", "A.4/6")
@@ -238,7 +238,7 @@ def test_the_messages_are_the_right_bytes(pair: Pair) -> None:
     """Row 2 of figure 16 and row 4 of figure 17 as they go over the link (A.4)."""
     pair.a.send(text(1000))
     pair.ab.deliver()
-    pair.b.receive(RECEIVE)
+    pair.b.receiver.receive(RECEIVE)
     pair.b.send(text(500))
     assert pair.ab.raw == [
         bytes.fromhex(

@@ -25,13 +25,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair((RING, RING), (request.param, request.param))
     made.a.send(memoryview(bytes(1000)))
     made.settle()
-    made.b.receive(1000)
+    made.b.receiver.receive(1000)
     made.b.send(memoryview(bytes(500)))
     made.settle()
-    made.a.receive(500)
+    made.a.receiver.receive(500)
     made.a.send(memoryview(b"x"))
     made.settle()
-    made.b.receive(1)
+    made.b.receiver.receive(1)
     made.ab.log.clear()
     made.ba.log.clear()
     yield made
@@ -65,7 +65,7 @@ def message(
 def test_the_message_as_it_stands_is_accepted(pair: Pair) -> None:
     pair.b.on_cdc_untrusted(message(pair))
     assert pair.b.state == "ACTIVE"
-    assert (pair.b.readable, pair.b.window) == (0, pair.a.rmbe.usable)
+    assert (pair.b.receiver.readable, pair.b.sender.window) == (0, pair.a.rmbe.usable)
     assert pair.b.cdcs_received == 3
 
 
@@ -101,7 +101,7 @@ def test_a_lie_aborts_the_connection(
     assert pair.hosts[1].calls == ["reset_tcp"]
     assert pair.hosts[1].timer is not None
     with pytest.raises(ConnectionAbortedError) as caught:
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
     assert isinstance(caught.value.__cause__, ProtocolError)
     with pytest.raises(ConnectionAbortedError):
         pair.b.send(memoryview(b"x"))
@@ -118,7 +118,7 @@ def test_the_whole_window_may_be_used_and_no_byte_more(pair: Pair) -> None:
     # B has told 1000 of the 1001 bytes it took.
     wrap, offset = divmod(1000 + usable, usable)
     pair.b.on_cdc_untrusted(message(pair, producer=(wrap, offset)))
-    assert pair.b.readable == usable - 1
+    assert pair.b.receiver.readable == usable - 1
     with pytest.raises(ProtocolError, match="cursor"):
         pair.b.on_cdc_untrusted(message(pair, sequence=4, producer=(wrap, offset + 1)))
 
@@ -149,7 +149,7 @@ def test_a_stale_sequence_number_is_discarded_and_counted(
         message(pair, sequence=sequence, producer=(0, 1101), endings=cdc.SENDING_DONE)
     )
     assert pair.b.stale_cdcs == stale
-    assert pair.b.readable == (0 if stale else 100)
+    assert pair.b.receiver.readable == (0 if stale else 100)
     assert pair.b.state == ("ACTIVE" if stale else "APPCLOSEWAIT1")
 
 
@@ -164,7 +164,7 @@ def test_the_sequence_number_wraps_to_zero(pair: Pair) -> None:
 @pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
 def test_data_after_the_end_of_the_data_is_a_lie(pair: Pair, ending: int) -> None:
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), endings=ending))
-    assert pair.b.readable == 10
+    assert pair.b.receiver.readable == 10
     with pytest.raises(ProtocolError, match="end of the data"):
         pair.b.on_cdc_untrusted(message(pair, sequence=4, producer=(0, 1012), endings=ending))
     assert pair.b.state in ABORTED
@@ -199,7 +199,7 @@ def test_all_flags_at_once_are_an_abort(pair: Pair) -> None:
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), flags=0xF7, endings=0xFF))
     assert pair.b.state == "PROCESSABORT"
     with pytest.raises(ConnectionResetError):
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
 
 
 BOTH = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
@@ -208,10 +208,14 @@ BOTH = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
 @pytest.mark.parametrize("new", [1, 2, 500])
 def test_urgent_flags_disturb_nothing(pair: Pair, new: int) -> None:
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1001 + new), flags=BOTH))
-    assert pair.b.urgent == "present"
+    assert pair.b.receiver.urgent == "present"
     assert pair.b.state == "ACTIVE"
-    assert len(pair.b.receive(1000)) == new - 1 if new > 1 else pair.b.receive(1) == b""
-    assert pair.b.receive_urgent() == 0
+    assert (
+        len(pair.b.receiver.receive(1000)) == new - 1
+        if new > 1
+        else pair.b.receiver.receive(1) == b""
+    )
+    assert pair.b.receiver.receive_urgent() == 0
     assert not pair.b.unread
 
 
@@ -219,7 +223,7 @@ def test_urgent_data_where_all_was_read_is_a_lie(pair: Pair) -> None:
     with pytest.raises(ProtocolError, match="urgent"):
         pair.b.on_cdc_untrusted(message(pair, flags=cdc.URGENT_PRESENT))
     assert pair.b.state in ABORTED
-    assert pair.b.urgent == "none"
+    assert pair.b.receiver.urgent == "none"
 
 
 def test_urgent_data_before_any_data_is_a_lie() -> None:
@@ -233,20 +237,20 @@ def test_urgent_data_before_any_data_is_a_lie() -> None:
 def test_the_last_unread_byte_may_be_called_urgent_later(pair: Pair) -> None:
     """U without a byte that is new, but with one that nobody has read."""
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011)))
-    assert pair.b.readable == 10
+    assert pair.b.receiver.readable == 10
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1011), sequence=4, flags=BOTH))
-    assert (pair.b.urgent, pair.b.readable) == ("present", 9)
-    assert len(pair.b.receive(100)) == 9
+    assert (pair.b.receiver.urgent, pair.b.receiver.readable) == ("present", 9)
+    assert len(pair.b.receiver.receive(100)) == 9
     assert not pair.b.unread
 
 
 def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
     """Some peers leave P and U set until the mark was reached, or until they send again."""
     pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), flags=BOTH))
-    assert pair.b.receive_urgent() == 0
+    assert pair.b.receiver.receive_urgent() == 0
     for sequence in (4, 5):
         pair.b.on_cdc_untrusted(message(pair, producer=(0, 1002), sequence=sequence, flags=BOTH))
-        assert pair.b.urgent == "none"
+        assert pair.b.receiver.urgent == "none"
     assert len(pair.ba.log) == 1, "the mark was told"
     assert pair.b.state == "ACTIVE"
 
@@ -257,17 +261,17 @@ def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
         pair.b.on_cdc_untrusted(message(pair, producer=(0, 1012), sequence=4))
     assert pair.b.state in ABORTED
     with pytest.raises(ConnectionAbortedError):
-        pair.b.receive_urgent()
+        pair.b.receiver.receive_urgent()
 
 
 def test_pending_for_ever_costs_nobody_but_the_peer(pair: Pair) -> None:
     for sequence in range(3, 50):
         flags = cdc.URGENT_PENDING
         pair.b.on_cdc_untrusted(message(pair, sequence=sequence, flags=flags))
-        assert pair.b.urgent == "pending"
+        assert pair.b.receiver.urgent == "pending"
     assert pair.ba.log == []
     pair.b.on_cdc_untrusted(message(pair, sequence=50))
-    assert pair.b.urgent == "none"
+    assert pair.b.receiver.urgent == "none"
 
 
 # --- failover validation ---------------------------------------------------------------------
@@ -287,7 +291,7 @@ def test_a_validation_message_is_only_compared(pair: Pair) -> None:
         )
     )
     assert pair.b.state == "ACTIVE"
-    assert (pair.b.sequence_received, pair.b.readable) == (2, 0)
+    assert (pair.b.sequence_received, pair.b.receiver.readable) == (2, 0)
     assert pair.ba.log == []
 
 
@@ -325,7 +329,7 @@ def test_an_overwritten_eye_catcher_resets_the_connection(
             with pytest.raises(ProtocolError, match="eye catcher"):
                 pair.ab.deliver()
         else:
-            call = getattr(pair.b, noticed_by)
+            call = getattr(pair.b.receiver, noticed_by)
             argument = bytearray(5) if noticed_by == "receive_into" else 5
             caplog.set_level(logging.WARNING, "trio_smc")
             with pytest.raises(ConnectionAbortedError) as caught:
@@ -377,8 +381,8 @@ def mutated(rng: random.Random, good: bytes) -> bytes:
 
 
 def check_sane(connection: Connection) -> None:
-    assert 0 <= connection.readable <= connection.rmbe.usable
-    assert connection.window >= 0
+    assert 0 <= connection.receiver.readable <= connection.rmbe.usable
+    assert connection.sender.window >= 0
     if connection.state == "ACTIVE":
         assert connection.error is None
 
@@ -408,8 +412,8 @@ def test_mutated_messages_end_at_most_their_own_connection(rng: random.Random) -
                 bystander.settle()
                 check_sane(victim.b)
                 if victim.b.error is None:
-                    victim.b.receive(2000)
-                bystander.b.receive(2000)
+                    victim.b.receiver.receive(2000)
+                bystander.b.receiver.receive(2000)
             assert bystander.states() == ("ACTIVE", "ACTIVE")
             aborted += victim.b.error is not None
             survived += victim.b.error is None

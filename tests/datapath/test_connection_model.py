@@ -11,13 +11,9 @@ import pytest
 
 from tests.campaigns import endings
 from trio_smc.datapath.connection import Connection
-from trio_smc.datapath.endings import Endings
 from trio_smc.datapath.messenger import Messenger
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.datapath.sender import Sender
-from trio_smc.datapath.urgent_receiver import UrgentReceiver
-from trio_smc.datapath.urgent_sender import UrgentSender
 
 
 def test_random_schedules(seed: int, full: bool) -> None:
@@ -50,7 +46,7 @@ def _forget(self: Any) -> None:
 
 
 def _no_hold(self: Any) -> int:
-    self._urgent_goal = 0
+    self.urgent_goal = 0
     return 0x60
 
 
@@ -61,8 +57,8 @@ def _freed_at_once(self: Any) -> None:
 
 
 def _take_more(self: Any, max_bytes: int) -> int:
-    length = min(int(self._received - self._consumed), max_bytes)
-    return length if self._open_to_application else 0
+    length = min(int(self.received - self.consumed), max_bytes)
+    return length if self.open else 0
 
 
 def _clear_less(original: Callable[..., None]) -> Callable[..., None]:
@@ -72,27 +68,27 @@ def _clear_less(original: Callable[..., None]) -> Callable[..., None]:
 def _said_again(original: Callable[..., None]) -> Callable[..., None]:
     def update(self: Any, flags: int, arrived: bool) -> None:
         original(self, flags, arrived)
-        if self._urgent_mark and self._urgent_byte is None and not self.urgent_inline:
-            self._urgent_byte = self._byte_before(self._urgent_mark)
+        if self.urgent_mark and self._urgent_byte is None and not self.urgent_inline:
+            self._urgent_byte = self._byte_before(self.urgent_mark)
 
     return update
 
 
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
-    "the wrong urgent byte": (UrgentReceiver, "_byte_before", _next_byte),
+    "the wrong urgent byte": (Receiver, "_byte_before", _next_byte),
     "the urgent byte twice": (
-        UrgentReceiver, "_urgent_untrusted", _said_again(UrgentReceiver._urgent_untrusted)
+        Receiver, "_urgent_untrusted", _said_again(Receiver._urgent_untrusted)
     ),
     "the urgent byte in the stream too": (Receiver, "_take", _take_more),
     "the urgent byte not skipped": (Receiver, "_skip_hidden", _forget),
-    "writes behind the urgent byte": (UrgentSender, "_tell_urgent", _no_hold),
+    "writes behind the urgent byte": (Messenger, "_tell_urgent", _no_hold),
     "an element freed at once": (Connection, "abort", _freed_at_once),
     "an element not cleared": (Rmbe, "clear", _clear_less(Rmbe.clear)),
-    "an end that waits for ever": (Sender, "unsent", property(lambda self: True)),
+    "an end that waits for ever": (Connection, "unsent", property(lambda self: True)),
     "a message after the last": (
-        Messenger, "_silent", property(lambda self: False, lambda self, value: None)
+        Messenger, "silent", property(lambda self: False, lambda self, value: None)
     ),
-    "an abort that is not told": (Endings, "send_abort", lambda self: None),
+    "an abort that is not told": (Connection, "send_abort", lambda self: None),
 }  # fmt: skip
 
 

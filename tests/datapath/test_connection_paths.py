@@ -64,7 +64,7 @@ def test_fig22_1_and_2_from_closed_to_active() -> None:
     pair.a.established()
     pair.b.established()
     assert pair.states() == ("ACTIVE", "ACTIVE")
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
     pair.close()
 
 
@@ -84,7 +84,7 @@ def test_fig22_active_close_3a_by_shutdown(pair: Pair) -> None:
     assert pair.hosts[0].timer is None, "a half closer may wait as long as it likes"
     send(pair.b, b"still")
     pair.settle()
-    assert pair.a.receive(9) == b"still"
+    assert pair.a.receiver.receive(9) == b"still"
 
 
 @pytest.mark.rfc("4.8.1/5", "4.8.1/6")
@@ -97,8 +97,8 @@ def test_fig22_active_close_3a_pending_until_the_data_is_sent(pair: Pair, how: s
     pair.settle()
     assert pair.a.state == PW1
     assert flags(pair.ab) == [0, C if how == "close" else D]
-    assert pair.b.receive(99) == b"under way"
-    assert pair.b.at_eof
+    assert pair.b.receiver.receive(99) == b"under way"
+    assert pair.b.receiver.at_eof
 
 
 @pytest.mark.rfc("4.8.1/4")
@@ -110,7 +110,7 @@ def test_fig22_active_close_3a_with_unread_data_is_abnormal(pair: Pair) -> None:
     pair.settle()
     ended(pair, RST, FIN)
     with pytest.raises(ConnectionResetError):
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
 
 
 @pytest.mark.rfc("4.8.1/7")
@@ -121,8 +121,8 @@ def test_fig22_active_close_3b(pair: Pair) -> None:
     pair.b.shutdown_write()
     pair.settle()
     assert pair.states() == (PW2, AW2)
-    assert pair.a.receive(9) == b"last"
-    assert pair.a.at_eof
+    assert pair.a.receiver.receive(9) == b"last"
+    assert pair.a.receiver.at_eof
 
 
 @pytest.mark.rfc("4.8.1/2", "4.8.1/3", "4.8.1/8", "4.4.2/1")
@@ -154,7 +154,7 @@ def test_fig22_active_close_3c_and_3d_by_way_of_app_fin_close_wait(pair: Pair, s
     pair.b.close()
     pair.settle()
     assert pair.states() == (APPFIN, PEERFIN)
-    assert pair.a.at_eof
+    assert pair.a.receiver.at_eof
     assert pair.hosts[0].timer is None
     pair.a.close()
     assert pair.a.state == "CLOSED"
@@ -171,7 +171,7 @@ def test_fig22_passive_close_4a(pair: Pair, how: str) -> None:
     pair.settle()
     assert pair.b.state == AW1
     assert woken == ["reader"]
-    assert pair.b.at_eof
+    assert pair.b.receiver.at_eof
 
 
 @pytest.mark.rfc("4.8.1/11")
@@ -299,20 +299,20 @@ def test_fig22_a_close_that_never_gets_its_data_across(pair: Pair) -> None:
     pair.settle()
     ended(pair, RST, FIN)
     with pytest.raises(ConnectionResetError):
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
 
 
 @pytest.mark.rfc("4.4.2/1", "4.8.1/3")
 def test_fig22_the_element_goes_back_when_both_are_done(pair: Pair) -> None:
     send(pair.b, b"first")
     pair.settle()
-    assert pair.a.receive(9) == b"first"
+    assert pair.a.receiver.receive(9) == b"first"
     pair.a.shutdown_write()
     pair.settle()
     for _ in range(3):
         send(pair.b, b"the peer may still write")
         pair.settle()
-        assert pair.a.receive(99) == b"the peer may still write"
+        assert pair.a.receiver.receive(99) == b"the peer may still write"
         assert "closed" not in pair.hosts[0].calls + pair.hosts[1].calls
     pair.b.close()
     pair.settle()
@@ -356,7 +356,7 @@ def test_fig23_active_abort_1a_and_1b(pair: Pair, state: str) -> None:
     assert pair.hosts[0].calls == ["reset_tcp"]
     assert pair.hosts[0].timer == CLOSE_TIMEOUT
     with pytest.raises(ConnectionAbortedError):
-        pair.a.receive(1)
+        pair.a.receiver.receive(1)
     pair.settle()
     ended(pair, RST, FIN)
 
@@ -378,7 +378,7 @@ def test_fig23_active_abort_1a_ignores_what_else_comes(pair: Pair) -> None:
     pair.b.shutdown_write()
     pair.ba.deliver()
     assert pair.a.state == PEERABORT
-    assert pair.a.bytes_received == 0
+    assert pair.a.receiver.bytes_received == 0
     pair.settle()
     ended(pair, RST, FIN)
 
@@ -403,7 +403,7 @@ def test_fig23_passive_abort_2a_and_2b(pair: Pair, state: str) -> None:
     pair.ba.deliver()
     assert pair.a.state == PROCESS
     with pytest.raises(ConnectionResetError):
-        pair.a.receive(1)
+        pair.a.receiver.receive(1)
     assert flags(pair.ab)[-1] & A
     assert pair.hosts[0].calls == [], "the peer resets TCP itself"
     pair.settle()
@@ -428,9 +428,9 @@ def test_fig23_passive_abort_2a_purges_both_directions(pair: Pair) -> None:
     pair.ab.deliver()
     pair.a.abort()
     pair.ab.deliver()
-    assert pair.b.readable == 0
+    assert pair.b.receiver.readable == 0
     assert not pair.b.unsent
-    assert list(pair.b.replay()) == []
+    assert list(pair.b.sender.replay()) == []
 
 
 @pytest.mark.rfc("4.8.2/11")
@@ -590,12 +590,12 @@ def test_the_peer_gave_the_element_to_another_and_data_is_unread(pair: Pair) -> 
     """4.4.2: the data is not looked at any more, and its element is free."""
     send(pair.b, b"not read")
     pair.settle()
-    assert pair.a.readable == 8
+    assert pair.a.receiver.readable == 8
     woken: list[str] = []
     pair.a.on_readable = lambda: woken.append("reader")
     pair.a.rmbe_conflict()
     assert woken == ["reader"]
     with pytest.raises(ConnectionResetError):
-        pair.a.receive(100)
-    assert pair.a.readable == 0
+        pair.a.receiver.receive(100)
+    assert pair.a.receiver.readable == 0
     assert pair.hosts[0].calls == RST

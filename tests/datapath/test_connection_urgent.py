@@ -11,6 +11,7 @@ import pytest
 
 from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover.replay import move
 from trio_smc.wire.cdc import (
     FAILOVER_VALIDATION,
     SENDING_DONE,
@@ -40,38 +41,38 @@ def flags(channel: FakeChannel) -> list[int]:
 
 
 def urgent(connection: Connection) -> bytes | None:
-    byte = connection.receive_urgent()
+    byte = connection.receiver.receive_urgent()
     return None if byte is None else bytes([byte])
 
 
 def test_the_byte_is_taken_out_of_the_stream(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"abc!")) == 4
     pair.settle()
-    assert pair.b.urgent == "present"
-    assert (pair.b.readable, pair.b.peek(100)) == (3, b"abc")
-    assert pair.b.receive(1) == b"a"
+    assert pair.b.receiver.urgent == "present"
+    assert (pair.b.receiver.readable, pair.b.receiver.peek(100)) == (3, b"abc")
+    assert pair.b.receiver.receive(1) == b"a"
     buffer = bytearray(100)
-    assert pair.b.receive_into(buffer) == 2
+    assert pair.b.receiver.receive_into(buffer) == 2
     assert urgent(pair.b) == b"!"
-    assert (pair.b.urgent, urgent(pair.b)) == ("none", None), "never returned twice"
+    assert (pair.b.receiver.urgent, urgent(pair.b)) == ("none", None), "never returned twice"
     pair.settle()
     assert pair.a.send(view(b"def")) == 3
     pair.settle()
-    assert pair.b.receive(100) == b"def"
+    assert pair.b.receiver.receive(100) == b"def"
 
 
 def test_the_byte_stays_in_the_stream(pair: Pair) -> None:
-    pair.b.urgent_inline = True
+    pair.b.receiver.urgent_inline = True
     assert pair.a.send_urgent(view(b"abc!")) == 4
     pair.settle()
-    assert pair.b.urgent == "present"
-    assert pair.b.receive_urgent() is None
-    assert pair.b.receive(3) == b"abc"
-    assert pair.b.urgent == "present"
+    assert pair.b.receiver.urgent == "present"
+    assert pair.b.receiver.receive_urgent() is None
+    assert pair.b.receiver.receive(3) == b"abc"
+    assert pair.b.receiver.urgent == "present"
     pair.settle()
     assert pair.a.send(view(b"d")) == 0
-    assert pair.b.receive(100) == b"!"
-    assert pair.b.urgent == "none"
+    assert pair.b.receiver.receive(100) == b"!"
+    assert pair.b.receiver.urgent == "none"
     assert [entry.consumer for entry in pair.ba.log if isinstance(entry, Cdc)] == [(3, 0), (4, 0)]
     pair.settle()
     assert pair.a.send(view(b"d")) == 1
@@ -80,16 +81,16 @@ def test_the_byte_stays_in_the_stream(pair: Pair) -> None:
 @pytest.mark.rfc("4.7.5/3")
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_byte_alone(pair: Pair, inline: bool) -> None:
-    pair.b.urgent_inline = inline
+    pair.b.receiver.urgent_inline = inline
     assert pair.a.send_urgent(view(b"!")) == 1
     pair.ab.deliver()
     if inline:
         assert pair.ba.log == []
-        assert pair.b.receive(9) == b"!"
+        assert pair.b.receiver.receive(9) == b"!"
     else:
         # Remembered, and nothing before it: told at once, whoever reads (4.7.5, step 3).
         assert pair.ba.log == [Cdc(1, producer=(0, 0), consumer=(1, 0))]
-        assert pair.b.receive(9) == b""
+        assert pair.b.receiver.receive(9) == b""
         assert urgent(pair.b) == b"!"
     assert len(pair.ba.log) == 1
     assert not pair.b.unread
@@ -104,14 +105,14 @@ def test_the_byte_at_the_rings_end(before: int, eye_catcher: bool) -> None:
     while sent < before:
         sent += pair.a.send(view(bytes(min(16, before - sent))))
         pair.settle()
-        pair.b.receive(RING)
+        pair.b.receiver.receive(RING)
         pair.settle()
     assert pair.a.send_urgent(view(b"abc!")) == 4
     pair.settle()
     assert urgent(pair.b) == b"!"
-    assert pair.b.receive(RING) == b"abc"
+    assert pair.b.receiver.receive(RING) == b"abc"
     pair.settle()
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
     pair.close()
 
 
@@ -122,7 +123,7 @@ def test_a_second_urgent_byte_waits_and_takes_the_place_of_the_first(pair: Pair)
     assert flags(pair.ab) == [P | U], "and another is not announced before"
     woken: list[int] = []
     pair.a.on_writable = lambda: woken.append(1)
-    assert pair.b.receive(100) == b"ab"
+    assert pair.b.receiver.receive(100) == b"ab"
     pair.settle()
     assert woken == [1]
     assert pair.a.send_urgent(view(b"2")) == 1
@@ -141,13 +142,13 @@ def test_unread_data_before_it_has_to_be_read_first(pair: Pair) -> None:
     assert urgent(pair.b) == b"!"
     assert pair.ba.log == []
     assert pair.a.send(view(b"y")) == 0
-    assert pair.b.receive(29) == b"x" * 29
+    assert pair.b.receiver.receive(29) == b"x" * 29
     pair.settle()
     assert pair.a.send(view(b"y")) == 0
-    assert pair.b.receive(29) == b"x"
+    assert pair.b.receiver.receive(29) == b"x"
     pair.settle()
-    assert pair.a.can_send
-    assert pair.a.window == RING
+    assert pair.a.sender.can_send
+    assert pair.a.sender.window == RING
 
 
 def test_a_window_too_small_for_all_of_it(pair: Pair) -> None:
@@ -157,12 +158,12 @@ def test_a_window_too_small_for_all_of_it(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"abcdefg!")) == 4
     assert pair.ab.log == [Write(60, 63), Cdc(2, (0, 1), (0, 0), flags=B | P)]
     pair.ab.deliver()
-    assert pair.b.urgent == "pending"
-    assert pair.b.receive(100) == b"x" * 60 + b"abcd"
+    assert pair.b.receiver.urgent == "pending"
+    assert pair.b.receiver.receive(100) == b"x" * 60 + b"abcd"
     pair.settle()
     assert pair.a.send_urgent(view(b"efg!")) == 4
     pair.settle()
-    assert (pair.b.receive(100), urgent(pair.b)) == (b"efg", b"!")
+    assert (pair.b.receiver.receive(100), urgent(pair.b)) == (b"efg", b"!")
     assert flags(pair.ab) == [B | P, P | U]
 
 
@@ -170,14 +171,14 @@ def test_what_waits_can_be_withdrawn(pair: Pair) -> None:
     assert pair.a.send(view(b"x" * RING)) == RING
     assert pair.a.send_urgent(view(b"!")) == 0
     pair.settle()
-    assert pair.b.urgent == "pending"
-    pair.a.withdraw_urgent()
+    assert pair.b.receiver.urgent == "pending"
+    pair.a.sender.withdraw_urgent()
     pair.settle()
-    assert pair.b.urgent == "none"
+    assert pair.b.receiver.urgent == "none"
     assert flags(pair.ab) == [0, B | P, B]
-    pair.a.withdraw_urgent()
+    pair.a.sender.withdraw_urgent()
     assert len(flags(pair.ab)) == 3
-    pair.b.receive(RING)
+    pair.b.receiver.receive(RING)
     pair.settle()
     assert pair.a.send(view(b"y")) == 1
     assert flags(pair.ab)[-1] == 0
@@ -188,13 +189,13 @@ def test_flags_are_cleared_in_the_next_message_whatever_it_is(pair: Pair) -> Non
     pair.b.send(view(b"x" * 60))
     pair.settle()
     assert pair.a.send_urgent(view(b"a!")) == 2
-    assert pair.a.receive(60) == b"x" * 60
+    assert pair.a.receiver.receive(60) == b"x" * 60
     pair.settle()
     assert flags(pair.ab) == [P | U, 0]
-    assert pair.b.urgent == "present"
-    assert pair.b.receive(9) == b"a"
+    assert pair.b.receiver.urgent == "present"
+    assert pair.b.receiver.receive(9) == b"a"
     pair.settle()
-    assert pair.a.can_send, "the mark is told although the flags have gone"
+    assert pair.a.sender.can_send, "the mark is told although the flags have gone"
 
 
 def test_it_is_not_put_off_with_other_messages() -> None:
@@ -206,7 +207,7 @@ def test_it_is_not_put_off_with_other_messages() -> None:
     pair.flush()
     assert flags(pair.ab) == [P | U]
     pair.settle()
-    assert (pair.b.receive(9), urgent(pair.b)) == (b"abc", b"!")
+    assert (pair.b.receiver.receive(9), urgent(pair.b)) == (b"abc", b"!")
     pair.close()
 
 
@@ -219,7 +220,7 @@ def test_a_link_without_room(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"abc!")) == 4
     pair.settle()
     assert flags(pair.ab) == [P, P | U]
-    assert (pair.b.receive(9), urgent(pair.b)) == (b"abc", b"!")
+    assert (pair.b.receiver.receive(9), urgent(pair.b)) == (b"abc", b"!")
 
 
 def test_the_acknowledgement_waits_for_room(pair: Pair) -> None:
@@ -227,21 +228,21 @@ def test_the_acknowledgement_waits_for_room(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"!")) == 1
     pair.settle()
     assert pair.ba.log == []
-    assert not pair.a.can_send
+    assert not pair.a.sender.can_send
     pair.ba.room = 100
     pair.ba.complete()
     pair.settle()
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
 
 
 def test_a_limit_of_unacknowledged_bytes_cuts_it_too(pair: Pair) -> None:
     pair.a.limit_unacknowledged(3)
     assert pair.a.send_urgent(view(b"abcd!")) == 3
     pair.settle()
-    assert pair.b.urgent == "pending"
+    assert pair.b.receiver.urgent == "pending"
     assert pair.a.send_urgent(view(b"d!")) == 2
     pair.settle()
-    assert (pair.b.receive(9), urgent(pair.b)) == (b"abcd", b"!")
+    assert (pair.b.receiver.receive(9), urgent(pair.b)) == (b"abcd", b"!")
 
 
 def test_no_data_is_no_urgent_data(pair: Pair) -> None:
@@ -253,11 +254,11 @@ def test_both_ways_at_once(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"a!")) == 2
     assert pair.b.send_urgent(view(b"b?")) == 2
     pair.settle()
-    assert (pair.a.receive(9), pair.b.receive(9)) == (b"b", b"a")
+    assert (pair.a.receiver.receive(9), pair.b.receiver.receive(9)) == (b"b", b"a")
     assert (urgent(pair.a), urgent(pair.b)) == (b"?", b"!")
     pair.settle()
-    assert pair.a.can_send
-    assert pair.b.can_send
+    assert pair.a.sender.can_send
+    assert pair.b.sender.can_send
 
 
 @pytest.mark.rfc("4.7.5/2", "4.7.6/2")
@@ -265,7 +266,7 @@ def test_the_waiter_is_called_for_each_news(pair: Pair) -> None:
     woken: list[str] = []
 
     def wake() -> None:
-        woken.append(pair.b.urgent)
+        woken.append(pair.b.receiver.urgent)
         pair.b.on_urgent = wake
 
     pair.b.on_urgent = wake
@@ -275,7 +276,7 @@ def test_the_waiter_is_called_for_each_news(pair: Pair) -> None:
     pair.a.send_urgent(view(b"!"))
     pair.settle()
     assert woken == ["pending"]
-    pair.b.receive(RING)
+    pair.b.receiver.receive(RING)
     pair.settle()
     pair.a.send_urgent(view(b"!"))
     pair.settle()
@@ -293,11 +294,11 @@ def test_urgent_data_and_the_end_in_one_go(pair: Pair) -> None:
     pair.ab.complete()
     assert pair.a.state == "PEERCLOSEWAIT1"
     pair.settle()
-    assert pair.b.receive(9) == b"abc"
-    assert pair.b.at_eof
-    assert pair.b.urgent == "present"
+    assert pair.b.receiver.receive(9) == b"abc"
+    assert pair.b.receiver.at_eof
+    assert pair.b.receiver.urgent == "present"
     assert urgent(pair.b) == b"!"
-    assert pair.b.urgent_over
+    assert pair.b.receiver.urgent_over
     pair.b.close()
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
@@ -308,13 +309,13 @@ def test_an_end_while_urgent_data_waits(pair: Pair) -> None:
     assert pair.a.send(view(b"x" * RING)) == RING
     assert pair.a.send_urgent(view(b"!")) == 0
     pair.settle()
-    assert pair.b.urgent == "pending"
+    assert pair.b.receiver.urgent == "pending"
     woken: list[str] = []
-    pair.b.on_urgent = lambda: woken.append(pair.b.urgent)
+    pair.b.on_urgent = lambda: woken.append(pair.b.receiver.urgent)
     pair.a.shutdown_write()
     pair.settle()
     assert woken == ["none"]
-    assert pair.b.urgent_over
+    assert pair.b.receiver.urgent_over
     assert pair.ab.log[-1] == Cdc(3, (0, 1), (0, 0), flags=B, endings=SENDING_DONE)
 
 
@@ -325,7 +326,7 @@ def test_an_abort_while_urgent_data_waits(pair: Pair) -> None:
     pair.settle()
     assert flags(pair.ab)[-1] == 0
     with pytest.raises(ConnectionResetError):
-        pair.b.receive_urgent()
+        pair.b.receiver.receive_urgent()
     with pytest.raises(ConnectionAbortedError):
         pair.a.send_urgent(view(b"!"))
 
@@ -335,9 +336,9 @@ def test_an_abort_drops_the_byte(pair: Pair) -> None:
     pair.settle()
     pair.a.abort()
     pair.settle()
-    assert pair.b.urgent == "none"
+    assert pair.b.receiver.urgent == "none"
     with pytest.raises(ConnectionResetError):
-        pair.b.receive_urgent()
+        pair.b.receiver.receive_urgent()
 
 
 def test_the_byte_survives_the_element(pair: Pair) -> None:
@@ -348,9 +349,9 @@ def test_the_byte_survives_the_element(pair: Pair) -> None:
     pair.b.links_lost()
     assert pair.b.state == "CLOSED"
     pair.memories[1].view[:RING] = bytes(RING)
-    assert pair.b.receive(9) == b"abc"
+    assert pair.b.receiver.receive(9) == b"abc"
     assert urgent(pair.b) == b"!"
-    assert pair.b.at_eof
+    assert pair.b.receiver.at_eof
 
 
 def test_an_unread_byte_of_the_stream_resets_on_close(pair: Pair) -> None:
@@ -392,7 +393,7 @@ def test_urgent_data_that_outruns_the_confirm_is_acknowledged_later() -> None:
     pair.know(1)
     pair.b.established()
     pair.settle()
-    assert pair.a.can_send
+    assert pair.a.sender.can_send
     assert urgent(pair.b) == b"!"
     pair.close()
 
@@ -405,10 +406,10 @@ def test_another_link_tells_it_again_only_if_it_may_be_lost(pair: Pair, complete
         pair.ab.complete()
     other = FakeChannel(2)
     other.peer = pair.b
-    pair.a.move(other, 0, 0)
+    move(pair.a, other, 0, 0)
     assert pair.a.send(view(b"later")) == 0
     pair.b.send(view(b"x" * 60))
     pair.ba.deliver()
-    pair.a.receive(60)
+    pair.a.receiver.receive(60)
     assert flags(other) == ([F, 0] if completed else [F, P | U, 0])
-    assert not pair.a.can_send
+    assert not pair.a.sender.can_send

@@ -46,13 +46,13 @@ def never(flush: Callable[[], None]) -> None:
 
 def test_corked_writes_are_told_of_when_the_cork_is_pulled(pair: Pair) -> None:
     later: Later = []
-    pair.a.merge_messages(later.append, corked=True)
+    pair.a.sender.merge_messages(later.append, corked=True)
     for _ in range(3):
         assert send(pair, 10) == 10
     assert told(pair) == []
     assert pair.ab.log == [Write(0, 9), Write(10, 19), Write(20, 29)]
     assert len(later) == 1
-    pair.a.merge_messages(None)
+    pair.a.sender.merge_messages(None)
     assert told(pair) == [30]
     later[0]()
     assert told(pair) == [30], "a timer that comes late tells nothing twice"
@@ -62,7 +62,7 @@ def test_corked_writes_are_told_of_when_the_cork_is_pulled(pair: Pair) -> None:
 
 def test_corked_writes_are_told_of_when_the_time_is_over(pair: Pair) -> None:
     later: Later = []
-    pair.a.merge_messages(later.append, corked=True)
+    pair.a.sender.merge_messages(later.append, corked=True)
     send(pair, 10)
     later.pop()()
     assert told(pair) == [10]
@@ -73,7 +73,7 @@ def test_corked_writes_are_told_of_when_the_time_is_over(pair: Pair) -> None:
 
 
 def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
-    pair.a.merge_messages(never, corked=True)
+    pair.a.sender.merge_messages(never, corked=True)
     assert send(pair, CHUNK - 1) == CHUNK - 1
     assert told(pair) == []
     assert send(pair, 5) == 5
@@ -83,25 +83,25 @@ def test_a_cork_does_not_hold_a_chunk(pair: Pair) -> None:
 
 
 def test_a_cork_does_not_make_a_buffer_borrowed(pair: Pair) -> None:
-    pair.a._copy_limit = 16
-    pair.a.merge_messages(never, corked=True)
+    pair.a.sender._copy_limit = 16
+    pair.a.sender.merge_messages(never, corked=True)
     assert pair.a.send(memoryview(bytearray(b"x" * 100))) == 100
-    assert pair.a.borrowed == 0
+    assert pair.a.sender.borrowed == 0
 
 
 @pytest.mark.parametrize("end", ["shutdown_write", "close"])
 def test_an_end_tells_of_what_the_cork_held(pair: Pair, end: str) -> None:
-    pair.a.merge_messages(never, corked=True)
+    pair.a.sender.merge_messages(never, corked=True)
     pair.a.send(memoryview(b"last words"))
     getattr(pair.a, end)()
     pair.settle()
-    assert pair.b.receive(100) == b"last words"
-    assert pair.b.at_eof
+    assert pair.b.receiver.receive(100) == b"last words"
+    assert pair.b.receiver.at_eof
 
 
 def test_a_corked_send_within_a_limit_goes_on(pair: Pair) -> None:
     """Only a message makes room in the send buffer: with the limit used up it cannot wait."""
-    pair.a.merge_messages(never, corked=True)
+    pair.a.sender.merge_messages(never, corked=True)
     pair.a.limit_unacknowledged(100)
     assert send(pair, 150) == 100
     assert told(pair) == []
@@ -117,12 +117,12 @@ def test_without_nodelay_a_small_write_waits_for_the_delivery_of_the_one_before(
     later: Later = []
 
     def nagle(flush: Callable[[], None]) -> None:
-        if pair.a.quiet:
+        if pair.a.sender.quiet:
             flush()
         else:
             later.append(flush)
 
-    pair.a.merge_messages(nagle, when_delivered=True)
+    pair.a.sender.merge_messages(nagle, when_delivered=True)
     send(pair, 10)
     assert told(pair) == [10], "nothing is under way: at once"
     send(pair, 10)
@@ -137,7 +137,7 @@ def test_without_nodelay_a_small_write_waits_for_the_delivery_of_the_one_before(
     later[-1]()
     assert told(pair) == [10, 30, 40], "the time is over"
     pair.settle()
-    assert pair.b.readable == 40
+    assert pair.b.receiver.readable == 40
 
 
 def test_unacknowledged_bytes_are_bounded(pair: Pair) -> None:
@@ -145,11 +145,11 @@ def test_unacknowledged_bytes_are_bounded(pair: Pair) -> None:
     woken: list[int] = []
     assert send(pair, RING) == LEAST_SEND_BUFFER
     pair.a.on_writable = lambda: woken.append(1)
-    assert (pair.a.can_send, pair.a.starved) == (False, True)
+    assert (pair.a.sender.can_send, pair.a.starved) == (False, True)
     pair.ab.deliver()
     pair.ab.complete()
     assert woken == [1]
-    assert (pair.a.can_send, pair.a.starved) == (True, False)
+    assert (pair.a.sender.can_send, pair.a.starved) == (True, False)
     assert send(pair, RING) == LEAST_SEND_BUFFER
     pair.a.on_writable = lambda: woken.append(2)
     pair.a.limit_unacknowledged(None)
@@ -165,14 +165,14 @@ def test_a_user_timeout_is_an_abort_of_its_own_kind(pair: Pair) -> None:
     assert caught.value.errno == errno.ETIMEDOUT
     pair.settle()
     with pytest.raises(ConnectionResetError):
-        pair.b.receive(100)
+        pair.b.receiver.receive(100)
 
 
 def _without_timer(end: Connection) -> Callable[[Callable[[], None]], None]:
     """Nothing may need the timer: what is under way arrives, and that is enough."""
 
     def later(flush: Callable[[], None]) -> None:
-        if end.quiet:
+        if end.sender.quiet:
             flush()
 
     return later
@@ -187,9 +187,9 @@ def test_random_transfers_under_every_combination(rng: random.Random, full: bool
         for end in pair.connections:
             way = rng.choice(["cork", "nagle", "at once"])
             if way == "cork":
-                end.merge_messages(later, corked=True)
+                end.sender.merge_messages(later, corked=True)
             elif way == "nagle":
-                end.merge_messages(_without_timer(end), when_delivered=True)
+                end.sender.merge_messages(_without_timer(end), when_delivered=True)
             if rng.random() < 0.5:
                 end.limit_unacknowledged(rng.randint(1, 5000))
         try:
@@ -216,19 +216,19 @@ def test_only_the_first_send_since_a_wait_is_told_of_at_once(instant: Pair) -> N
         send(instant, 10)
         send(instant, 10)
         assert told(instant)[-1] == begin + 10, "they share a message"
-        instant.a.tell()
+        instant.a.messenger.tell()
         assert told(instant)[-1] == begin + 30, "who waits may wait for the answer"
-    assert instant.a.unacknowledged == 0
+    assert instant.a.sender.unacknowledged == 0
     assert instant.ab.complete() == 0
 
 
 def test_a_cork_holds_for_who_waits_too(instant: Pair) -> None:
-    instant.a.merge_messages(never, corked=True)
+    instant.a.sender.merge_messages(never, corked=True)
     for _ in range(2):
         send(instant, 10)
-        instant.a.tell()
+        instant.a.messenger.tell()
     assert told(instant) == []
-    instant.a.merge_messages(None)
+    instant.a.sender.merge_messages(None)
     assert told(instant) == [20]
 
 
@@ -237,18 +237,18 @@ def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
     assert send(instant, 95) == 20, "the second piece is put off"
     woken: list[bool] = []
     instant.a.on_writable = lambda: woken.append(True)
-    instant.a.tell()
+    instant.a.messenger.tell()
     assert woken
-    instant.a.merge_messages(None)
+    instant.a.sender.merge_messages(None)
     assert send(instant, 75) == 75
-    assert instant.a.unacknowledged == 0
+    assert instant.a.sender.unacknowledged == 0
 
 
 def test_changeable_memory_that_is_written_at_once_is_not_borrowed(instant: Pair) -> None:
-    instant.a.merge_messages(None)
+    instant.a.sender.merge_messages(None)
     data = bytearray(b"written at once")
     assert instant.a.send(memoryview(data)) == len(data)
-    assert not instant.a.borrowed
+    assert not instant.a.sender.borrowed
     data[:] = bytes(len(data))
     instant.settle()
-    assert instant.b.receive(100) == b"written at once"
+    assert instant.b.receiver.receive(100) == b"written at once"

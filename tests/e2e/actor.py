@@ -154,7 +154,7 @@ class Actor:
         for _ in range(4000):
             with trio.move_on_after(0.2):
                 await self._stream.send_all(b"x")
-            if core.unacknowledged:
+            if core.sender.unacknowledged:
                 return
         raise AssertionError("it takes all of it")
 
@@ -163,7 +163,7 @@ class Actor:
     async def tcp_reset(self) -> None:
         """Reset the TCP connection; this end does not notice."""
         sock = self._endpoint_socket()
-        self._stack.tcp_watch.remove(sock)
+        self._stack.runtime.groups.tcp_watch.remove(sock)
         # Disconnecting is the only way to send RST and keep the descriptor.
         nowhere = bytes(16)  # AF_UNSPEC
         if ctypes.CDLL(None, use_errno=True).connect(sock.fileno(), nowhere, len(nowhere)):
@@ -195,7 +195,7 @@ class Actor:
 
     async def arrived(self, size: int) -> None:
         """Wait until that many bytes are there to be read."""
-        while self._stream._core.readable < size:  # noqa: ASYNC110
+        while self._stream._core.receiver.readable < size:  # noqa: ASYNC110
             await trio.sleep(0.001)  # nothing tells
 
     async def elements(self) -> int:

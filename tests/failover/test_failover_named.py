@@ -57,9 +57,9 @@ def test_a_message_a_write_or_its_completion_is_lost(
     here.send(memoryview(DATA))
     strike(here, fate, write=write)
     world.settle()
-    assert there.receive(100) == DATA
+    assert there.receiver.receive(100) == DATA
     assert here.failovers == 1
-    assert here.unacknowledged == 0
+    assert here.sender.unacknowledged == 0
     assert stage.works()
 
 
@@ -78,7 +78,7 @@ def test_a_message_counts_as_arrived_and_did_not(world: World, place: int) -> No
     world.settle()
     for connection in (here, there):
         with pytest.raises(OSError, match=r"reset|abort"):
-            connection.receive(1)
+            connection.receiver.receive(1)
     assert exchange(world, other, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
@@ -110,7 +110,7 @@ def test_what_did_not_arrive_is_missed_after_two_failovers(world: World, place: 
     world.settle()
     for connection in (here, there):
         with pytest.raises(OSError, match=r"reset|abort"):
-            connection.receive(1)
+            connection.receiver.receive(1)
 
 
 @pytest.mark.rfc("2.3/2", "2.3/6")
@@ -123,7 +123,10 @@ def test_all_rnics_fail_in_turn(world: World) -> None:
                     connection.send(memoryview(DATA))
                 rnic.port_down()
                 world.settle()
-                assert [each.receive(100) for each in stage.call.connections] == [DATA, DATA]
+                assert [each.receiver.receive(100) for each in stage.call.connections] == [
+                    DATA,
+                    DATA,
+                ]
                 rnic.port_up()
                 world.settle()
                 assert stage.client.group.kind == stage.server.group.kind == "symmetric"
@@ -148,7 +151,7 @@ def test_a_failure_during_the_failover(world: World, place: int, fate: Fate, pos
     second.execute(fate)
     world.settle()
     assert here.failovers == 2
-    assert there.receive(100) == DATA
+    assert there.receiver.receive(100) == DATA
     assert stage.works()
 
 
@@ -172,7 +175,7 @@ def test_a_failure_while_a_link_is_added(world: World, lost: str) -> None:
     stage.wire.fail(lost)
     stage.server.rnics[2].port_up()
     world.settle()
-    assert [each.receive(100) for each in stage.call.connections] == [DATA, DATA]
+    assert [each.receiver.receive(100) for each in stage.call.connections] == [DATA, DATA]
     assert stage.works()
     world.pass_time(30.0)  # C.8
     assert len(stage.links()) == 3
@@ -189,9 +192,9 @@ def test_a_failure_while_urgent_data_is_pending(world: World, place: int, fate: 
     assert here.send_urgent(memoryview(b"ab!")) == 3
     strike(here, fate)
     world.settle()
-    assert there.receive_urgent() == ord("!")
-    assert there.receive(100) == b"ab"
-    assert there.receive_urgent() is None
+    assert there.receiver.receive_urgent() == ord("!")
+    assert there.receiver.receive(100) == b"ab"
+    assert there.receiver.receive_urgent() is None
     assert here.failovers == 1
     world.settle()  # nothing is written behind urgent data before it was taken
     assert stage.works()
@@ -216,7 +219,7 @@ def test_a_failure_while_closing(world: World, place: int, fate: Fate, ending: i
     strike(here, fate)
     world.settle()
     assert here.failovers == 1
-    assert there.receive(100) == DATA
+    assert there.receiver.receive(100) == DATA
     there.close()
     world.settle()
     assert (here.state, there.state) == ("CLOSED", "CLOSED")

@@ -10,7 +10,8 @@ import pytest
 from tests.campaigns import datapath as campaign
 from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.delivery import Delivery
+from trio_smc.datapath.sender import Sender
+from trio_smc.failover.replay import hold, stay
 from trio_smc.wire import cdc
 from trio_smc.wire.cdc import (
     ABNORMAL_CLOSE,
@@ -56,7 +57,7 @@ def test_validation_then_the_writes_then_one_message(pair: Pair) -> None:
     pair.settle()
     pair.b.send(view(b"x" * 7))
     pair.ba.deliver()
-    pair.a.receive(7)
+    pair.a.receiver.receive(7)
     send(pair, b"b" * 50)
     send(pair, b"c" * 10)
     pair.fail_link(0)
@@ -67,10 +68,10 @@ def test_validation_then_the_writes_then_one_message(pair: Pair) -> None:
         Cdc(4, producer=(160, 0), consumer=(7, 0)),
     ]
     pair.settle()
-    assert pair.b.receive(1000) == b"a" * 100 + b"b" * 50 + b"c" * 10
+    assert pair.b.receiver.receive(1000) == b"a" * 100 + b"b" * 50 + b"c" * 10
     assert (pair.a.failovers, pair.b.failovers) == (1, 0)
     assert pair.a.statistics().failovers == 1
-    assert pair.a.unacknowledged == 0
+    assert pair.a.sender.unacknowledged == 0
 
 
 @pytest.mark.rfc("4.6.2/1")
@@ -81,17 +82,17 @@ def test_nothing_lost_nothing_repeated(pair: Pair) -> None:
     assert pair.ab.log == [validation(1)]
     send(pair, b"b")
     pair.settle()
-    assert pair.b.receive(10) == b"ab"
+    assert pair.b.receiver.receive(10) == b"ab"
 
 
 def test_what_arrived_without_its_completion_is_taken_once(pair: Pair) -> None:
     send(pair, b"abc")
     pair.ab.deliver()  # but not completed
-    assert pair.b.receive(2) == b"ab"
+    assert pair.b.receiver.receive(2) == b"ab"
     pair.fail_link(0)
     pair.settle()
-    assert pair.b.receive(10) == b"c"
-    assert pair.b.bytes_received == 3
+    assert pair.b.receiver.receive(10) == b"c"
+    assert pair.b.receiver.bytes_received == 3
 
 
 @pytest.mark.rfc("4.6.2/1")
@@ -102,7 +103,7 @@ def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> 
     data = bytes(range(150))
     assert whole.a.send(view(data)) == 100
     whole.ab.deliver()
-    assert whole.b.receive(60) == data[:60]
+    assert whole.b.receiver.receive(60) == data[:60]
     whole.ba.deliver()
     assert whole.a.send(view(data[100:])) == 50
     whole.ab.deliver()  # nothing is completed: the record starts with byte 0
@@ -110,9 +111,9 @@ def test_what_the_peer_has_taken_is_not_written_over_newer_bytes(pair: Pair) -> 
     writes = [entry for entry in whole.ab.log if isinstance(entry, Write)]
     assert writes == [Write(60, 99), Write(0, 49)]
     whole.ab.deliver(2)  # the validation message and the first write
-    assert whole.b.peek(100) == data[60:150]
+    assert whole.b.receiver.peek(100) == data[60:150]
     whole.settle()
-    assert whole.b.receive(100) == data[60:]
+    assert whole.b.receiver.receive(100) == data[60:]
     whole.close()
 
 
@@ -122,7 +123,7 @@ def test_writes_whose_message_was_put_off_are_announced() -> None:
     pair.fail_link(0)
     assert [entry.flags for entry in pair.ab.log if isinstance(entry, Cdc)] == [F, 0]
     pair.settle()
-    assert pair.b.receive(10) == b"abc"
+    assert pair.b.receiver.receive(10) == b"abc"
     pair.close()
 
 
@@ -131,7 +132,7 @@ def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
     for _ in range(0xFFFF):
         send(pair, b".")
         pair.ab.deliver()
-        pair.b.receive(1)
+        pair.b.receiver.receive(1)
         pair.ba.deliver()
         pair.ab.complete()
         pair.ba.complete()
@@ -139,11 +140,11 @@ def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
     pair.fail_link(0)
     assert [entry.sequence for entry in pair.ab.log if isinstance(entry, Cdc)] == [0xFFFF, 1]
     pair.settle()
-    assert pair.b.receive(10) == b"over"
+    assert pair.b.receiver.receive(10) == b"over"
     pair.fail_link(0)
     send(pair, b"and out")
     pair.settle()
-    assert pair.b.receive(10) == b"and out"
+    assert pair.b.receiver.receive(10) == b"and out"
 
 
 # --- links with little room ------------------------------------------------------------------
@@ -172,13 +173,13 @@ def test_a_replay_waits_for_room_and_nothing_overtakes_it(pair: Pair) -> None:
     pair.move(0)
     assert pair.ab.log == []
     assert pair.ab.waiting != []
-    assert not pair.a.can_send
+    assert not pair.a.sender.can_send
     assert pair.a.send(view(b"later")) == 0
     woken: list[bool] = []
     pair.a.on_writable = lambda: woken.append(True)
     pair.b.send(view(b"x" * 600))
     pair.ba.deliver()
-    pair.a.receive(600)  # owes a consumer cursor
+    pair.a.receiver.receive(600)  # owes a consumer cursor
     assert pair.ab.log == []
     make_room(pair)
     pair.settle()
@@ -186,10 +187,10 @@ def test_a_replay_waits_for_room_and_nothing_overtakes_it(pair: Pair) -> None:
     assert [entry.flags for entry in messages] == [F] * 4 + [0]
     assert messages[-1] == Cdc(4, producer=(600, 0), consumer=(600, 0))
     assert woken
-    assert pair.b.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
+    assert pair.b.receiver.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
     send(pair, b"later")
     pair.settle()
-    assert pair.b.receive(10) == b"later"
+    assert pair.b.receiver.receive(10) == b"later"
 
 
 @pytest.mark.rfc("4.6.2/1")
@@ -211,9 +212,9 @@ def test_a_second_failure_starts_over(pair: Pair) -> None:
         Cdc(4, producer=(600, 0), consumer=(0, 0)),
     ]
     first.complete()
-    assert pair.a.unacknowledged == 600
+    assert pair.a.sender.unacknowledged == 600
     pair.settle()
-    assert pair.b.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
+    assert pair.b.receiver.receive(1000) == b"a" * 200 + b"b" * 200 + b"c" * 200
     assert pair.a.failovers == 2
 
 
@@ -242,10 +243,14 @@ def test_late_completions_of_the_old_link_say_nothing() -> None:
     old = pair.next_channel(0)
     pair.move(0)
     assert old.complete() == 1
-    assert (pair.a.borrowed, pair.a.unacknowledged, pair.a.sequence_sent) == (1000, 1000, 0)
+    assert (pair.a.sender.borrowed, pair.a.sender.unacknowledged, pair.a.sequence_sent) == (
+        1000,
+        1000,
+        0,
+    )
     pair.settle()
-    assert (pair.a.borrowed, pair.a.unacknowledged, pair.a.sequence_sent) == (0, 0, 2)
-    assert pair.b.receive(2000) == bytes(buffer)
+    assert (pair.a.sender.borrowed, pair.a.sender.unacknowledged, pair.a.sequence_sent) == (0, 0, 2)
+    assert pair.b.receiver.receive(2000) == bytes(buffer)
     pair.close()
 
 
@@ -255,11 +260,11 @@ def test_copies_made_during_a_replay_are_what_is_replayed() -> None:
     assert pair.a.send(memoryview(buffer)) == 1000
     narrow(pair)
     pair.move(0)
-    pair.a.keep_copies()
+    pair.a.sender.keep_copies()
     buffer[:] = b"!" * 1000
     make_room(pair)
     pair.settle()
-    assert pair.b.receive(2000) == b"x" * 1000
+    assert pair.b.receiver.receive(2000) == b"x" * 1000
     pair.close()
 
 
@@ -275,7 +280,7 @@ def test_a_blocked_writer_stays_blocked(pair: Pair) -> None:
     pair.settle()
     woken: list[bool] = []
     pair.a.on_writable = lambda: woken.append(True)
-    pair.b.receive(SIZE // 4 + 1)
+    pair.b.receiver.receive(SIZE // 4 + 1)
     pair.settle()
     assert woken
 
@@ -285,17 +290,17 @@ def test_urgent_data_is_told_again_once(pair: Pair, arrived: bool) -> None:
     assert pair.a.send_urgent(view(b"ab!")) == 3
     if arrived:
         pair.ab.deliver()
-        assert pair.b.receive_urgent() == ord("!")
+        assert pair.b.receiver.receive_urgent() == ord("!")
     pair.fail_link(0)
     assert [entry.flags for entry in pair.ab.log if isinstance(entry, Cdc)] == [F, P | U]
     pair.settle()
-    assert pair.b.receive_urgent() == (None if arrived else ord("!"))
-    assert not pair.a.can_send
-    assert pair.b.receive(10) == b"ab"
+    assert pair.b.receiver.receive_urgent() == (None if arrived else ord("!"))
+    assert not pair.a.sender.can_send
+    assert pair.b.receiver.receive(10) == b"ab"
     pair.settle()
     send(pair, b"after")
     pair.settle()
-    assert pair.b.receive(10) == b"after"
+    assert pair.b.receiver.receive(10) == b"after"
 
 
 def test_urgent_data_that_was_taken_during_a_replay_holds_nobody(pair: Pair) -> None:
@@ -303,13 +308,13 @@ def test_urgent_data_that_was_taken_during_a_replay_holds_nobody(pair: Pair) -> 
     pair.ab.deliver()
     narrow(pair)
     pair.move(0)
-    assert pair.b.receive(2) == b"ab"
+    assert pair.b.receiver.receive(2) == b"ab"
     pair.ba.deliver()
     make_room(pair)
     pair.settle()
     send(pair, b"after")
     pair.settle()
-    assert pair.b.receive(10) == b"after"
+    assert pair.b.receiver.receive(10) == b"after"
 
 
 def test_urgent_data_that_waits_for_a_window_stays_pending(pair: Pair) -> None:
@@ -317,25 +322,25 @@ def test_urgent_data_that_waits_for_a_window_stays_pending(pair: Pair) -> None:
     assert pair.a.send_urgent(view(b"!")) == 0
     pair.fail_link(0)
     pair.settle()
-    assert pair.b.urgent == "pending"
-    pair.b.receive(SIZE)
+    assert pair.b.receiver.urgent == "pending"
+    pair.b.receiver.receive(SIZE)
     pair.settle()
     assert pair.a.send_urgent(view(b"!")) == 1
     pair.settle()
-    assert pair.b.receive_urgent() == ord("!")
+    assert pair.b.receiver.receive_urgent() == ord("!")
 
 
 def test_a_request_for_updates_is_answered_on_the_new_link(pair: Pair) -> None:
     send(pair, b"abc")
     pair.ab.deliver()
     pair.ba.slots = 0
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     asked = cdc.pack(2, pair.b.alert_token, 0, 3, 0, 0, cdc.UPDATE_REQUESTED)
     pair.b.on_cdc_untrusted(asked)
     assert pair.ba.log == []
     pair.fail_link(1)
     assert pair.ba.log == [validation(0), Cdc(1, producer=(0, 0), consumer=(1, 0))]
-    pair.b.receive(1)
+    pair.b.receiver.receive(1)
     assert pair.ba.log[-1] == Cdc(2, producer=(0, 0), consumer=(2, 0))
 
 
@@ -344,7 +349,7 @@ def test_the_end_of_the_data_is_told_again(pair: Pair) -> None:
     pair.fail_link(0)
     assert pair.ab.log == [validation(0), Cdc(2, (0, 0), (0, 0), endings=D)]
     pair.settle()
-    assert pair.b.at_eof
+    assert pair.b.receiver.at_eof
 
 
 def test_a_close_that_waits_for_its_data_survives(pair: Pair) -> None:
@@ -353,8 +358,8 @@ def test_a_close_that_waits_for_its_data_survives(pair: Pair) -> None:
     assert pair.a.close_pending
     pair.fail_link(0)
     pair.settle()
-    assert pair.b.receive(20) == b"last words"
-    assert pair.b.at_eof
+    assert pair.b.receiver.receive(20) == b"last words"
+    assert pair.b.receiver.at_eof
     pair.b.close()
     pair.settle()
     assert pair.states() == ("CLOSED", "CLOSED")
@@ -436,7 +441,11 @@ def test_no_hole_changes_nothing(pair: Pair, received: int, sent: int) -> None:
     nonsense = cdc.pack(sent, 0xA1, 9, 999, 9, 999, F | B | P | U, C | A | D)
     pair.b.on_cdc_untrusted(nonsense)
     assert pair.b.state == "ACTIVE"
-    assert (pair.b.sequence_received, pair.b.bytes_received, pair.b.urgent) == (received, 0, "none")
+    assert (pair.b.sequence_received, pair.b.receiver.bytes_received, pair.b.receiver.urgent) == (
+        received,
+        0,
+        "none",
+    )
 
 
 @pytest.mark.rfc("4.6.1/5")
@@ -458,7 +467,7 @@ def test_a_validation_message_overtakes_what_it_vouches_for(pair: Pair) -> None:
     old.deliver()
     pair.b.on_cdc_untrusted(message)
     assert pair.b.state == "ACTIVE"
-    assert pair.b.receive(10) == b"abc"
+    assert pair.b.receiver.receive(10) == b"abc"
 
 
 @pytest.mark.rfc("4.6.1/1", "4.6.1/6")
@@ -490,16 +499,16 @@ def test_what_nobody_can_tell_of_counts_as_posted(arrives: bool, buffer: type) -
     assert pair.a.send(memoryview(data)) == 3
     if buffer is bytearray:
         data[:] = b"xyz"  # the sender's own again
-    assert (pair.a.sequence_sent, pair.a.unacknowledged) == (0, 3)
+    assert (pair.a.sequence_sent, pair.a.sender.unacknowledged) == (0, 3)
     pair.ab.deliver()
-    assert pair.b.receive(10) == (b"abc" if arrives else b"")
+    assert pair.b.receiver.receive(10) == (b"abc" if arrives else b"")
     assert pair.b.send(view(b"answer")) == 6
     pair.ba.deliver()
-    assert pair.a.receive(10) == b"answer"
+    assert pair.a.receiver.receive(10) == b"answer"
     pair.settle()
-    assert pair.b.receive(10) == (b"" if arrives else b"abc")
+    assert pair.b.receiver.receive(10) == (b"" if arrives else b"abc")
     assert pair.states() == ("ACTIVE", "ACTIVE")
-    assert pair.a.unacknowledged == 0
+    assert pair.a.sender.unacknowledged == 0
     pair.close()
 
 
@@ -509,10 +518,10 @@ def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
     send(pair, bytes(SIZE))
     pair.settle()
     pair.ba.instant, pair.ba.doubt, pair.ba.arrives = True, 1, arrives
-    assert len(pair.b.receive(SIZE)) == SIZE
+    assert len(pair.b.receiver.receive(SIZE)) == SIZE
     assert pair.ba.dead
     pair.settle()
-    assert pair.a.window == SIZE
+    assert pair.a.sender.window == SIZE
     pair.close()
 
 
@@ -524,8 +533,8 @@ def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
 def test_writes_in_flight_arrive_before_the_link_is_left(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []
-    pair.a.hold(lambda: ready.append(True))
-    assert not pair.a.can_send
+    hold(pair.a, lambda: ready.append(True))
+    assert not pair.a.sender.can_send
     assert pair.a.send(view(b"def")) == 0
     assert ready == []
     pair.settle()
@@ -537,16 +546,16 @@ def test_writes_in_flight_arrive_before_the_link_is_left(pair: Pair) -> None:
     assert old.uncompleted == old.queue
     send(pair, b"def")
     pair.settle()
-    assert pair.b.receive(10) == b"abcdef"
+    assert pair.b.receiver.receive(10) == b"abcdef"
 
 
 def test_a_hold_with_nothing_in_flight_is_ready_at_once(pair: Pair) -> None:
     ready: list[bool] = []
-    pair.a.hold(lambda: ready.append(True))
+    hold(pair.a, lambda: ready.append(True))
     assert ready == [True]
     pair.b.send(view(b"x" * 600))
     pair.ba.deliver()
-    pair.a.receive(600)
+    pair.a.receiver.receive(600)
     assert pair.ab.log == [], "the cursor waits for the other link"
     pair.next_channel(0)
     pair.move(0)
@@ -555,17 +564,17 @@ def test_a_hold_with_nothing_in_flight_is_ready_at_once(pair: Pair) -> None:
 
 def test_a_connection_may_stay_where_it_is(pair: Pair) -> None:
     send(pair, b"abc")
-    pair.a.stay()
-    pair.a.hold(pair.a.stay)
+    stay(pair.a)
+    hold(pair.a, lambda: stay(pair.a))
     pair.b.send(view(b"x" * 600))
     pair.ba.deliver()
-    pair.a.receive(600)
+    pair.a.receiver.receive(600)
     assert len(pair.ab.log) == 2, "held"
     pair.settle()
     assert pair.ab.log[2:] == [Cdc(2, (3, 0), (600, 0))]
     send(pair, b"def")
     pair.settle()
-    assert pair.b.receive(10) == b"abcdef"
+    assert pair.b.receiver.receive(10) == b"abcdef"
     assert pair.a.failovers == 0
 
 
@@ -574,31 +583,31 @@ def test_a_hold_tells_of_writes_that_were_put_off() -> None:
     send(pair, b"abc")
     ready: list[bool] = []
     pair.ab.slots = 0
-    pair.a.hold(lambda: ready.append(True))
+    hold(pair.a, lambda: ready.append(True))
     pair.settle()
     assert ready == []
     make_room(pair)
     pair.settle()
     assert ready == [True]
-    assert pair.b.receive(10) == b"abc"
+    assert pair.b.receiver.receive(10) == b"abc"
     pair.close()
 
 
 def test_a_link_that_fails_while_it_is_left(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []
-    pair.a.hold(lambda: ready.append(True))
+    hold(pair.a, lambda: ready.append(True))
     old = pair.fail_link(0)
     old.complete()
     pair.settle()
     assert ready == [], "the move came first"
-    assert pair.b.receive(10) == b"abc"
+    assert pair.b.receiver.receive(10) == b"abc"
 
 
 def test_a_connection_that_ends_while_it_is_held_holds_nobody(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []
-    pair.a.hold(lambda: ready.append(True))
+    hold(pair.a, lambda: ready.append(True))
     pair.a.links_lost()
     assert ready == [True]
 
@@ -609,15 +618,15 @@ def test_a_link_that_is_left_during_the_replay_onto_it(pair: Pair, over: bool) -
     narrow(pair)
     pair.move(0)
     ready: list[bool] = []
-    pair.a.hold(lambda: ready.append(True))
+    hold(pair.a, lambda: ready.append(True))
     assert ready == []
     if over:
         pair.a.links_lost()
     else:
         make_room(pair)
         pair.settle()
-        assert pair.b.receive(10) == b"abc"
-        assert not pair.a.can_send
+        assert pair.b.receiver.receive(10) == b"abc"
+        assert not pair.a.sender.can_send
     assert ready == [True]
 
 
@@ -633,7 +642,7 @@ def test_random_moves(seed: int) -> None:
 def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def replay(self: Delivery, start: int = 0) -> Iterator[tuple[int, memoryview]]:
+    def replay(self: Sender, start: int = 0) -> Iterator[tuple[int, memoryview]]:
         for _, end, data in self._record:
             if end > start:
                 first = end - len(data)
@@ -642,6 +651,6 @@ def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
     # One schedule in a thousand shows it, too few for a search that always ends well.
     seed, case = 11, 588
     campaign.run(1, seed, only=case)
-    monkeypatch.setattr(Delivery, "replay", replay)
+    monkeypatch.setattr(Sender, "replay", replay)
     with pytest.raises(AssertionError, match=r"wrong bytes|unread changed"):
         campaign.run(1, seed, only=case)

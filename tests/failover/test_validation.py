@@ -58,7 +58,7 @@ class Rings:
         group: Any = SimpleNamespace(host=SimpleNamespace(observer=None), links={})
         self.group = group
         self.mover = group.mover = GroupMover(group, self.drain)
-        group.judge = self.mover.judge
+        group.connections = connections
         self.rings: dict[int, deque[bytes]] = {}
         self.links: list[Link] = []
         for content in contents:
@@ -74,7 +74,7 @@ class Rings:
         link.qp = SimpleNamespace(qp_num=number, to_err=lambda: None)  # type: ignore[assignment]
         link.machine = SimpleNamespace(state="ACTIVE")  # type: ignore[assignment]
         link.failing = False
-        link._behind = None
+        link.backlog = None
         link._connection_of = self.connections  # type: ignore[assignment]
         link._host = self.group.host
         link._received, link._replenish = 0, 100_000
@@ -98,7 +98,7 @@ class Rings:
         """A completion of this link is what wakes us."""
         link = self.links[number - 1]
         self.drain(link.rnic, link.qp)
-        assert not any(each.waits for each in self.links)
+        assert not any(each.backlog for each in self.links)
         assert not any(self.rings.values())
 
 

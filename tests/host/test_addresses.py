@@ -12,7 +12,6 @@ import pytest
 
 from trio_smc.host import addresses as prefixes
 from trio_smc.host.addresses import Prefix
-from trio_smc.wire.clc import Ipv6Prefix
 
 LOOPBACK = Prefix(network=bytes((127, 0, 0, 0)), length=8)
 LOOPBACK6 = Prefix(network=bytes(15) + b"\x01", length=128)
@@ -113,7 +112,7 @@ def test_link_local_prefixes_are_never_proposed() -> None:
     ],
 )
 def test_server_check_of_a_subnet(subnet: str, length: int, attached: bool) -> None:
-    assert prefixes.has_subnet(socket.inet_aton(subnet), length) is attached
+    assert prefixes.is_attached([Prefix(socket.inet_aton(subnet), length)]) is attached
 
 
 @pytest.mark.rfc("3.5.1.2/5")
@@ -131,8 +130,8 @@ def test_server_check_of_a_subnet(subnet: str, length: int, attached: bool) -> N
 )
 def test_server_check_of_a_prefix_list(listed: list[str], attached: bool) -> None:
     networks = [ipaddress.IPv6Network(text) for text in listed]
-    proposed = [Ipv6Prefix(prefix=n.network_address.packed, length=n.prefixlen) for n in networks]
-    assert prefixes.has_prefix(proposed) is attached
+    proposed = [Prefix(n.network_address.packed, n.prefixlen) for n in networks]
+    assert prefixes.is_attached(proposed) is attached
 
 
 @pytest.mark.parametrize(
@@ -221,8 +220,8 @@ def test_without_netlink_there_are_no_networks(
     monkeypatch.setitem(sys.modules, "pyroute2", None)  # import fails
     assert prefixes.all_prefixes() == ()
     assert prefixes.local_prefix("192.0.2.7") is None
-    assert not prefixes.has_subnet(bytes((192, 0, 2, 0)), 24)
-    assert prefixes.has_subnet(LOOPBACK.network, LOOPBACK.length)
+    assert not prefixes.is_attached([Prefix(bytes((192, 0, 2, 0)), 24)])
+    assert prefixes.is_attached([LOOPBACK])
     assert not prefixes.is_same_host("192.0.2.7", "203.0.113.5")
 
 

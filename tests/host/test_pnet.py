@@ -14,7 +14,6 @@ from tests.rnic.memory_rnic import Fabric, MemoryRnic
 from tests.rnic.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
 from trio_smc import Config, FallbackReason
 from trio_smc.connecting.accept import _admit
-from trio_smc.host import addresses as prefixes
 from trio_smc.host import netlink, pnet
 from trio_smc.host.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rnic.pump import Pump
@@ -291,9 +290,9 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         peer_id=bytes(8), gid=bytes(16), mac=bytes(6),
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
-    assert prefixes.is_on_network("192.0.2.1", proposal) is expected
-    refusal = _admit(proposal, MemoryRnic(Fabric(), kind="roce"), "192.0.2.1")
-    assert refusal is (None if expected else FallbackReason.PREFIX_MISMATCH)
+    rnic = MemoryRnic(Fabric(), kind="roce")
+    admitted = _admit(proposal, rnic, "192.0.2.1")
+    assert admitted is (rnic if expected else FallbackReason.PREFIX_MISMATCH)
 
 
 # --- what the kernel says -------------------------------------------------------------------------
@@ -355,6 +354,6 @@ async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) ->
     async with trio_smc.open_stack() as stack:
         assert [(each.kind, each.name) for each in stack.rnics][1:] == [("roce", "rxe0")]
         assert stack.rnics[0].kind == "software"
-        assert served(stack.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
-        assert served(stack.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
+        assert served(stack.runtime.rnic_set, "127.0.0.1", "127.0.0.1") == stack.rnics[0].name
+        assert served(stack.runtime.rnic_set, "192.0.2.1", "192.0.2.9") == "rxe0#1"
     assert world.opened == []

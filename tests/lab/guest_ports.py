@@ -51,7 +51,7 @@ def make_bond(host: Callable[[str, str], None]) -> None:
 def serving(stack: Stack, local: str) -> tuple[str, str, int | None] | FallbackReason:
     """Device, GID's address and VLAN of what serves a connection to a neighbour of ``local``."""
     remote = str(ipaddress.ip_address(local) + 8)
-    rnic = stack.rnic_for(local, remote)
+    rnic = stack.runtime.rnic_for(local, remote)
     if isinstance(rnic, FallbackReason):
         return rnic
     assert isinstance(rnic, VerbsRnic)

@@ -240,7 +240,8 @@ async def port_down(side: Side) -> None:
     async with trio_smc.open_stack(CONFIG) as stack:
         [rnic] = [each for each in stack.rnics if isinstance(each, VerbsRnic)]
         rnic.port_active = False
-        assert stack.rnic_for(f"10.9.0.{side.number}", side.peer) is FallbackReason.RNIC_DOWN
+        served_by = stack.runtime.rnic_for(f"10.9.0.{side.number}", side.peer)
+        assert served_by is FallbackReason.RNIC_DOWN
     side.done("port_down")
 
 

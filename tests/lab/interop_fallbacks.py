@@ -13,7 +13,6 @@ from tests.lab.interop_world import PATIENCE, World
 from trio_smc import Fallback, FallbackReason, Origin
 from trio_smc.connecting import connect as _connect
 from trio_smc.rnic.verbs import Rnic
-from trio_smc.stack.groups import StackCore
 from trio_smc.wire import clc
 
 __all__ = ["kernel_declines", "plain_peer", "we_decline"]
@@ -43,9 +42,9 @@ async def kernel_declines(world: World) -> None:
             world.say(f"{role}: a Decline of 28 bytes: {fallback.message}; {fallback.remedy}")
         ours = _connect._proposal
 
-        def newer(stack: StackCore, rnic: Rnic, address: str) -> clc.Proposal:
+        def newer(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
             # 92 bytes that name version 2 and offer version 1 only, as the kernel's own do.
-            return replace(ours(stack, rnic, address), version=2, flags=0x08, growth=bytes(40))
+            return replace(ours(peer_id, rnic, address), version=2, flags=0x08)
 
         _connect._proposal = newer
         try:

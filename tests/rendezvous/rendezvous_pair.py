@@ -19,7 +19,6 @@ import trio
 from tests.rnic.memory_rnic import Fabric, MemoryRnic
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc._base.timers import Timers
 from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.client import ClientNegotiation
@@ -27,8 +26,8 @@ from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
 from trio_smc.rendezvous.server import ServerNegotiation
 from trio_smc.stack.connection_host import Endpoint
-from trio_smc.stack.groups import StackCore
 from trio_smc.stack.rnics import RnicChange
+from trio_smc.stack.runtime import Runtime
 from trio_smc.wire import clc
 from trio_smc.wire.clc import ClcReader
 
@@ -211,16 +210,15 @@ class Side:
     """
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
-        self.stack = stack = StackCore(config)
+        self.stack = stack = Runtime(config, world.clock)
         self._fabric = world.fabric
         self._directory = config.private_directory()
         self._options = rnic
         self.rnics: list[MemoryRnic] = []
         for _ in range(rnics):
             self._open_rnic()
-        stack.timers = Timers(world.clock, lambda: None)
-        stack.tcp_watch = cast(Any, _Watch())
-        stack.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac
+        stack.groups.tcp_watch = cast(Any, _Watch())
+        stack.groups.peer_id = world.fabric.number().to_bytes(2, "big") + self.rnic.mac
         self.recorder = Recorder()
 
     @property
@@ -249,21 +247,21 @@ class Side:
     def record(self) -> Recorder:
         """Write down everything from now on."""
         self.recorder = Recorder()
-        self.stack.observer = self.recorder
+        self.stack.groups.observer = self.recorder
         return self.recorder
 
     @property
     def groups(self) -> list[LinkGroup]:
-        return self.stack._groups
+        return self.stack.groups.groups
 
     @property
     def group(self) -> LinkGroup:
-        (group,) = self.stack._groups
+        (group,) = self.stack.groups.groups
         return group
 
     @property
     def connections(self) -> list[Connection]:
-        return cast(list[Connection], list(self.stack._endpoints))
+        return cast(list[Connection], list(self.stack.groups.endpoints))
 
     def free(self) -> None:
         """What the end of a stack does without waiting for anybody."""
@@ -375,7 +373,7 @@ class End:
                 self.outcome = Failed(OSError("bytes over TCP after the switch"))
                 self.tcp.end("rst")
                 return
-            endpoint = stack.endpoint_of(outcome.connection)
+            endpoint = stack.groups.endpoint_of(outcome.connection)
             if endpoint is None:  # it ended in the same moment
                 self.tcp.end("rst")
                 return
@@ -403,28 +401,25 @@ class Call:
         self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
         ours, theirs = client.serving(), server.serving()
         self.proposal = proposal or clc.Proposal(
-            peer_id=client.stack.peer_id,
+            peer_id=client.stack.groups.peer_id,
             gid=ours.gid,
             mac=ours.mac,
             ipv4_subnet=b"\x0a\0\0\0",
             ipv4_mask_length=8,
         )
-        negotiation = ClientNegotiation(
-            host=client.stack, rnic=ours, proposal=self.proposal, receive_buffer=size
-        )
+        negotiation = ClientNegotiation(host=client.stack.groups, receive_buffer=size)
         self.client = End(client, self.tcp[0], negotiation)
         self.server = End(
             server,
             self.tcp[1],
             ServerNegotiation(
-                host=server.stack,
-                rnic=theirs,
-                admit=lambda _: refusal,
+                host=server.stack.groups,
+                admit=lambda _: refusal or theirs,
                 receive_buffer=size,
             ),
         )
         world.calls.append(self)
-        negotiation.start()
+        negotiation.propose(ours, self.proposal)
 
     @property
     def ends(self) -> tuple[End, End]:
@@ -573,5 +568,5 @@ def exchange(world: World, call: Call, data: tuple[bytes, bytes]) -> tuple[bytes
         connection.send(memoryview(piece))
     world.settle()
     for place, connection in enumerate(call.connections):
-        received[place] = connection.receive(1 << 16)
+        received[place] = connection.receiver.receive(1 << 16)
     return received[0], received[1]

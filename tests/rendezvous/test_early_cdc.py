@@ -20,20 +20,20 @@ class Liar(Connection):
 
     def established(self) -> None:
         super().established()
-        self._peer_first += 1 << 30
-        self._owe_cdc()
+        self.messenger.peer_first += 1 << 30
+        self.messenger.owe()
 
 
 def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connections that ``stack`` opens from now on are liars'."""
-    open_connection = stack.open_connection
+    open_connection = stack.runtime.groups.open_connection
 
     def open_lying(*arguments: Any) -> Connection:
         connection = open_connection(*arguments)
         connection.__class__ = Liar
         return connection
 
-    monkeypatch.setattr(stack, "open_connection", open_lying)
+    monkeypatch.setattr(stack.runtime.groups, "open_connection", open_lying)
 
 
 async def carry(source: trio.SocketStream, sink: trio.SocketStream) -> type[BaseException] | None:

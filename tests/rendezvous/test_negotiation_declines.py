@@ -43,7 +43,7 @@ def fail(_: bytes) -> None:
 
 
 def decline(side: Side, **fields: Any) -> bytes:
-    return clc.Decline(peer_id=side.stack.peer_id, diagnosis=0x01010000, **fields).encode()
+    return clc.Decline(peer_id=side.stack.groups.peer_id, diagnosis=0x01010000, **fields).encode()
 
 
 def check_both_fell_back(
@@ -91,7 +91,7 @@ def test_the_server_refuses_a_proposal(reason: FallbackReason, code: int) -> Non
         data = record.messages()[-1][2]
         assert data == (
             bytes.fromhex("e2d4c3d9 04 001c 10")
-            + server.stack.peer_id
+            + server.stack.groups.peer_id
             + code.to_bytes(4, "big")
             + bytes(4)
             + bytes.fromhex("e2d4c3d9")
@@ -184,7 +184,7 @@ def test_a_decline_chasing_confirm_on_a_subsequent_contact_resets() -> None:
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         for connection in call.connections:
             with pytest.raises(OSError, match=r"reset|abort|no link"):
-                connection.receive(100)
+                connection.receiver.receive(100)
 
 
 @pytest.mark.parametrize("state", ["PROPOSED", "CONFIRMING_LINK"])
@@ -264,7 +264,7 @@ def test_the_point_of_no_return() -> None:
         assert call.server.error.errno == RESET
         assert "SMC Decline out of turn" in str(call.server.error)
         with pytest.raises(OSError, match=r"reset|abort|no link"):
-            call.client.connection.receive(1)
+            call.client.connection.receiver.receive(1)
 
 
 @pytest.mark.rfc("C.3/3")
@@ -372,7 +372,7 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         # The server cleans up: what was open ends with an error, the next is a first contact.
         assert not server.groups
         with pytest.raises(OSError, match=r"abort|no link"):
-            first.server.connection.receive(1)
+            first.server.connection.receiver.receive(1)
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
 
 

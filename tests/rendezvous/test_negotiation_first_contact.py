@@ -97,11 +97,10 @@ def test_what_figure_8_says_in_its_brackets() -> None:
         assert isinstance(accept, clc.Accept)
         assert isinstance(confirm, clc.Confirm)
         assert (data[1][7], data[2][7]) == (0x18, 0x18)
-        assert not any(accept.reserved + confirm.reserved)
         for message, side, qp in ((accept, server, server_qp), (confirm, client, client_qp)):
             group, rmb = side.group, side.group.own_rmbs.pool.rmbs[0]
             region = group.own_rmbs.region(rmb, group.links[1])
-            assert message.peer_id == side.stack.peer_id
+            assert message.peer_id == side.stack.groups.peer_id
             assert (message.gid, message.mac) == (side.rnic.gid, side.rnic.mac)
             assert (message.qp_number, message.initial_psn) == (qp.qp_num, group.links[1].psn)
             assert (message.rkey, message.rmb_address) == (region.rkey, region.address)
@@ -132,8 +131,8 @@ def test_queue_pairs_take_their_states_when_the_peer_counts_on_them() -> None:
     Confirm; client RTS on CONFIRM LINK.  The spare of ADD LINK is freed with its rejection."""
     with World() as world:
         client, server = world.side(), world.side()
-        at_client = client.stack.observer = QpRecorder(client)
-        at_server = server.stack.observer = QpRecorder(server)
+        at_client = client.stack.groups.observer = QpRecorder(client)
+        at_server = server.stack.groups.observer = QpRecorder(server)
         world.connect(client, server)
         assert at_client.qps == [
             ("out PROPOSAL", []),
@@ -329,8 +328,7 @@ def test_a_proposal_of_version_2_is_answered_as_version_1() -> None:
         proposal = clc.Proposal(
             version=2,
             flags=0x08,
-            growth=bytes(40),
-            peer_id=client.stack.peer_id,
+            peer_id=client.stack.groups.peer_id,
             gid=client.rnic.gid,
             mac=client.rnic.mac,
             ipv4_subnet=b"\x0a\0\0\0",
@@ -356,7 +354,7 @@ def test_declines_of_both_lengths_are_read(more: tuple[int, int, int, int] | Non
         client, server = world.side(), world.side()
         decline = clc.Decline(
             version=1 if more is None else 2,
-            peer_id=server.stack.peer_id,
+            peer_id=server.stack.groups.peer_id,
             diagnosis=0x03030000,
             more_diagnosis=more,
         ).encode()

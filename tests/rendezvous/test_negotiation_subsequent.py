@@ -178,13 +178,13 @@ def test_data_that_outruns_confirm_waits_for_it() -> None:
         world.settle()
         (waiting,) = [each for each in server.connections if each.state == "INIT"]
         assert waiting.cdcs_received == 1
-        assert waiting.receive(100) == b""
+        assert waiting.receiver.receive(100) == b""
         with pytest.raises(OSError, match=r"rendezvous"):
             waiting.send(memoryview(b"x"))
         call.tcp[1].inbox += held[0]
         world.settle()
         assert call.server.connection is waiting
-        assert waiting.receive(100) == b"early"
+        assert waiting.receiver.receive(100) == b"early"
         assert works(world, call)
 
 
@@ -205,8 +205,8 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
         world.settle()
         if how == "close":
             connection = call.server.connection
-            assert connection.receive(100) == b"last words"
-            assert connection.at_eof
+            assert connection.receiver.receive(100) == b"last words"
+            assert connection.receiver.at_eof
             connection.close()
         else:
             assert call.server.error.errno
@@ -263,7 +263,7 @@ def test_an_element_in_use_given_again_resets_its_old_connection(end: int) -> No
         world.until(lambda: call.ends[1 - end].outcome)
         assert reader.state == "CLOSED"
         with pytest.raises(OSError, match=r"reset"):
-            reader.receive(1)
+            reader.receiver.receive(1)
         assert first.tcp[1 - end].cut == "rst"
         assert not [event for event in record.events if event[0] == "write"]
         assert not [m for m in record.messages() if m[:2] == ("cdc", "out")]
@@ -315,7 +315,7 @@ def test_confirm_must_name_an_active_link(place: int) -> None:
         assert call.server.state == "FAILED"
         assert "no active link" in str(call.server.error)
         with pytest.raises(OSError, match=r"reset|abort|no link"):
-            call.client.connection.receive(1)
+            call.client.connection.receiver.receive(1)
         world.pass_time(70)
         assert works(world, before)
 
@@ -338,7 +338,7 @@ def test_delete_rkey_of_an_rmb_in_use_resets_its_connections_only() -> None:
         assert (reply.negative, reply.error_mask) == (True, 0x40)
         assert reply.rkeys == (region.rkey, 0x123)
         with pytest.raises(OSError, match=r"reset"):
-            first.client.connection.receive(1)
+            first.client.connection.receiver.receive(1)
         assert works(world, other)
 
 
@@ -426,7 +426,7 @@ def test_an_unanswered_confirm_rkey_fails_the_link_and_the_server_starts_over() 
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         assert record.messages()[-6][2][7] == 0x18  # SMC Accept, first contact
         with pytest.raises(OSError, match=r"abort|no link"):
-            before.server.connection.receive(1)
+            before.server.connection.receiver.receive(1)
         assert works(world, call)
 
 
@@ -582,7 +582,7 @@ def test_a_group_that_ends_after_accept(knows: bool) -> None:
             assert call.server.state == "FAILED"
             assert "link failed" in str(call.server.error)
             with pytest.raises(OSError, match=r"reset|abort|no link"):
-                call.client.connection.receive(1)
+                call.client.connection.receiver.receive(1)
         assert not client.groups
 
 

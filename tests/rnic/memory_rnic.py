@@ -42,6 +42,8 @@ DEPTH = 128
 class PlainMemory(Memory):
     """Memory without a descriptor."""
 
+    pinned = True
+
     def __init__(self, size: int, fabric: Fabric) -> None:
         self.size = size
         self.fd = -1

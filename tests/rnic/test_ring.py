@@ -74,7 +74,7 @@ def ends() -> Iterator[Callable[[], tuple[ReceiveRing, SendRing]]]:
             each.close()
         receiver = ReceiveRing(7)
         memory = PeerMemory(receiver.memory.fd, receiver.memory.size)
-        sender = SendRing(memory, os.eventfd(0, os.EFD_NONBLOCK))
+        sender = SendRing(memory, os.open("/dev/null", os.O_WRONLY))  # nobody sleeps
         made[:] = receiver, sender
         return receiver, sender
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from trio_smc.rnic.roce import neighbours as _neighbours
-from trio_smc.rnic.roce import port as _rocegids
-from trio_smc.rnic.roce import pyverbs as _pyverbs
+from trio_smc.rnic.roce import device as roce_device
+from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.roce.hotplug import is_news
 from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
@@ -61,7 +60,7 @@ V1_ONLY = [each for each in TABLE if each.kind == ROCE_V1]
     ],
 )
 def test_the_entry_for_a_peer(peer: bytes, own: int, expected: int) -> None:
-    found = _rocegids.towards(peer, TABLE, TABLE[own], fixed=False)
+    found = gids.towards(peer, TABLE, TABLE[own], fixed=False)
     assert found == TABLE[expected]
 
 
@@ -70,31 +69,31 @@ def test_the_entry_that_there_is(peer: bytes) -> None:
     """Soft-RoCE has v2 only; there may be adapters with v1 only."""
     for table in (V2_ONLY, V1_ONLY):
         for own in table:
-            assert _rocegids.towards(peer, table, own, fixed=False) == own
+            assert gids.towards(peer, table, own, fixed=False) == own
 
 
 @pytest.mark.parametrize("peer", [OTHER, gid("192.0.2.9")])
 def test_the_entry_that_the_user_chose(peer: bytes) -> None:
     for own in TABLE:
-        assert _rocegids.towards(peer, TABLE, own, fixed=True) == own
-    assert _rocegids.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
+        assert gids.towards(peer, TABLE, own, fixed=True) == own
+    assert gids.towards(peer, V2_ONLY, TABLE[0], fixed=True) is None
 
 
 def test_an_index_that_has_moved_and_a_gid_that_has_gone() -> None:
     moved = [each._replace(number=each.number + 8) for each in TABLE]
-    found = _rocegids.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
+    found = gids.towards(gid("192.0.2.9"), moved, TABLE[3], fixed=False)
     assert found is not None
     assert found.number == 11
     gone = [each for each in TABLE if each.value != IPV4]
-    assert _rocegids.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
+    assert gids.towards(gid("192.0.2.9"), gone, TABLE[3], fixed=False) is None
 
 
 def test_the_gid_of_a_port() -> None:
-    assert _rocegids.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
-    assert _rocegids.choose(V1_ONLY, None) == TABLE[2]
-    assert _rocegids.choose(TABLE, 4) == TABLE[4]
-    assert _rocegids.choose(TABLE, 6) is None
-    assert _rocegids.choose([], None) is None
+    assert gids.choose(TABLE, None) == TABLE[3], "RoCE v2 and an IP address"
+    assert gids.choose(V1_ONLY, None) == TABLE[2]
+    assert gids.choose(TABLE, 4) == TABLE[4]
+    assert gids.choose(TABLE, 6) is None
+    assert gids.choose([], None) is None
 
 
 # --- a device that fails --------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Refused(Exception):
 
 
 class Device:
-    """Verbs of one device, as `_pyverbs.Verbs` gives them; `closed` has what was closed."""
+    """Verbs of one device, as `pyverbs.Verbs` gives them; `closed` has what was closed."""
 
     error = Refused
     port_active = 4
@@ -133,7 +132,7 @@ class Device:
         except Refused as refused:
             raise self.refusal(what, refused) from refused
 
-    refusal = staticmethod(_pyverbs.Verbs.refusal)
+    refusal = staticmethod(pyverbs.Verbs.refusal)
 
     def do(self, result: object = None) -> Any:
         if self.gone:
@@ -220,8 +219,8 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
-    monkeypatch.setattr(_pyverbs, "load", lambda: made)
-    monkeypatch.setattr(_neighbours, "ask_anew", lambda question: None)  # no netlink
+    monkeypatch.setattr(pyverbs, "load", lambda: made)
+    monkeypatch.setattr(neighbours, "ask_anew", lambda question: None)  # no netlink
     yield made
     for fd in made.fds:
         os.close(fd)
@@ -435,8 +434,9 @@ def test_whether_an_address_is_known(
     """Only a queue pair whose peer's address is known is given to the verbs."""
     kernel = Kernel(route, neighbour)
     looked_for: list[tuple[str, int]] = []
-    monkeypatch.setattr(_neighbours, "ask_anew", kernel.ask)
-    monkeypatch.setattr(_neighbours, "_look_for", lambda *whom: looked_for.append(whom))
+    monkeypatch.setattr(neighbours, "ask_anew", kernel.ask)
+    monkeypatch.setattr(neighbours, "_look_for", lambda *whom: looked_for.append(whom))
+    monkeypatch.setattr(roce_device, "_FRESH", 60.0)  # however slow this machine is
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.asked == [(each, LOOPBACK) for each in asked]
@@ -452,10 +452,33 @@ def test_whether_an_address_is_known(
         assert len(kernel.asked) == len(asked), "it was known just now"
 
 
+def test_registered_memory_keeps_its_pages(rnic: VerbsRnic) -> None:
+    """They are pinned: peers would write to those that the memory has no more."""
+    memory = rnic.alloc_memory(1 << 20)
+    memory.view[:] = b"x" * len(memory.view)
+    region = rnic.alloc_pd().register(memory)
+    at = 0
+    while at < memory.size:
+        at = memory.wipe(at, memory.size, 1 << 18)
+    assert os.fstat(memory.fd).st_blocks * 512 == memory.size
+    assert bytes(memory.view) == bytes(memory.size)
+    region.close()
+    memory.close()
+
+
+def test_memory_that_is_closed_is_not_registered(rnic: VerbsRnic) -> None:
+    memory = rnic.alloc_memory(4096)
+    memory.close()
+    pd = rnic.alloc_pd()
+    with pytest.raises(RnicError, match="closed") as refused:
+        pd.register(memory)
+    assert refused.value.errno == errno.EFAULT
+
+
 def test_nobody_need_be_asked_for_an_address(
     monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic
 ) -> None:
-    monkeypatch.setattr(_neighbours, "ask_anew", lambda question: pytest.fail("was asked"))
+    monkeypatch.setattr(neighbours, "ask_anew", lambda question: pytest.fail("was asked"))
     assert rnic.address_known(OTHER), "with RoCE v1 the GID tells the MAC address"
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
     rnic.close()

@@ -7,8 +7,12 @@ import fcntl
 import os
 import random
 import secrets
+import select
 import socket
 import struct
+import termios
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -29,7 +33,7 @@ from trio_smc.rnic.soft.messages import (
     decode_untrusted,
     receive,
 )
-from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE
+from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE, MOST_MAPPED, MOST_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
@@ -50,7 +54,7 @@ class Attacker:
         self.listener = self.directory.listen(self.name)
         self.ring = Memory(RING_SIZE)
         self.keys = Memory(KEY_PAGE_SIZE)
-        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.rings, self.doorbell = os.pipe2(os.O_NONBLOCK)
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
 
@@ -67,6 +71,7 @@ class Attacker:
         self.directory.close()
         self.ring.close()
         self.keys.close()
+        os.close(self.rings)
         os.close(self.doorbell)
 
     def fds(self) -> list[int]:
@@ -176,7 +181,7 @@ class TestHello:
             lambda hello: hello[:-1],
             lambda hello: hello + b"\0",
             lambda hello: b"HTTP" + hello[4:],
-            lambda hello: hello[:4] + b"\2" + hello[5:],
+            lambda hello: hello[:4] + b"\1" + hello[5:],
             lambda hello: hello[:5] + b"\7" + hello[6:],
             lambda hello: bytes(100_000),
             lambda hello: Register(rkey=1, slot=1, address=4096, length=4096).encode(),
@@ -215,7 +220,7 @@ class TestHello:
         assert state(victim.qp) is QpState.RTS
 
     @pytest.mark.parametrize("which", [0, 1, 2])
-    @pytest.mark.parametrize("kind", ["pipe", "null", "file", "unsealed", "short", "socket"])
+    @pytest.mark.parametrize("kind", ["eventfd", "null", "file", "unsealed", "short", "socket"])
     def test_descriptors_of_a_wrong_kind(
         self, attacker: Attacker, victim: End, which: int, kind: str, tmp_path: Path
     ) -> None:
@@ -232,10 +237,6 @@ class TestHello:
         until(lambda: victim.sent == [(1, WcStatus.RETRY_EXC_ERR)], victim)
 
     def _bad_descriptor(self, kind: str, stack: contextlib.ExitStack, tmp_path: Path) -> int:
-        if kind == "pipe":
-            for fd in (ends := os.pipe()):
-                stack.callback(os.close, fd)
-            return ends[1]
         if kind == "socket":
             return stack.enter_context(socket.socket(socket.AF_UNIX)).fileno()
         if kind == "short":
@@ -244,6 +245,8 @@ class TestHello:
             return memory.fd
         if kind == "unsealed":
             fd = unsealed(RING_SIZE)
+        elif kind == "eventfd":
+            fd = os.eventfd(0)
         else:
             path = "/dev/null" if kind == "null" else str(tmp_path / "file")
             fd = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -253,6 +256,8 @@ class TestHello:
     def test_many_that_say_nothing(self, attacker: Attacker, victim: End, rnic: SoftRnic) -> None:
         socks = [attacker.dial(victim) for _ in range(200)]
         rnic.service()
+        while rnic.crowded:
+            rnic.service()
         assert sum(ended(sock) for sock in socks) == 200 - 64
         attacker.connect(victim)
         victim.qp.post_send(1, b"x")
@@ -265,6 +270,35 @@ class TestHello:
         ]
         victim.rnic.service()
         assert sum(ended(sock) for sock in socks) == 19 - 4
+
+    def test_a_flood_has_its_turn_and_no_more(
+        self, attacker: Attacker, victim: End, rnic: SoftRnic
+    ) -> None:
+        """However many dial: a look lets some in, and the next look comes by itself."""
+        sleeper = select.epoll()
+        sleeper.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
+        socks = [attacker.dial(victim) for _ in range(500)]
+        attacker.connect(victim)
+        looks = 0
+        while rnic.crowded or not looks:
+            assert sleeper.poll(5), "nobody would look again"
+            rnic.service()
+            looks += 1
+        assert 10 <= looks <= 20
+        sleeper.close()
+        assert sum(ended(sock) for sock in socks) == 500 - 63, "the last took a place, too"
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, 0)], victim)
+
+    def test_who_waits_behind_a_flood_is_not_given_up(
+        self, attacker: Attacker, victim: End, rnic: SoftRnic
+    ) -> None:
+        flood = [attacker.dial(victim) for _ in range(500)]
+        attacker.connect(victim)
+        victim.qp.post_send(1, b"x")
+        assert rnic.crowded
+        until(lambda: victim.sent == [(1, 0)], victim)
+        assert len(flood) == 500
 
     def test_dialling_and_leaving(self, attacker: Attacker, victim: End) -> None:
         for index in range(20):
@@ -282,7 +316,7 @@ class TestHello:
 
     @given(st.binary(max_size=40), st.sampled_from([1, 2, 3]), st.integers(0, 3))
     def test_decoding_anything_plausible(self, body: bytes, kind: int, fds: int) -> None:
-        data = b"SMCN\1" + bytes([kind]) + b"\0\0" + body
+        data = b"SMCN\2" + bytes([kind]) + b"\0\0" + body
         with contextlib.suppress(ProtocolError):
             assert decode_untrusted(data, fds).encode() == data
 
@@ -305,6 +339,84 @@ class TestAnnouncements:
         until(lambda: bool(victim.flushed), victim)
         assert state(victim.qp) is QpState.ERR
         assert ended(sock)
+
+    @pytest.mark.parametrize(("count", "length"), [(MOST_REGIONS, 4096), (4, MOST_MAPPED // 4)])
+    def test_more_regions_than_a_peer_may_have(
+        self, attacker: Attacker, victim: End, count: int, length: int
+    ) -> None:
+        """They cost this process descriptors and address space."""
+        sock = attacker.connect(victim)
+        memory = Memory(length)
+        before = len(os.listdir("/proc/self/fd"))
+        for index in range(count):
+            data = Register(rkey=9 + index, slot=index, address=4096, length=length).encode()
+            socket.send_fds(sock, [data], [memory.fd])
+            victim.rnic.service()
+        gone = Revoke(rkey=9).encode()
+        socket.send_fds(sock, [gone], [])
+        data = Register(rkey=5, slot=0, address=4096, length=length).encode()
+        socket.send_fds(sock, [data], [memory.fd])
+        victim.rnic.service()
+        assert state(victim.qp) is QpState.RTS
+        assert len(os.listdir("/proc/self/fd")) - before == count
+        data = Register(rkey=6, slot=0, address=4096, length=4096).encode()
+        socket.send_fds(sock, [data], [memory.fd])
+        memory.close()
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+        assert len(os.listdir("/proc/self/fd")) < before
+
+    def test_what_is_closed_before_it_is_told(
+        self, attacker: Attacker, victim: End, tmp_path: Path
+    ) -> None:
+        """A peer that reads late gets what was announced, not what has its number by then."""
+        attacker.connect(victim)
+        hearer = attacker.open[0]
+        for _ in range(500):
+            memory = Memory(4096)
+            region = victim.pd.register(memory)
+            number = memory.fd
+            memory.close()
+            with open(tmp_path / "secret", "w") as secret:
+                assert secret.fileno() == number
+                victim.rnic.service()
+                region.close()
+        kept = [os.open(tmp_path / "secret", os.O_RDONLY) for _ in range(20)]
+        announced = 0
+        while (packet := receive(hearer)) is not None:
+            for fd in packet[1]:
+                assert "memfd:" in os.readlink(f"/proc/self/fd/{fd}")
+                os.close(fd)
+                announced += 1
+            victim.rnic.service()
+        assert announced == 501
+        for fd in kept:
+            os.close(fd)
+
+    def test_a_flood_of_announcements_has_its_turn_and_no_more(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        sock = attacker.connect(victim)
+        sleeper = select.epoll()
+        sleeper.register(victim.rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
+        said = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock.send(Revoke(rkey=1).encode())
+                said += 1
+        assert said > 128
+        victim.rnic.service()
+        with contextlib.suppress(BlockingIOError):
+            sock.send(Revoke(rkey=1).encode())
+        looks = 0
+        unheard = struct.Struct("i")
+        while unheard.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]:
+            assert sleeper.poll(5), "nobody would look again"
+            victim.rnic.service()
+            looks += 1
+        assert looks >= said // 64 - 2
+        sleeper.close()
+        assert state(victim.qp) is QpState.RTS
 
     @pytest.mark.parametrize("what", ["unsealed", "hello", "garbage", "revoke with descriptor"])
     def test_messages_that_cannot_be(self, attacker: Attacker, victim: End, what: str) -> None:
@@ -405,10 +517,20 @@ class TestRing:
 
     def test_a_doorbell_that_is_full(self, attacker: Attacker, victim: End) -> None:
         attacker.connect(victim)
-        os.eventfd_write(attacker.doorbell, (1 << 64) - 2)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(attacker.doorbell, bytes(4096))
+        # The flags of what it gave us are its as well: a write could wait now until it reads.
+        os.set_blocking(attacker.doorbell, True)
+        late = threading.Timer(3, os.read, (attacker.rings, 1 << 20))
+        late.start()
+        start = time.monotonic()
         attacker.put(attacker.ring.view, ARMED, 1)
         victim.qp.post_send(1, b"x")
+        assert time.monotonic() - start < 2
         until(lambda: victim.sent == [(1, 0)], victim)
+        late.cancel()
+        late.join()
 
     def test_random_words(self, attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
         """Any words at any time: completions that are well formed, or the end of that one."""
@@ -477,6 +599,40 @@ class TestMapping:
             closable.close()
         with pytest.raises(ValueError, match="released"):
             piece[0]
+
+    @pytest.mark.parametrize("pinned", [False, True])
+    @pytest.mark.parametrize(
+        ("start", "end"), [(0, 200_000), (1, 5), (4095, 4097), (8192, 16384), (9, 150_000)]
+    )
+    def test_wiping(self, start: int, end: int, pinned: bool) -> None:
+        memory = Memory(200_000)
+        memory.pinned = pinned
+        memory.view[:] = b"\xff" * 200_000
+        at = start
+        while at < end:
+            went_on = memory.wipe(at, end, 50_000)
+            assert at < went_on <= min(end, at + 50_000)
+            at = went_on
+        # A look at what is not there makes pages, too: so this comes first.
+        kept = os.fstat(memory.fd).st_blocks * 512
+        whole = (end // 4096 - -(-start // 4096)) * 4096
+        steps = (end - start) // 50_000
+        assert kept >= 200_704 - (0 if pinned else max(0, whole))
+        assert kept <= 200_704 - (0 if pinned else max(0, whole - steps * 4096))
+        assert memory.view[:start] == b"\xff" * start
+        assert memory.view[start:end] == bytes(end - start)
+        assert memory.view[end:] == b"\xff" * (200_000 - end)
+        memory.close()
+
+    def test_wiping_where_nothing_was_written(self) -> None:
+        memory = Memory(1 << 30)
+        memory.view[5 << 20] = 1
+        assert memory.wipe(0, 4 << 20, 4096) == 4 << 20
+        assert memory.wipe(4 << 20, 8 << 20, 4096) == (5 << 20) + 4096
+        assert memory.wipe((5 << 20) + 4096, 1 << 30, 4096) == 1 << 30
+        assert memory.view[5 << 20] == 0
+        assert os.fstat(memory.fd).st_blocks * 512 <= 4096
+        memory.close()
 
     @pytest.mark.parametrize(("start", "length"), [(0, 200_000), (1, 5), (4095, 2), (9, 150_000)])
     def test_zeroing(self, start: int, length: int) -> None:

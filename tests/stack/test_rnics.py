@@ -281,7 +281,7 @@ async def test_listeners_offer_the_option_from_then_on(
     """Under "auto" listeners offer SMC-R by the TCP option when there is a RoCE port."""
     async with trio_smc.open_stack() as stack:
         offered: list[object] = []
-        monkeypatch.setattr(stack.tcp_option, "offer", offered.append)
+        monkeypatch.setattr(stack.runtime.tcp_option, "offer", offered.append)
         [listener] = await stack.open_listeners(0, host="127.0.0.1")
         [closed] = await stack.open_listeners(0, host="127.0.0.1")
         await closed.aclose()

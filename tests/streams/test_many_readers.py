@@ -42,22 +42,22 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
             async with trio.open_nursery() as servers:
                 for _, there in pairs:
                     servers.start_soon(echo, there)
-                before = stack.pump.wakeups
+                before = stack.runtime.pump.wakeups
                 async with trio.open_nursery() as clients:
                     for here, _ in pairs:
                         clients.start_soon(ask, here)
-                assert stack.pump.wakeups - before < ROUNDS // 2
+                assert stack.runtime.pump.wakeups - before < ROUNDS // 2
                 await trio.testing.wait_all_tasks_blocked()
-                assert stack.pump.awake == 0
-                assert stack.pump.waiting == CONNECTIONS
+                assert stack.runtime.pump.awake == 0
+                assert stack.runtime.pump.waiting == CONNECTIONS
                 with trio.move_on_after(0.01) as scope:
                     await pairs[0][0].receive_some()
                 assert scope.cancelled_caught
-                assert stack.pump.awake == 0, "who is cancelled was not woken"
+                assert stack.runtime.pump.awake == 0, "who is cancelled was not woken"
                 for here, _ in pairs:
                     await here.send_eof()
             await close_all(*(stream for pair in pairs for stream in pair))
-            assert stack.pump.awake == stack.pump.waiting == 0
+            assert stack.runtime.pump.awake == stack.runtime.pump.waiting == 0
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def one_waits() -> AsyncIterator[tuple[SmcStream, SmcStream]]:
             other, pair = [await connect(stack, listener) for _ in range(2)]
             nursery.start_soon(other[0].receive_some)
             await trio.testing.wait_all_tasks_blocked()
-            assert stack.pump.waiting == 1
+            assert stack.runtime.pump.waiting == 1
             yield pair
             nursery.cancel_scope.cancel()
             await close_all(*other, *pair)
@@ -137,10 +137,10 @@ async def test_the_turn_of_others_is_not_counted_as_ones_own() -> None:
             await here.send_all(b"x")
             time.sleep(LONG)  # noqa: ASYNC251  # for others' turns
             await trio.lowlevel.checkpoint()
-            passes = stack.pump.passes
+            passes = stack.runtime.pump.passes
             await here.send_all(b"x")
-            assert stack.pump.passes == passes
+            assert stack.runtime.pump.passes == passes
             time.sleep(LONG)  # noqa: ASYNC251
             await here.send_all(b"x")
-            assert stack.pump.passes == passes + 1
+            assert stack.runtime.pump.passes == passes + 1
             await close_all(here, there)

@@ -222,7 +222,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
         got = b""
         while len(got) < len(data):
             got += await server.receive_some()
-            most = max(most, client._core.unacknowledged)
+            most = max(most, client._core.sender.unacknowledged)
     assert got == data
     assert most <= 5000
     client.setsockopt(SOL, socket.SO_SNDBUF, -1)
@@ -422,7 +422,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
         for stream in streams[::2]:
             stream.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
             stream.setsockopt(TCP, socket.TCP_KEEPIDLE, 1)
-        pairs.client.observer = observer = TestLinks()
+        pairs.client.runtime.groups.observer = observer = TestLinks()
         start = trio.current_time()
         with trio.fail_after(30):
             await observer.second.wait()
@@ -580,7 +580,7 @@ def test_the_user_timeout_wants_a_window_when_a_task_waits_for_one(clocked: Cloc
     assert a.send(memoryview(b"more")) == 0
     a.on_writable = lambda: None
     clocked.wait(9)
-    b.receive(5000)
+    b.receiver.receive(5000)
     clocked.pair.settle()
     assert a.send(memoryview(bytes(6000))) == 5000
     clocked.pair.settle()

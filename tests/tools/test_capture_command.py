@@ -66,7 +66,8 @@ async def test_a_file_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFix
         arguments = own_arguments(stack)
         assert await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2") == (0, "")
         with trio.fail_after(10):
-            while stack.observer is not None:  # the stack has noticed that nobody listens
+            # Until the stack has noticed that nobody listens.
+            while stack.runtime.groups.observer is not None:
                 await trio.testing.wait_all_tasks_blocked()
     with path.open("rb") as file:
         assert list(pcapng.read(file)) == []
@@ -107,7 +108,7 @@ async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) ->
                 for _ in range(5):
                     await talk(stack, port, SECRET)
                 nursery.cancel_scope.cancel()
-        assert stack.observer is None
+        assert stack.runtime.groups.observer is None
     with trio.move_on_after(0.1):
         taken += await theirs.receive_some()
     assert len(taken) < 10_000

@@ -18,9 +18,7 @@ from tests.api.api_peers import HOST, PATIENCE, QUICK, accept, decline, plain_se
 from tests.tools.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.rendezvous.discovery import announcing as _places
-from trio_smc.rendezvous.discovery import messages as _local_protocol
-from trio_smc.rendezvous.discovery import tcp_option
+from trio_smc.rendezvous.discovery import announcing, messages, tcp_option
 from trio_smc.stack.policy import SHORT_AFTER
 from trio_smc.tools.commands import check
 from trio_smc.wire import clc
@@ -171,19 +169,19 @@ def open_to_all(patch: Patch) -> None:
 
 def another_user(patch: Patch) -> None:
     """The process that answers for the port is another user's."""
-    patch.setattr(_places, "is_same_user", lambda connection: False)
+    patch.setattr(announcing, "is_same_user", lambda connection: False)
 
 
 def another_release(patch: Patch) -> None:
     """What the checking side says comes from another release."""
-    announce = _local_protocol.announce
+    announce = messages.announce
 
     def from_the_future(connection: bytes) -> bytes:
         message = bytearray(announce(connection))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    patch.setattr(_local_protocol, "announce", from_the_future)
+    patch.setattr(messages, "announce", from_the_future)
 
 
 def another_processor(patch: Patch) -> None:

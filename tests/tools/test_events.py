@@ -27,7 +27,7 @@ async def until(events: EventStream, **wanted: object) -> StackEvent:
 
 
 def is_observed(stack: Stack) -> bool:
-    return stack.observer is not None
+    return stack.runtime.groups.observer is not None
 
 
 # --- the channel ---------------------------------------------------------------------------------

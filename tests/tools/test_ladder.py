@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from scripts import ladders
-from tests.capture.test_capture import GOLDEN, captured, packets_of
+from tests.capture.test_capture import GOLDEN, GOLDEN_V2, captured, packets_of
 from trio_smc.capture import pcapng
 from trio_smc.capture.dissection import Seen, Unreadable, dissect
 from trio_smc.tools import ladder_svg, ladder_text
@@ -61,6 +61,44 @@ def test_first_contact_of_two_kernels() -> None:
         ("->", "CDC 2, prod 0:20000, cons 0:20000"),
     ]
     assert [row.link_number for row in ladder.rows[:11]] == [None] * 3 + [1] * 6 + [2] * 2
+
+
+def test_two_kernels_of_version_2() -> None:
+    """Titles and details of what only version 2 says; no data is in this capture."""
+    [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
+    assert len(ladder.rows) == 88
+    assert titles(ladder.rows[:9]) == [
+        ("->", "Proposal"),
+        ("<-", "Accept, first contact"),
+        ("->", "Confirm"),
+        ("<-", "CONFIRM LINK"),
+        ("->", "CONFIRM LINK, reply"),
+        ("<-", "ADD LINK 2"),
+        ("->", "ADD LINK 2, reply"),
+        ("<-", "CONFIRM LINK"),
+        ("->", "CONFIRM LINK, reply"),
+    ]
+    assert [row.link_number for row in ladder.rows[:9]] == [None] * 3 + [1] * 4 + [2] * 2
+    lines = {title(row): details(row) for row in reversed(ladder.rows)}
+    assert lines["Proposal"] == [
+        "version 2, release 1, at most 255 connections, 2 links",
+        "GID 10.9.0.2, EIDs SMCLAB",
+    ]
+    assert lines["Accept, first contact"][3:] == [
+        "version 2, EID SMCLAB",
+        "release 1, at most 255 connections, 2 links, direct",
+        "host a",
+    ]
+    assert lines["Confirm"][-1] == "GIDs 10.9.0.2, 10.9.0.12"
+    assert lines["CONFIRM LINK"][0] == (
+        "link 1, at most 2 links, 255 connections, user ID 0x00000101"
+    )
+    assert lines["ADD LINK 2"] == [
+        "GID 10.9.0.11, QP 0x11, PSN 0x7b7d2b",
+        "direct",
+        "RKey 0x000003db is RToken 0x000003dc @ 0xff11000008310000",
+    ]
+    assert lines["REQUEST ADD LINK"] == ["GIDs 10.9.0.2, 10.9.0.12"]
 
 
 def test_everything_of_two_kernels_has_its_place() -> None:

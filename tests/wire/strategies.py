@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every CLC, LLC and CDC message, reserved bits included."""
+"""Hypothesis strategies for every CLC, LLC and CDC message."""
 
 from __future__ import annotations
 
@@ -31,18 +31,16 @@ RESERVED: dict[type, dict[int, int]] = {
 }
 
 
-def reserved(kind: type) -> st.SearchStrategy[bytes]:
-    """Values of ``reserved`` for a message class; most often none."""
-    mask = bytes(RESERVED[kind].get(at, 0) for at in range(max(RESERVED[kind]) + 1))
-    size = len(mask)
-    bits = st.binary(min_size=size, max_size=size).map(
-        lambda raw: bytes(a & b for a, b in zip(raw, mask, strict=True)).rstrip(b"\0")
-    )
-    return st.just(b"") | bits
-
-
 IPV6_PREFIXES = st.builds(
     clc.Ipv6Prefix, prefix=st.binary(min_size=16, max_size=16), length=st.integers(0, 128)
+)
+
+
+EIDS = st.binary(min_size=32, max_size=32)
+LIMITS = {"release": NIBBLE, "max_connections": U8, "max_links": U8, "features": U16}
+V2_OFFERS = st.builds(clc.V2Offer, eids=st.lists(EIDS, max_size=8).map(tuple), gid=GIDS, **LIMITS)
+FIRST_CONTACTS = st.builds(
+    clc.FirstContact, direct=st.booleans(), system=NIBBLE, host=EIDS, **LIMITS
 )
 
 
@@ -57,15 +55,22 @@ def proposals(draw: st.DrawFn) -> clc.Proposal:
         gid=draw(GIDS),
         mac=draw(MACS),
         flags=flags,
-        growth=draw(st.just(b"") | st.binary(min_size=40, max_size=40) | st.binary(max_size=60)),
         ipv4_subnet=draw(st.binary(min_size=4, max_size=4)) if with_area else bytes(4),
         ipv4_mask_length=draw(st.integers(0, 32)) if with_area else 0,
         ipv6_prefixes=tuple(draw(st.lists(IPV6_PREFIXES, max_size=8))) if with_area else (),
-        area_reserved=draw(st.binary(min_size=2, max_size=2)) if with_area else bytes(2),
-        # Where nothing says otherwise a message has at least the 52 bytes of the RFC's.
-        extension=draw(st.binary(min_size=0 if with_area else 8, max_size=80))
-        if version > 1
-        else b"",
+        v2=draw(st.none() | V2_OFFERS) if version > 1 and flags >> 2 in (0, 3) else None,
+    )
+
+
+@st.composite
+def v2_answers(
+    draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm], first_contact: bool
+) -> clc.V2Answer:
+    with_gids = first_contact and kind is clc.Confirm
+    return clc.V2Answer(
+        eid=draw(EIDS),
+        first=draw(FIRST_CONTACTS) if first_contact else None,
+        gids=tuple(draw(st.lists(REAL_GIDS, max_size=4))) if with_gids else (),
     )
 
 
@@ -73,10 +78,13 @@ def proposals(draw: st.DrawFn) -> clc.Proposal:
 def credentials(draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm]) -> clc.Accept | clc.Confirm:
     index = draw(st.integers(1, 255))
     code = draw(NIBBLE)
+    version = draw(VERSIONS)
+    first_contact = draw(st.booleans())
     return kind(
         peer_id=draw(PEER_IDS),
-        version=draw(VERSIONS),
-        first_contact=draw(st.booleans()),
+        version=version,
+        first_contact=first_contact,
+        v2=draw(st.none() | v2_answers(kind, first_contact)) if version > 1 else None,
         gid=draw(REAL_GIDS),
         mac=draw(MACS),
         qp_number=draw(st.integers(1, (1 << 24) - 1)),
@@ -87,7 +95,6 @@ def credentials(draw: st.DrawFn, kind: type[clc.Accept | clc.Confirm]) -> clc.Ac
         qp_mtu=draw(NIBBLE),
         rmb_address=draw(st.integers(0, (1 << 64) - index * (16384 << code))),
         initial_psn=draw(U24),
-        reserved=draw(reserved(kind)),
     )
 
 
@@ -98,7 +105,13 @@ DECLINES = st.builds(
     out_of_sync=st.booleans(),
     diagnosis=U32,
     more_diagnosis=st.none() | st.tuples(U32, U32, U32, U32),
-    reserved=reserved(clc.Decline),
+) | st.builds(
+    clc.Decline,
+    peer_id=PEER_IDS,
+    version=VERSIONS,
+    diagnosis=U32,
+    more_diagnosis=st.tuples(U32, U32, U32, U32),
+    system=NIBBLE,
 )
 
 CLC_MESSAGES: st.SearchStrategy[clc.Message] = (
@@ -118,7 +131,6 @@ CONFIRM_LINKS = st.builds(
     link_number=U8,
     link_user_id=U32,
     max_links=U8,
-    reserved=reserved(llc.ConfirmLink),
 )
 ADD_LINKS = st.builds(
     llc.AddLink,
@@ -131,7 +143,6 @@ ADD_LINKS = st.builds(
     link_number=U8,
     qp_mtu=NIBBLE,
     initial_psn=U24,
-    reserved=reserved(llc.AddLink),
 )
 DELETE_LINKS = st.builds(
     llc.DeleteLink,
@@ -140,7 +151,6 @@ DELETE_LINKS = st.builds(
     orderly=st.booleans(),
     link_number=U8,
     reason=st.sampled_from(llc.DeleteLinkReason) | U32,
-    reserved=reserved(llc.DeleteLink),
 )
 DELETE_RKEYS = st.builds(
     llc.DeleteRkey,
@@ -148,13 +158,11 @@ DELETE_RKEYS = st.builds(
     negative=st.booleans(),
     error_mask=U8,
     rkeys=st.lists(U32, max_size=8).map(tuple),
-    reserved=reserved(llc.DeleteRkey),
 )
 TEST_LINKS = st.builds(
     llc.TestLink,
     reply=st.booleans(),
     user_data=st.binary(min_size=16, max_size=16),
-    reserved=reserved(llc.TestLink),
 )
 OPTIONAL = st.builds(
     lambda kind, rest: llc.OptionalMessage(data=bytes((kind,)) + rest),
@@ -172,7 +180,6 @@ def add_link_continuations(draw: st.DrawFn) -> llc.AddLinkContinuation:
         link_number=draw(U8),
         tokens_left=left,
         pairs=tuple(draw(st.lists(RTOKEN_PAIRS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.AddLinkContinuation)),
     )
 
 
@@ -188,7 +195,6 @@ def confirm_rkeys(draw: st.DrawFn) -> llc.ConfirmRkey:
         rkey=draw(U32),
         address=draw(U64),
         others=tuple(draw(st.lists(LINK_RTOKENS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.ConfirmRkey)),
     )
 
 
@@ -201,7 +207,6 @@ def confirm_rkey_continuations(draw: st.DrawFn) -> llc.ConfirmRkeyContinuation:
         negative=draw(st.booleans()),
         tokens_left=left,
         others=tuple(draw(st.lists(LINK_RTOKENS, min_size=count, max_size=count))),
-        reserved=draw(reserved(llc.ConfirmRkeyContinuation)),
     )
 
 
@@ -218,6 +223,48 @@ TSHARK_LLC: st.SearchStrategy[llc.Message] = (
 )
 LLC_MESSAGES: st.SearchStrategy[llc.Message] = TSHARK_LLC | OPTIONAL
 
+# What only version 2 has; what it shares with version 1 is above.
+V2_LLC: st.SearchStrategy[llc.Message] = (
+    st.builds(
+        llc.AddLink,
+        reply=st.booleans(),
+        mac=MACS,
+        gid=GIDS,
+        qp_number=U24,
+        link_number=U8,
+        qp_mtu=NIBBLE,
+        initial_psn=U24,
+        extension=st.builds(
+            llc.AddLinkExtension,
+            direct=st.booleans(),
+            target_gid=GIDS,
+            pairs=st.lists(RTOKEN_PAIRS, max_size=12).map(tuple),
+        ),
+    )
+    | st.builds(
+        llc.ConfirmLink,
+        reply=st.booleans(),
+        mac=MACS,
+        gid=GIDS,
+        qp_number=U24,
+        link_number=U8,
+        link_user_id=U32,
+        max_links=U8,
+        max_connections=U8,
+    )
+    | st.builds(
+        llc.RequestAddLink, reply=st.booleans(), gids=st.lists(GIDS, max_size=12).map(tuple)
+    )
+    | st.builds(
+        llc.DeleteRkey,
+        reply=st.booleans(),
+        negative=st.booleans(),
+        unknown=U8,
+        rkeys=st.lists(U32, max_size=40).map(tuple),
+    )
+    | st.one_of(DELETE_LINKS, confirm_rkeys(), TEST_LINKS, OPTIONAL)
+)
+
 CDC_MESSAGES = st.builds(
     cdc.CdcMessage,
     sequence=U16,
@@ -228,5 +275,4 @@ CDC_MESSAGES = st.builds(
     consumer_cursor=U32,
     producer_flags=U8,
     connection_flags=U8,
-    reserved=st.just(bytes(22)) | st.binary(min_size=22, max_size=22),
 )

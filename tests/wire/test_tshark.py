@@ -20,8 +20,9 @@ from trio_smc.wire import cdc, clc, llc
 # offers it; and the optional message, of which it says nothing.
 BEYOND = {
     "Proposal, version 2 that offers SMC-R in both versions",
+    "Proposal, both versions and an IPv6 prefix",
     "Proposal, version 2 without an offer of version 1",
-    "Proposal with reserved bits",
+    "Proposal with reserved flags",
     "optional message",
 }
 
@@ -60,17 +61,16 @@ def _ordinary(message: clc.Message) -> clc.Message:
     tshark knows more of the others than we: SMC-D by the low flag bits, version 2's extensions.
     """
     if isinstance(message, clc.Proposal):
-        newer = message.version > 1 and len(message.growth) > 0
+        newer = message.version > 1 and message.flags & 3 != 2
         return dataclasses.replace(
             message,
             version=2 if newer else 1,
             flags=8 if newer else 0,
-            growth=bytes(40) if message.growth else b"",
-            extension=b"",
+            v2=None,
         )
     if isinstance(message, clc.Decline):
         return dataclasses.replace(message, version=1 if message.more_diagnosis is None else 2)
-    return dataclasses.replace(message, version=1, reserved=b"")
+    return dataclasses.replace(message, version=1, v2=None)
 
 
 @pytest.mark.tshark

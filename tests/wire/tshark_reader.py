@@ -131,12 +131,11 @@ def _proposal(m: clc.Proposal) -> list[Reading]:
         (p + "sender.client.peer.id", int.from_bytes(m.peer_id, "big")),
         (p + "client.preferred.gid", m.gid),
         (p + "client.preferred.mac", m.mac),
-        (p + "smcv1_subnet_ext_offset", len(m.growth)),
+        (p + "smcv1_subnet_ext_offset", 40 if m.version > 1 else 0),
     ]
-    if not m.growth:
+    if m.version == 1:
         return [*seen, MALFORMED] if len(m.encode()) < 80 else seen
-    if m.version > 1:
-        seen.append((p + "smcv2_ext_offset", int.from_bytes(m.growth[10:12], "big")))
+    seen.append((p + "smcv2_ext_offset", 0))
     subnet = "smc.outgoing.interface.subnet.mask"
     seen += [
         (subnet, m.ipv4_subnet),
@@ -188,7 +187,7 @@ def _decline(m: clc.Decline) -> list[Reading]:
         ("smc.peer.diag.info", m.diagnosis),
     ]
     if m.more_diagnosis is not None:
-        seen.append(("smc.decline.os.type", m.encode()[20] >> 4))
+        seen.append(("smc.decline.os.type", m.system))
         seen += [("smc.peer.diag.info", word) for word in m.more_diagnosis]
     return seen
 
@@ -274,7 +273,7 @@ def _confirm_rkey_continuation(m: llc.ConfirmRkeyContinuation) -> list[Reading]:
         *_llc(m),
         (p + "response", m.reply),
         (p + "negative.response", m.negative),
-        (p + "retry.rkey.set", int.from_bytes(m.reserved[3:4], "big") >> 4 & 1),
+        (p + "retry.rkey.set", False),
         (p + "number.qp", m.tokens_left),
         *_other_links(m.others),
     ]

@@ -2,7 +2,7 @@
 
 They cover what the captured messages of ``golden/kernel_messages.json`` lack: CONFIRM RKEY
 CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal and its IPv6 form,
-the 44-byte Decline, reserved bits that a peer set.  :func:`captured` reads the captured ones.
+the 44-byte Decline.  :func:`captured` reads the captured ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.wire.tshark_reader import Reading
 from trio_smc.wire import cdc, clc, llc
 
 _GOLDEN = Path(__file__).parents[1] / "golden" / "kernel_messages.json"
+_GOLDEN_V2 = _GOLDEN.with_name("kernel_v2_messages.json")
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,38 @@ def captured(codec: str = "") -> list[Captured]:
     ]
 
 
+@dataclass(frozen=True)
+class CapturedV2:
+    """A message of version 2 between stock kernels, and what an independent decoder read in it."""
+
+    name: str
+    codec: str
+    data: bytes
+    fields: dict[str, Any]
+
+
+def captured_v2(codec: str = "") -> list[CapturedV2]:
+    """The captured messages of version 2: of "clc" or "llc", or all."""
+    return [
+        CapturedV2(item["name"], item["codec"], bytes.fromhex(item["hex"]), item["fields"])
+        for item in json.loads(_GOLDEN_V2.read_text())
+        if codec in ("", item["codec"])
+    ]
+
+
+def gid_text(gid: bytes) -> str:
+    """As the golden file of version 2 writes a GID."""
+    if gid.startswith(bytes(10) + b"\xff\xff"):
+        return "::ffff:" + ".".join(map(str, gid[12:]))
+    return gid.hex()
+
+
 PEER = bytes.fromhex("0102 a0b0c0d0e0f0")
 GID = bytes.fromhex("fe80 0000 0000 0000 a0b0 c0ff fed0 e0f0")
 MAC = bytes.fromhex("a0b0c0d0e0f0")
 _PEER, _GID, _MAC = PEER.hex(), GID.hex(), MAC.hex()
+V4_GID = bytes(10) + b"\xff\xff" + bytes((192, 0, 2, 1))
+_V4_GID = V4_GID.hex()
 _EYE = "e2d4c3d9"
 
 
@@ -87,7 +117,6 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             flags=0x08,
             gid=GID,
             mac=MAC,
-            growth=bytes(40),
             ipv6_prefixes=(
                 clc.Ipv6Prefix(prefix=bytes.fromhex("20010db8") + bytes(12), length=64),
                 clc.Ipv6Prefix(prefix=bytes.fromhex("fd") + bytes(15), length=8),
@@ -107,30 +136,59 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             flags=0x00,
             gid=GID,
             mac=MAC,
-            growth=bytes(10) + bytes((0, 36)) + bytes(28),
             ipv4_subnet=bytes((10, 0, 0, 0)),
             ipv4_mask_length=8,
-            extension=bytes((1,)) + bytes(39) + b"\x40" * 32,
+            v2=clc.V2Offer(eids=(b"\x40" * 32,), gid=bytes(16), release=0),
         ),
         _bytes(
             *(_EYE, "01 00a4 20", _PEER, _GID, _MAC, "0028", "00" * 10, "0024", "00" * 28),
             *("0a000000 08 0000 00", "01", "00" * 39, "40" * 32, _EYE),
         ),
     ),
+    "Proposal, both versions and an IPv6 prefix": (
+        clc.Proposal(
+            peer_id=PEER,
+            version=2,
+            flags=clc.proposal_flags(v1=True, v2=True),
+            gid=GID,
+            mac=MAC,
+            ipv6_prefixes=(
+                clc.Ipv6Prefix(prefix=bytes.fromhex("20010db8") + bytes(12), length=64),
+            ),
+            v2=clc.V2Offer(
+                eids=(b"A" * 32, b"B" * 32),
+                gid=V4_GID,
+                release=1,
+                max_connections=16,
+                max_links=1,
+                features=0x8001,
+            ),
+        ),
+        _bytes(
+            *(_EYE, "01 00d5 20", _PEER, _GID, _MAC, "0028", "00" * 10, "0035", "00" * 28),
+            "00000000 00 0000 01",
+            "20010db8 00000000 00000000 00000000 40",
+            *("02 00 00 10 0000 0000", _V4_GID, "10 01 8001", "00" * 12, "41" * 32, "42" * 32),
+            _EYE,
+        ),
+    ),
     "Proposal, version 2 without an offer of version 1": (
         clc.Proposal(
             peer_id=PEER,
             version=2,
-            flags=0x02,
+            flags=clc.proposal_flags(v1=False, v2=True),
             gid=bytes(16),
             mac=bytes(6),
-            extension=b"\xff" * 116,
+            v2=clc.V2Offer(eids=(), gid=V4_GID, release=15),
         ),
-        _bytes(_EYE, "01 00a0 22", _PEER, "00" * 16, "00" * 6, "0000", "ff" * 116, _EYE),
+        _bytes(
+            *(_EYE, "01 007c 22", _PEER, "00" * 16, "00" * 6, "0000"),
+            *("00" * 10, "001c", "00" * 28, "00 00 00 f0 0000 0000", _V4_GID, "00" * 16, _EYE),
+        ),
     ),
-    "Proposal with reserved bits": (
-        clc.Proposal(peer_id=PEER, gid=GID, mac=MAC, flags=0x0F, area_reserved=b"\xab\xcd"),
-        _bytes(_EYE, "01 0034 1f", _PEER, _GID, _MAC, "0000", "00000000 00 abcd 00", _EYE),
+    "Proposal with reserved flags": (
+        clc.Proposal(peer_id=PEER, gid=GID, mac=MAC, flags=0x0F),
+        _bytes(_EYE, "01 0034 1f", _PEER, _GID, _MAC, "0000", "00000000 00 0000 00", _EYE),
     ),
     "Accept, first contact": (
         clc.Accept(
@@ -152,7 +210,7 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             *("55", "00", "00007f0012340000", "00", "0a0b0c", _EYE),
         ),
     ),
-    "Accept, reserved MTU and reserved bits": (
+    "Accept, reserved MTU": (
         clc.Accept(
             peer_id=PEER,
             gid=GID,
@@ -165,11 +223,10 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             qp_mtu=6,
             rmb_address=0,
             initial_psn=0,
-            reserved=_bytes("00" * 7, "07", "00" * 43, "51", "00" * 8, "60"),
         ),
         _bytes(
-            *(_EYE, "02 0044 17", _PEER, _GID, _MAC, "000001", "00000000", "01", "00000000"),
-            *("f6", "51", "0000000000000000", "60", "000000", _EYE),
+            *(_EYE, "02 0044 10", _PEER, _GID, _MAC, "000001", "00000000", "01", "00000000"),
+            *("f6", "00", "0000000000000000", "00", "000000", _EYE),
         ),
     ),
     "Confirm": (
@@ -205,10 +262,10 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             version=2,
             diagnosis=0x03030000,
             more_diagnosis=(1, 2, 3, 0xFFFFFFFF),
-            reserved=bytes(20) + b"\x20",
+            system=clc.LINUX,
         ),
         _bytes(
-            *(_EYE, "04 002c 20", _PEER, "03030000", "20 000000"),
+            *(_EYE, "04 002c 20", _PEER, "03030000", "20000000"),
             *("00000001 00000002 00000003 ffffffff", _EYE),
         ),
     ),
@@ -245,19 +302,6 @@ LLC: dict[str, tuple[llc.Message, bytes]] = {
         ),
         _bytes("01 2c 00 83", _MAC, _GID, "000001", "ff", "00000000", "02", "00" * 9),
     ),
-    "CONFIRM LINK, only one of the two no eye catcher bits": (
-        llc.ConfirmLink(
-            no_eye_catcher=True,
-            mac=MAC,
-            gid=GID,
-            qp_number=1,
-            link_number=1,
-            link_user_id=0,
-            max_links=2,
-            reserved=b"\0\0\0\x01",
-        ),
-        _bytes("01 2c 00 02", _MAC, _GID, "000001", "01", "00000000", "02", "00" * 9),
-    ),
     "ADD LINK": (
         llc.AddLink(
             mac=MAC,
@@ -292,18 +336,6 @@ LLC: dict[str, tuple[llc.Message, bytes]] = {
     "ADD LINK CONTINUATION reply, empty": (
         llc.AddLinkContinuation(reply=True, link_number=2, tokens_left=0),
         _bytes("03 2c 00 80", "02", "00", "0000", "00" * 36),
-    ),
-    "ADD LINK CONTINUATION with an unused slot that is not zero": (
-        llc.AddLinkContinuation(
-            link_number=2,
-            tokens_left=1,
-            pairs=(llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3),),
-            reserved=bytes(24) + b"\xee" * 16,
-        ),
-        _bytes(
-            *("03 2c 00 00", "02", "01", "0000", "00000001", "00000002", "0000000000000003"),
-            *("ee" * 16, "00000000"),
-        ),
     ),
     "DELETE LINK, all of them": (
         llc.DeleteLink(all_links=True, orderly=True, reason=llc.DeleteLinkReason.PROGRAM),
@@ -399,12 +431,9 @@ CDC: dict[str, tuple[cdc.CdcMessage, bytes]] = {
     "connection closed": _cdc(0, 0x40),
     "abnormal close": _cdc(0, 0x20),
     "all flags": _cdc(0xF8, 0xE0),
-    "reserved bits": (
-        cdc.CdcMessage(1, 2, producer_flags=7, connection_flags=31, reserved=bytes(range(1, 23))),
-        _bytes(
-            *("fe 2c 0001", "00000002", "0102 0000 00000000", "0304 0000 00000000", "07 1f"),
-            "05060708 090a0b0c 0d0e0f10 11121314 1516",
-        ),
+    "reserved flags": (
+        cdc.CdcMessage(1, 2, producer_flags=7, connection_flags=31),
+        _bytes("fe 2c 0001 00000002", "00" * 16, "07 1f", "00" * 18),
     ),
 }
 

@@ -7,8 +7,10 @@ and a message of SMC-R that breaks its format becomes an `Unreadable`.
 
 - TCP: a segment that begins with the eye catcher starts a run of CLC messages in its direction.
   The run ends with the first bytes that are none; nothing else of TCP is kept.
-- RoCE, version 2 (UDP 4791) or 1 (its own Ethernet type): SENDs of 44 bytes that are an LLC or a
-  CDC message, and the first packet of each RDMA write, whose header tells all of it.
+- RoCE, version 2 (UDP 4791) or 1 (its own Ethernet type): SENDs that are an LLC or a CDC message,
+  and the first packet of each RDMA write, whose header tells all of it.  An LLC message tells its
+  version of SMC-R by its first byte.  Those of version 2 may be longer than a packet: the packets
+  of such a SEND follow each other, for it is alone on its link's way.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _IPV4, _IPV6, _ROCE_V1 = 0x0800, 0x86DD, 0x8915
 _TCP, _UDP = 6, 17
 _GRH_SIZE, _BTH_SIZE, _ICRC_SIZE, _RETH_SIZE = 40, 12, 4, 16
 _SENDS: Final = frozenset({0x04, 0x05, 0x17})
+_SEND_FIRST, _SEND_MIDDLE = 0x00, 0x01
+_SEND_LASTS: Final = frozenset({0x02, 0x03, 0x16})
 _WRITES: Final = frozenset({0x06, 0x0A, 0x0B})
 _MOST_RUNS: Final = 4096
 _SYN: Final = 0x02
@@ -86,14 +90,14 @@ class Seen:
 
 def dissect(packets: Iterable[Packet]) -> Iterator[Seen]:
     """What SMC-R has said in these packets, in their order."""
-    runs = _Runs()
+    runs, sends = _Runs(), _Sends()
     for packet in packets:
         try:
             kind, data = _network_packet(packet)
             if kind == _ROCE_V1:
-                found = _roce_v1(packet.time, data)
+                found = _roce_v1(packet.time, data, sends)
             elif kind in (_IPV4, _IPV6):
-                found = _ip(packet.time, data, runs)
+                found = _ip(packet.time, data, runs, sends)
             else:
                 continue
         except (struct.error, IndexError):
@@ -115,7 +119,7 @@ def _network_packet(packet: Packet) -> tuple[int, bytes]:
     return kind, data[start:]
 
 
-def _ip(time: int, data: bytes, runs: _Runs) -> list[Seen]:
+def _ip(time: int, data: bytes, runs: _Runs, sends: _Sends) -> list[Seen]:
     if data[0] >> 4 == 4:
         header = (data[0] & 15) * 4
         size, protocol = struct.unpack_from(">2xH5xB", data)
@@ -132,41 +136,79 @@ def _ip(time: int, data: bytes, runs: _Runs) -> list[Seen]:
     if protocol == _TCP:
         return runs.segment(time, source, target, body)
     if protocol == _UDP and struct.unpack_from(">H", body, 2)[0] == frames.ROCE_PORT:
-        return _roce(time, source, target, body[8:])
+        return _roce(time, source, target, body[8:], sends)
     return []
 
 
-def _roce_v1(time: int, data: bytes) -> list[Seen]:
+def _roce_v1(time: int, data: bytes, sends: _Sends) -> list[Seen]:
     if data[6] != 0x1B:  # what follows the global route header is a base transport header
         return []
     [size] = struct.unpack_from(">H", data, 4)
     source, target = frames.gid_address(data[8:24]), frames.gid_address(data[24:40])
-    return _roce(time, source, target, data[_GRH_SIZE : _GRH_SIZE + size])
+    return _roce(time, source, target, data[_GRH_SIZE : _GRH_SIZE + size], sends)
 
 
-def _roce(time: int, source: bytes, target: bytes, data: bytes) -> list[Seen]:
+def _roce(time: int, source: bytes, target: bytes, data: bytes, sends: _Sends) -> list[Seen]:
     opcode, flags, target_qp = struct.unpack_from(">BB2xI", data)
-    event: Event
+    event: Event | None
     if opcode in _WRITES:
         event = Write(*struct.unpack_from(">QII", data, _BTH_SIZE))
-    elif opcode in _SENDS:
+    else:
         padding = flags >> 4 & 3
         payload = data[_BTH_SIZE : len(data) - _ICRC_SIZE - padding]
-        if len(payload) != llc.MESSAGE_SIZE or payload[1] != llc.MESSAGE_SIZE:
-            return []
-        event = _link_message_untrusted(payload)
-    else:
+        message = sends.packet((source, target, target_qp), opcode, payload)
+        event = _link_message_untrusted(message)
+    if event is None:
         return []
     return [Seen(time, False, End(source, None), End(target, target_qp & 0xFFFFFF), event)]
 
 
-def _link_message_untrusted(payload: bytes) -> Event:
+def _link_message_untrusted(data: bytes) -> Event | None:
+    """None: it looks like nothing that SMC-R says, so others said it."""
     try:
-        if payload[0] == cdc.CDC_TYPE:
-            return cdc.decode_untrusted(payload)
-        return llc.decode_untrusted(payload)
+        if _is_version_2(data):
+            return llc.V2.decode_untrusted(data)
+        if len(data) != llc.MESSAGE_SIZE or data[1] != llc.MESSAGE_SIZE:
+            return None
+        if data[0] == cdc.CDC_TYPE:
+            return cdc.decode_untrusted(data)
+        return llc.V1.decode_untrusted(data)
     except ProtocolError as error:
         return Unreadable(str(error))
+
+
+def _is_version_2(data: bytes) -> bool:
+    return (
+        len(data) >= llc.MESSAGE_SIZE
+        and data[0] in llc.V2.types
+        and len(data) in (int.from_bytes(data[1:3], "little"), int.from_bytes(data[1:3], "big"))
+    )
+
+
+class _Sends:
+    """SENDs of several packets that have begun, the last `_MOST_RUNS`."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[tuple[bytes, bytes, int], bytes] = OrderedDict()
+
+    def packet(self, ends: tuple[bytes, bytes, int], opcode: int, payload: bytes) -> bytes:
+        """The message that ends with this packet; b"" for none."""
+        if opcode in _SENDS:
+            return payload
+        if opcode == _SEND_FIRST:
+            self._begun[ends] = b""
+            if len(self._begun) > _MOST_RUNS:
+                self._begun.popitem(last=False)
+        elif opcode != _SEND_MIDDLE and opcode not in _SEND_LASTS:
+            return b""
+        if ends not in self._begun:
+            return b""
+        message = self._begun.pop(ends) + payload
+        if opcode in _SEND_LASTS:
+            return message
+        if len(message) < llc.V2.largest:
+            self._begun[ends] = message
+        return b""
 
 
 class _Run:

@@ -14,11 +14,7 @@ from trio_smc.wire.sizes import RMBE_SIZE_UNIT, rmbe_size_code, rmbe_size_of
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "DEFAULT_PINS",
-    "Config",
-]
-
+__all__ = ["DEFAULT_PINS", "Config"]
 
 DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
 """Where ``trio-smc setup`` pins what the TCP option needs, unless it is told otherwise."""

@@ -13,9 +13,7 @@ from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "load_config",
-]
+__all__ = ["load_config"]
 
 
 def load_config(path: Path | str) -> Config:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import ipaddress
 from functools import lru_cache
 
-__all__ = [
-    "Listed",
-    "check_list",
-    "is_listed",
-]
-
+__all__ = ["Listed", "check_list", "is_listed"]
 
 Listed = str | int | tuple[str, int]
 """A network ("192.0.2.0/24"), a port, or a pair of host and port."""

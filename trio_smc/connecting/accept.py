@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import socket as stdlib_socket
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.host.addresses import (
-    has_prefix,
-    has_subnet,
+    Prefix,
+    is_attached,
     is_on_network,
     is_same_host,
     plain_address,
@@ -21,8 +21,8 @@ from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
-from trio_smc.stack.policy import Peer, permitted_rnic
-from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.stack.policy import Chooser, Peer, permitted_rnic
+from trio_smc.streams.rdma_stream import RdmaStream, StreamHost
 from trio_smc.streams.socket_options import Inherited, inherited, receive_buffer_for
 from trio_smc.streams.stream import SmcStream
 from trio_smc.streams.tcp_stream import TcpStream
@@ -31,19 +31,27 @@ from trio_smc.wire import clc
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Claim, Publication
+    from trio_smc.rendezvous.discovery.tcp_option import TcpOption
+    from trio_smc.rnic.spinner import Spinner
     from trio_smc.rnic.verbs import Rnic
-    from trio_smc.stack.groups import StackCore
+    from trio_smc.stack.groups import GroupTable
 
-__all__ = [
-    "Arrival",
-    "established_stream",
-]
-
+__all__ = ["Arrival", "HandshakeHost", "established_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
 _SNIFF: Final = len(clc.EYE_CATCHER)
 _TCP_CLOSE_WAIT: Final = 8
+
+
+class HandshakeHost(StreamHost, Chooser, Protocol):
+    """What a handshake, client's or server's, wants of the stack."""
+
+    groups: GroupTable
+    tcp_option: TcpOption
+
+    def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
+        """Who may wait awake for messages of a connection that ``rnic`` serves."""
 
 
 class Arrival:
@@ -63,7 +71,7 @@ class Arrival:
 
     def __init__(
         self,
-        stack: StackCore,
+        stack: HandshakeHost,
         config: Config,
         publication: Publication,
         sock: trio.socket.SocketType,
@@ -131,13 +139,13 @@ class Arrival:
         if isinstance(fallback, RdmaStream):
             return fallback
         if config.require_smc:
-            stack.count_mode(None, fallback)
-            stack.handshakes["refused"] += 1
+            stack.groups.count_mode(None, fallback)
+            stack.groups.handshakes["refused"] += 1
             LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
             sock.close()
             return None
         stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
-        stack.count_mode(stream, fallback)
+        stack.groups.count_mode(stream, fallback)
         return stream
 
     async def _negotiate(self) -> RdmaStream | Fallback:
@@ -149,22 +157,19 @@ class Arrival:
                 raise self._failure
             plain = await self._discover()
         except (OSError, _Silent):
-            with stack.handshake():  # ended before it began
+            with stack.groups.handshake():  # ended before it began
                 raise
         if plain is not None:
             return plain
         address = self._local[0]
         options = inherited(sock)
         negotiation = ServerNegotiation(
-            host=stack,
-            rnic=None if isinstance(rnic, FallbackReason) else rnic,
-            admit=lambda proposal: (
-                rnic if isinstance(rnic, FallbackReason) else _admit(proposal, rnic, address)
-            ),
+            host=stack.groups,
+            admit=lambda proposal: _admit(proposal, rnic, address),
             receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
         )
         negotiation.sock = sock
-        with stack.handshake():
+        with stack.groups.handshake():
             outcome = await run_negotiation(
                 negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
             )
@@ -195,7 +200,7 @@ class Arrival:
 
 
 def established_stream(
-    stack: StackCore,
+    stack: HandshakeHost,
     outcome: Established,
     sock: trio.socket.SocketType,
     config: Config,
@@ -208,7 +213,7 @@ def established_stream(
 
     Raises OSError when it has ended since, before anybody could use it.
     """
-    endpoint = stack.endpoint_of(outcome.connection)
+    endpoint = stack.groups.endpoint_of(outcome.connection)
     if endpoint is None:
         raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
     if endpoint.reset:
@@ -221,12 +226,12 @@ def established_stream(
         close_timeout=config.close_timeout,
         flush_later=stack.pump.flush_later if amortised else None,
     )
-    endpoint.connection.urgent_inline = config.urgent_inline
+    endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     stream = RdmaStream(stack, endpoint, sock, config)
     if options is not None:
         stream.inherit(options)
-    stack.count_mode(stream, None)
+    stack.groups.count_mode(stream, None)
     if config.learn_short:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
@@ -240,21 +245,23 @@ def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
     return "software" if isinstance(rnic, FallbackReason) else rnic.kind
 
 
-def _admit(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
-    """The server's look at a Proposal (RFC 7609, 3.5.1.2).
+def _admit(
+    proposal: clc.Proposal, rnic: Rnic | FallbackReason, address: str
+) -> Rnic | FallbackReason:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it, or why none does.
 
     A RoCE port must itself be on the common network, which is that of our own ``address``: the
     credentials in SMC Accept are for it.
     """
+    if isinstance(rnic, FallbackReason):
+        return rnic
     if not proposal.offers_smc_r:
         return FallbackReason.MODE_MISMATCH
-    if rnic.kind == "roce":
-        common = is_on_network(address, proposal)
-    elif proposal.ipv6_prefixes:
-        common = has_prefix(proposal.ipv6_prefixes)
-    else:
-        common = has_subnet(proposal.ipv4_subnet, proposal.ipv4_mask_length)
-    return None if common else FallbackReason.PREFIX_MISMATCH
+    networks = [Prefix(each.prefix, each.length) for each in proposal.ipv6_prefixes]
+    if proposal.ipv4_mask_length:
+        networks = [Prefix(proposal.ipv4_subnet, proposal.ipv4_mask_length)]
+    common = is_on_network(address, networks) if rnic.kind == "roce" else is_attached(networks)
+    return rnic if common else FallbackReason.PREFIX_MISMATCH
 
 
 class _Silent(Exception):

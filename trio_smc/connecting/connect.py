@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc.connecting.accept import established_stream
-from trio_smc.connecting.dial import Attempt, connect_attempt, connect_tcp
+from trio_smc.connecting.accept import HandshakeHost, established_stream
+from trio_smc.connecting.dial import Attempt, DialHost, connect_attempt, connect_tcp
 from trio_smc.host.addresses import Prefix, interface_prefixes, plain_address
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.client import ClientNegotiation
@@ -30,13 +30,8 @@ from trio_smc.wire import clc
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
-    from trio_smc.stack.groups import StackCore
 
-__all__ = [
-    "connect_socket",
-    "connect_stream",
-]
-
+__all__ = ["ConnectHost", "connect_socket", "connect_stream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -52,8 +47,12 @@ _NOBODY: Final = frozenset(
 )
 
 
+class ConnectHost(DialHost, HandshakeHost, Protocol):
+    """What connecting wants of the stack."""
+
+
 async def connect_stream(
-    stack: StackCore,
+    stack: ConnectHost,
     host: str | bytes,
     port: int,
     *,
@@ -69,7 +68,7 @@ async def connect_stream(
 
 
 async def connect_socket(
-    stack: StackCore, sock: trio.socket.SocketType, address: Any, config: Config
+    stack: ConnectHost, sock: trio.socket.SocketType, address: Any, config: Config
 ) -> SmcStream:
     """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
 
@@ -84,7 +83,7 @@ async def connect_socket(
     return await _negotiated(stack, attempt, config)
 
 
-async def _negotiated(stack: StackCore, attempt: Attempt, config: Config) -> SmcStream:
+async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
     """The stream of a TCP connection that is open."""
     try:
         outcome = await _negotiate(stack, attempt, config)
@@ -102,14 +101,14 @@ async def _negotiated(stack: StackCore, attempt: Attempt, config: Config) -> Smc
     await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
     if config.require_smc:
         attempt.sock.close()
-        stack.count_mode(None, outcome)
+        stack.groups.count_mode(None, outcome)
         raise SmcUnavailable(outcome)
     stream = TcpStream(attempt.sock, outcome, urgent_inline=config.urgent_inline)
-    stack.count_mode(stream, outcome)
+    stack.groups.count_mode(stream, outcome)
     return stream
 
 
-async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
+async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:
     sock, announcement = attempt.sock, attempt.announcement
     if attempt.offers:
         reason = stack.tcp_option.answer(sock)
@@ -130,14 +129,11 @@ async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> Rdma
         if refusal is not None:
             return _refused(refusal, said=True)
     negotiation = ClientNegotiation(
-        host=stack,
-        rnic=rnic,
-        proposal=_proposal(stack, rnic, here),
-        receive_buffer=config.receive_buffer_for(rnic.kind),
+        host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
     )
     negotiation.sock = sock
-    with stack.handshake():
-        negotiation.start()
+    with stack.groups.handshake():
+        negotiation.propose(rnic, _proposal(stack.groups.peer_id, rnic, here))
         outcome = await run_negotiation(
             negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
         )
@@ -148,11 +144,11 @@ async def _negotiate(stack: StackCore, attempt: Attempt, config: Config) -> Rdma
 
 
 async def _decline(
-    stack: StackCore, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
+    stack: ConnectHost, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
 ) -> Fallback:
     """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
-    negotiation = ClientNegotiation(host=stack, rnic=None, proposal=None, receive_buffer=1)
-    with stack.handshake():
+    negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
+    with stack.groups.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(
             negotiation, sock, config.handshake_timeout, stack.timers, NEVER
@@ -169,9 +165,9 @@ def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
     return Fallback.local(reason)
 
 
-def _proposal(stack: StackCore, rnic: Rnic, address: str) -> clc.Proposal:
+def _proposal(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
     """RFC 7609, 3.5.1.2, A.2.1."""
-    return _proposal_from(stack.peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
+    return _proposal_from(peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
 
 
 @functools.lru_cache(_REMEMBERED)

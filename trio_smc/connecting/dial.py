@@ -14,7 +14,7 @@ import socket as stdlib_socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 from trio.socket import from_stdlib_socket
@@ -22,21 +22,24 @@ from trio.socket import from_stdlib_socket
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host, plain_address, source_address
 from trio_smc.rendezvous.discovery.same_host import Announcement
-from trio_smc.stack.policy import permitted_rnic
+from trio_smc.stack.policy import Chooser, permitted_rnic
 
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
-    from trio_smc.stack.groups import StackCore
+    from trio_smc.rendezvous.discovery.same_host import Discovery
+    from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
-__all__ = [
-    "Attempt",
-    "connect_attempt",
-    "connect_tcp",
-]
-
+__all__ = ["Attempt", "DialHost", "connect_attempt", "connect_tcp"]
 
 _REMEMBERED = 256  # numeric addresses looked up last
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address
+
+
+class DialHost(Chooser, Protocol):
+    """What an attempt to connect wants of the stack."""
+
+    discovery: Discovery
+    tcp_option: TcpOption
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class Attempt:
 
 
 async def connect_tcp(
-    stack: StackCore, host: str | bytes, port: int, delay: float, local: str | None, config: Config
+    stack: DialHost, host: str | bytes, port: int, delay: float, local: str | None, config: Config
 ) -> Attempt:
     """The first connection that succeeds, of attempts staggered by ``delay`` seconds."""
     if host is None:
@@ -179,7 +182,7 @@ def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list
 
 
 async def _connect_one(
-    stack: StackCore, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
+    stack: DialHost, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
 ) -> Attempt:
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
@@ -210,7 +213,7 @@ async def _connect(attempt: Attempt, address: Any) -> None:
 
 
 async def connect_attempt(
-    stack: StackCore, attempt: Attempt, address: Any, local: str | None, config: Config
+    stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
     """Announce and connect; ``local``: the address to connect from, bound already or not."""
     sock = attempt.sock
@@ -261,7 +264,7 @@ async def _bind(attempt: Attempt, source: str, *, late_port: bool) -> None:
 
 
 def _announced_source(
-    stack: StackCore, attempt: Attempt, address: Any, local: str | None, config: Config
+    stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
     """The address to announce on this host; why not; or None where it does not apply.
 

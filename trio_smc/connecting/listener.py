@@ -7,10 +7,8 @@ the TCP backlog.  Nothing that goes wrong with one connection reaches the caller
 Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
 which saves a short-lived connection a task and two passes of the scheduler.
 
-Listening TCP sockets that are known before they listen.
-
-`trio.open_tcp_listeners` gives sockets that listen already; the TCP option must be asked for
-before (`rendezvous.tcp_option`).
+The listening sockets are opened here and not by `trio.open_tcp_listeners`, whose sockets listen
+already: the TCP option must be asked for before (`rendezvous.discovery.tcp_option`).
 """
 
 from __future__ import annotations
@@ -22,26 +20,22 @@ import socket as stdlib_socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.connecting.accept import Arrival
+from trio_smc.connecting.accept import Arrival, HandshakeHost
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
-    from trio_smc.rendezvous.discovery.same_host import Publication
-    from trio_smc.stack.groups import StackCore
+    from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
+    from trio_smc.stack.runtime import Busy, Cancellable, Closable
     from trio_smc.streams.stream import SmcStream
 
-__all__ = [
-    "SmcListener",
-    "open_listening_sockets",
-]
-
+__all__ = ["ListenerHost", "SmcListener", "open_listening_sockets"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -50,6 +44,26 @@ _CAPACITY_ERRORS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBU
 # The listening socket is none any more.
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _CAPACITY_PAUSE: Final = 0.1
+
+
+# The kernel keeps it in 16 bits and may take more for less.
+_MAX_BACKLOG: Final = 0xFFFF
+
+
+class ListenerHost(HandshakeHost, Protocol):
+    """What a listener wants of the stack."""
+
+    discovery: Discovery
+    nursery: trio.Nursery
+
+    def add_listener(self, listener: Closable) -> None:
+        """Close ``listener`` when the stack is left."""
+
+    def remove_listener(self, listener: Closable) -> None:
+        """It was closed."""
+
+    def busy(self, work: Cancellable) -> Busy:
+        """Around work that leaving the stack cancels and waits for."""
 
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
@@ -61,7 +75,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def __init__(
         self,
-        stack: StackCore,
+        stack: ListenerHost,
         sock: trio.socket.SocketType,
         config: Config,
         *,
@@ -267,10 +281,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
 # As for streams: a program that asks for a SocketListener wants its `socket`.
 trio.SocketListener.register(SmcListener)
-
-
-# The kernel keeps it in 16 bits and may take more for less.
-_MAX_BACKLOG: Final = 0xFFFF
 
 
 async def open_listening_sockets(

@@ -22,12 +22,12 @@ clients ignore fields that they do not know.
 from __future__ import annotations
 
 import json
-import socket
 import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.private_directory import peer_user
 
 __all__ = [
     "CAPTURE",
@@ -41,7 +41,7 @@ __all__ = [
     "decode_untrusted",
     "encode",
     "length_untrusted",
-    "peer_credentials",
+    "peer_user",
     "pid_of_name",
 ]
 
@@ -100,13 +100,6 @@ def decode_untrusted(body: bytes) -> dict[str, Any]:
         text = f"a control message of version {str(version)[:20]} where {VERSION} is spoken"
         raise ProtocolError(text)
     return message
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process and user number of who is at the other end of a Unix socket (unix(7))."""
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
-    return pid, uid
 
 
 def pid_of_name(name: str) -> int | None:

@@ -4,13 +4,10 @@
 
 Theory of operation
 -------------------
-The protocol is told in `_base.control`.  One task of the stack waits in accept and costs nothing
+The protocol is told in `control.protocol`.  One task of the stack waits in accept and costs nothing
 until somebody asks; each client gets a task, a deadline, and what it asked for, piece by piece,
 so that a stack with many connections goes on with its own work in between.  Whatever a client
 does wrong costs that client only, and a stack that cannot have a socket goes without.
-
-The socket gets its name only when it listens, so that a name that refuses connections is a dead
-process's and may be removed by anybody (as `rendezvous._private_directory` says).
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import math
 import os
 import secrets
 import socket
-import stat
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -33,19 +29,14 @@ from trio_smc.capture.stream import send_capture
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
-from trio_smc.host.private_directory import HIDDEN, DirectoryUnusable, listen_as, open_private
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trio_smc._stack import Stack
 
-__all__ = [
-    "REPORT_TO",
-    "ControlSocket",
-    "RunReport",
-]
-
+__all__ = ["REPORT_TO", "ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
@@ -69,20 +60,18 @@ class ControlSocket:
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._slots = trio.CapacityLimiter(_CLIENTS)
         self._closed = False
-        root = open_private(directory, create=True)
+        root = PrivateDirectory.open(directory, create=True)
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(control.DIRECTORY, mode=0o700, dir_fd=root)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            self._directory = os.open(control.DIRECTORY, flags, dir_fd=root)
+            self._directory = root.below(control.DIRECTORY, create=True)
         finally:
-            os.close(root)
+            root.close()
         try:
-            self._socket = trio.socket.from_stdlib_socket(self._listen())
+            listener = self._directory.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
+            self._socket = trio.socket.from_stdlib_socket(listener)
         except BaseException:
-            os.close(self._directory)
+            self._directory.close()
             raise
-        self._remove_stale()
+        self._directory.remove_stale()
 
     @classmethod
     def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
@@ -93,36 +82,6 @@ class ControlSocket:
             LOGGER.info("no control socket: %s", error)
             return None
 
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
-            listen_as(listener, self._directory, self._name, _CLIENTS)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-
-    def _remove_stale(self) -> None:
-        """Remove the names of processes that are gone."""
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self._directory):
-                pid = control.pid_of_name(name.removeprefix(HIDDEN))
-                # Only then is it worth a connection, which wakes a process that is there.
-                if pid is not None and not os.path.exists(f"/proc/{pid}"):
-                    with contextlib.suppress(OSError):
-                        self._remove_if_dead(name)
-
-    def _remove_if_dead(self, name: str) -> None:
-        if not stat.S_ISSOCK(os.lstat(name, dir_fd=self._directory).st_mode):
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(f"/proc/self/fd/{self._directory}/{name}")
-            except ConnectionRefusedError:
-                os.unlink(name, dir_fd=self._directory)
-
     def abandon(self) -> None:
         """This process is a forked child: the name and its socket are the parent's."""
         if self._closed:
@@ -130,7 +89,7 @@ class ControlSocket:
         self._closed = True
         # Not closed by Trio, whose epoll instance is shared with the parent.
         os.close(self._socket.detach())
-        os.close(self._directory)
+        self._directory.close()
 
     async def run(self) -> None:
         """Answer until cancelled; then the name is gone."""
@@ -148,9 +107,9 @@ class ControlSocket:
                 self._closed = True
                 self._socket.close()
                 with contextlib.suppress(OSError):
-                    os.unlink(self._name, dir_fd=self._directory)
-                self._remove_stale()
-                os.close(self._directory)
+                    self._directory.remove(self._name)
+                self._directory.remove_stale()
+                self._directory.close()
 
     async def _accept(self) -> trio.socket.SocketType | None:
         try:
@@ -166,7 +125,7 @@ class ControlSocket:
         stream = trio.SocketStream(client)
         try:
             with trio.move_on_after(_PATIENCE) as patience:
-                _, uid = control.peer_credentials(client)  # type: ignore[arg-type]
+                uid = control.peer_user(client)  # type: ignore[arg-type]
                 if uid != os.geteuid():
                     raise ProtocolError(f"user {uid} is not the one who runs this process")
                 await self._answer(stream, patience)

@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from trio_smc._stack import Stack
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
-    from trio_smc.streams.group_views import LinkGroup
+    from trio_smc.streams.group_views import LinkGroupView
 
-__all__ = [
-    "Snapshots",
-    "plain_statistics",
-]
+__all__ = ["Snapshots", "plain_statistics"]
 
 
 _Thing = TypeVar("_Thing")
@@ -37,7 +34,7 @@ class Snapshots:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._since = trio.current_time()
-        self._numbers: dict[LinkGroup, int] = {}
+        self._numbers: dict[LinkGroupView, int] = {}
         self._last_number = 0
 
     def parts(self, wanted: list[str]) -> Iterator[tuple[str, Any]]:
@@ -96,7 +93,7 @@ class Snapshots:
 
     # --- link groups -----------------------------------------------------------------------
 
-    def _link_group(self, view: LinkGroup) -> dict[str, Any]:
+    def _link_group(self, view: LinkGroupView) -> dict[str, Any]:
         return {
             "number": self._numbers[view],
             "role": view.role,
@@ -129,11 +126,11 @@ class Snapshots:
             "device": getattr(rnic, "device", None),
             "port": getattr(rnic, "port", None),
             "port_active": rnic.port_active,
-            "drained": self._stack.rnic_set.is_drained(rnic),
+            "drained": self._stack.runtime.rnic_set.is_drained(rnic),
             "gid": rnic.gid.hex(),
             "mac": rnic.mac.hex(),
             "mtu": 128 << rnic.mtu,
-            "pnet": [net for net, name in self._stack.rnic_set.table if name == rnic.name],
+            "pnet": [net for net, name in self._stack.runtime.rnic_set.table if name == rnic.name],
             "links": sum(
                 link.rnic is rnic for group in self._stack.link_groups for link in group.links
             ),

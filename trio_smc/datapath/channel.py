@@ -1,24 +1,30 @@
-"""What a connection needs of others: the link that carries its bytes, and the host it lives in.
+"""A link as a connection sees it, and a connection as its link sees it.
 
-The connection core does no I/O and knows no clock. It calls these two, and they call it back:
-`Connection.on_cdc_untrusted`, `on_cdc_complete`, `on_room`, `on_timer`. All of it happens
-on the Trio thread, and none of these methods may block or call back from within a call.
+The connection does no I/O. It posts on a `Channel`, which calls it back as a `Poster`. All of it
+happens on the Trio thread, and no method of a channel may block or call back from within a call.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-__all__ = ["AnyConnection", "Channel", "Host"]
+__all__ = ["Channel", "Poster"]
 
-AnyConnection: TypeAlias = Any
-"""A `trio_smc.datapath.connection.Connection`, which calls out from its base classes too."""
+
+class Poster(Protocol):
+    """Who posts on a link: a connection, or what moves it to another one (`failover.replay`)."""
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message, and every write before it, has reached the peer."""
+
+    def on_room(self) -> None:
+        """The link has room again, as `Channel.wait_for_room` promised."""
 
 
 class Channel(Protocol):
     """One link, as a connection sees it. What is posted arrives in the order of posting.
 
-    No method raises because the link has failed: that is told by `Connection.move` (another link
+    No method raises because the link has failed: that is told by `Connection.switch` (another link
     carries on) or `Connection.links_lost`.
     """
 
@@ -33,19 +39,17 @@ class Channel(Protocol):
         RDMA writes of that many bytes together and a CDC message.
         """
 
-    def wait_for_room(self, connection: AnyConnection) -> None:
-        """Call ``connection.on_room()`` once, later, when `capacity` is no longer 0."""
+    def wait_for_room(self, poster: Poster) -> None:
+        """Call ``poster.on_room()`` once, later, when `capacity` is no longer 0."""
 
-    def post_write(
-        self, connection: AnyConnection, data: memoryview, address: int, rkey: int
-    ) -> None:
+    def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
         """RDMA-write ``data`` to ``address`` of the peer's memory, unsignaled.
 
-        ``data`` does not change until the next CDC message of this connection is complete.
+        ``data`` does not change until the next CDC message of this poster is complete.
         """
 
-    def post_cdc(self, connection: AnyConnection, message: bytes) -> None:
-        """Send a CDC message; its completion calls ``connection.on_cdc_complete(sequence)``.
+    def post_cdc(self, poster: Poster, message: bytes) -> None:
+        """Send a CDC message; its completion calls ``poster.on_cdc_complete(sequence)``.
 
         Completions are reported in order, each once.
         """
@@ -63,30 +67,8 @@ class Channel(Protocol):
             and did not complete.
         """
 
-    def hand_over(self, connection: AnyConnection, heir: AnyConnection | None) -> None:
-        """Report completions of what ``connection`` has posted to ``heir``; None: to nobody.
+    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
+        """Report completions of what ``poster`` has posted to ``heir``; None: to nobody.
 
-        A call of ``on_room`` that ``connection`` waits for is not made.
+        A call of ``on_room`` that ``poster`` waits for is not made.
         """
-
-
-class Host(Protocol):
-    """Who owns the connection: link group and stream."""
-
-    def connection_closed(self, connection: AnyConnection) -> None:
-        """The connection is CLOSED and owes nothing: its RMBE and its alert token are free.
-
-        ``connection.used`` says how much of the RMBE has to be zeroed.
-        """
-
-    def set_timer(self, connection: AnyConnection, seconds: float | None) -> None:
-        """(Re)start the connection's one timer: ``connection.on_timer()`` then; None stops it."""
-
-    def reset_tcp(self, connection: AnyConnection) -> None:
-        """End the TCP connection by RST."""
-
-    def close_tcp(self, connection: AnyConnection) -> None:
-        """End the TCP connection by FIN."""
-
-    def state_changed(self, connection: AnyConnection, old: str, new: str, event: str) -> None:
-        """For observers: the connection's state machine has moved."""

@@ -1,36 +1,46 @@
-"""One SMC-R connection without I/O: states, flags, and what a received CDC message does.
+"""One SMC-R connection without I/O: its states, its endings, and what its peer's messages do.
 
 Theory of operation
 -------------------
-`Connection` is built in layers, each a class and a module: `Receiver` knows the own RMBE,
-`Messenger` the link and our CDC messages, `Sender` the peer's RMBE, `Endings` the states of
-RFC 7609, 4.8. This one is what others call: the rendezvous and the link group, the application,
-the peer by its CDC messages. Nothing here waits, and nothing here knows the time: the stream
-above sets `on_readable` and `on_writable`, the host below calls `on_timer`.
+A `Connection` holds a `Receiver`, which knows our RMBE, a `Sender`, which writes into the peer's,
+and a `Messenger`, which tells the peer about both. What is left is here: the states of RFC 7609,
+4.8, and what others call: the rendezvous and the link group, the application, the peer by its CDC
+messages. Nothing here waits, and nothing here knows the time: the stream above sets `on_readable`
+and `on_writable`, the host below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
 producer flags, then the connection flags in the order A, C, D. One that outruns the end of the
 rendezvous is applied too, but its data is shown only after `established` (3.5.2.4).
+
+The states and all their edges are declared in `trio_smc.states.connection`; a connection is what
+that machine reads and does: guards are attributes here, actions methods.
+
+CLOSED means that the RMBE may serve another connection. The host hears of it only when the last
+word (C or A) is complete: it may be lost with its link, and a peer that has not heard it may send
+its writes again over another link (RFC 7609, 4.6.2), into the RMBE. Unless a timer or the loss of
+the links says that nobody is there to hear it.
 """
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+import logging
+import os
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
-from trio_smc.datapath.endings import Endings
+from trio_smc.datapath.messenger import Messenger
+from trio_smc.datapath.receiver import Receiver, failure
 from trio_smc.datapath.rmb import EYE_CATCHER
+from trio_smc.datapath.sender import Sender
+from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CONNECTION
 from trio_smc.wire.cdc import (
     ABNORMAL_CLOSE,
     CONNECTION_CLOSED,
     FAILOVER_VALIDATION,
     SENDING_DONE,
-    UPDATE_REQUESTED,
-    URGENT_PENDING,
-    URGENT_PRESENT,
-    WRITER_BLOCKED,
     MessageMissing,
     unpack_untrusted,
 )
@@ -38,16 +48,57 @@ from trio_smc.wire.cdc import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.channel import Channel, Host
+    from trio_smc.datapath.channel import Channel
+    from trio_smc.datapath.messenger import Holder
     from trio_smc.datapath.rmb import Rmbe
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Host"]
 
-_URGENT = URGENT_PENDING | URGENT_PRESENT
-_TELL_ALL = UPDATE_REQUESTED | _URGENT
+_LAST_WORD = ABNORMAL_CLOSE | CONNECTION_CLOSED
+_log = logging.getLogger(__name__)
+# States in which the peer's data is of no interest (4.8.2, 1A).
+_ABORTING = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
+_GIVEN_UP = frozenset({"close_timeout", "abort_timeout"})
 
 
-class Connection(Endings):
+class Host(Protocol):
+    """Who owns the connection: link group and stream."""
+
+    def connection_closed(self, connection: Connection) -> None:
+        """The connection is CLOSED and owes nothing: its RMBE and its alert token are free.
+
+        ``connection.used`` says how much of the RMBE has to be zeroed.
+        """
+
+    def set_timer(self, connection: Connection, seconds: float | None) -> None:
+        """(Re)start the connection's one timer: ``connection.on_timer()`` then; None stops it."""
+
+    def reset_tcp(self, connection: Connection) -> None:
+        """End the TCP connection by RST."""
+
+    def close_tcp(self, connection: Connection) -> None:
+        """End the TCP connection by FIN."""
+
+    def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
+        """For observers: the connection's state machine has moved."""
+
+
+class _Nobody:
+    """In the place of all that a released connection would call: it and they are no cycle."""
+
+    def _hears(self, *_: object) -> None:
+        pass
+
+    connection_closed = set_timer = reset_tcp = close_tcp = state_changed = _hears
+    owe_cdc = tell_soon = overwritten = on_cdc_complete = on_room = _hears
+
+
+_NOBODY = _Nobody()
+# The machine that all released connections share: CLOSED is never left, and asks nothing.
+_CLOSED = Machine(CONNECTION, _NOBODY, state="CLOSED")
+
+
+class Connection:
     """One SMC-R connection.
 
     Args:
@@ -57,15 +108,51 @@ class Connection(Endings):
       close_timeout: seconds the peer may take to answer an ending (4.8.1, 4.8.2).
       chunks: cut sends into a quarter of the peer's ring each.
       copy_limit: largest changeable buffer, in bytes, that is copied and not borrowed.
-      flush_later: called with `flush` when a CDC message may wait until the scheduler sleeps;
-        None: every send posts its own.
+      flush_later: called with `Messenger.flush` when a CDC message may wait until the scheduler
+        sleeps; None: every send posts its own.
+
+    Attributes:
+      receiver, messenger, sender: its parts.
+      error: why it failed; None while it has not.
+      on_readable: called once, and cleared, when a blocked reader might go on.
+      on_urgent: the same, when `Receiver.urgent` may have changed.
+      on_writable: the same, when a blocked writer might go on: window, room on the link,
+        everything delivered, nothing borrowed any more, an ending.
     """
 
     __slots__ = (
+        "_aborting",
         "_alert_token",
+        "_application_closed",
+        "_cause",
+        "_close_timeout",
+        "_errno",
+        "_heard_all",
+        "_host",
         "_last_received",
+        "_machine",
+        "_peer_flags",
+        "_released",
+        "_rmbe",
+        "_spare_unread",
+        "_tcp_ended",
+        "_timer",
         "cdcs_received",
+        "close_pending",
+        "eof_pending",
+        "error",
+        "failovers",
+        "got_closed",
+        "messenger",
+        "on_readable",
+        "on_urgent",
+        "on_writable",
+        "peer_rmbe_known",
+        "receiver",
+        "sender",
+        "sent_closed",
         "stale_cdcs",
+        "write_closed",
     )
 
     def __init__(
@@ -79,18 +166,38 @@ class Connection(Endings):
         copy_limit: int = 64 * 1024,
         flush_later: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        super().__init__(
-            rmbe,
-            host=host,
-            close_timeout=close_timeout,
-            chunks=chunks,
-            copy_limit=copy_limit,
-            flush_later=flush_later,
-        )
         self._alert_token = alert_token
+        self._rmbe = rmbe
+        self._host = host
+        self._close_timeout = close_timeout
+        self.receiver = Receiver(rmbe, self)
+        self.messenger = Messenger(self, self.receiver, flush_later)
+        self.sender = Sender(self.messenger, chunks=chunks, copy_limit=copy_limit)
+        self.error: OSError | None = None
+        self.on_readable: Callable[[], None] | None = None
+        self.on_urgent: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self._machine = Machine(CONNECTION, self)
+        self._timer: str | None = None  # the event that the running timer stands for
+        self._errno = errno.ECONNABORTED  # what an abort is to the application
+        self._cause: BaseException | None = None
         self._last_received = 0  # SR of 4.6.1
+        self._peer_flags = 0  # D, C, A seen so far
+        self._aborting = False
+        self._heard_all = True
+        self._application_closed = False
+        self._released = False
+        self._spare_unread = False
+        self._tcp_ended = False
+        self.write_closed = False
+        self.sent_closed = False
+        self.got_closed = False
+        self.eof_pending = False
+        self.close_pending = False
+        self.peer_rmbe_known = False
         self.cdcs_received = 0
         self.stale_cdcs = 0
+        self.failovers = 0
 
     def __repr__(self) -> str:
         return f"<Connection {self._alert_token:#010x} {self.state}>"
@@ -110,23 +217,65 @@ class Connection(Endings):
     @property
     def sequence_sent(self) -> int:
         """Sequence number of the last CDC message completed: SS of RFC 7609, 4.6.1."""
-        return self._completed
+        return self.messenger.completed
 
     @property
     def sequence_received(self) -> int:
         """Sequence number of the last CDC message received: SR of RFC 7609, 4.6.1."""
         return self._last_received
 
+    @property
+    def state(self) -> str:
+        """The state of RFC 7609, 4.8, as `trio_smc.states` names it."""
+        return self._machine.state
+
+    @property
+    def unread(self) -> bool:
+        """Whether data is there that the application has not taken (guard of the states)."""
+        return self.receiver.received != self.receiver.consumed
+
+    @property
+    def used(self) -> int | None:
+        """Bytes from the ring's start that the peer can have written; None: unknown."""
+        # Only C is a promise that every write was told, and only unaborted we listened to it.
+        if self._peer_flags & _LAST_WORD == CONNECTION_CLOSED and self._heard_all:
+            return min(self.receiver.received, self._rmbe.usable)
+        return None
+
+    @property
+    def ending(self) -> bool:
+        """Whether `close` was called and data of ours, or the C after it, may not have reached
+        the peer yet: until then the link must stay."""
+        if self._aborting:
+            return False
+        if self.sent_closed:
+            return self.messenger.owed or self.messenger.completed != self.messenger.sequence
+        return self.close_pending
+
+    @property
+    def unsent(self) -> bool:
+        """Whether data is under way (guard of the states, RFC 7609, 4.8.1 (3A, 4A)).
+
+        Data only: a cursor update under way is no reason to wait with an ending, as what is
+        posted arrives in order, nor to call the peer's close a loss of data.
+        """
+        return self.messenger.produced != self.sender.delivered
+
+    @property
+    def starved(self) -> bool:
+        """Whether a task waits to send and nothing can be posted."""
+        return self.on_writable is not None and self.sender.sendable and not self.sender.can_send
+
     def counters(self) -> tuple[int, ...]:
         """The counters so far, in the order of `STREAM_COUNTERS`."""
         return (
-            self._produced,
-            self._received,
-            self.writes,
-            self.cdcs_sent,
+            self.messenger.produced,
+            self.receiver.received,
+            self.sender.writes,
+            self.messenger.cdcs_sent,
             self.cdcs_received,
-            self.coalesced,
-            self.window_stalls,
+            self.messenger.coalesced,
+            self.sender.window_stalls,
             self.stale_cdcs,
             self.failovers,
         )
@@ -140,7 +289,7 @@ class Connection(Endings):
     ) -> None:
         """Change what the constructor was given, as the call that opens the connection wants."""
         self._close_timeout = close_timeout
-        self._flush_later = flush_later
+        self.messenger.flush_later = flush_later
 
     # --- from the rendezvous and the link group ----------------------------------------------
 
@@ -171,12 +320,12 @@ class Connection(Endings):
         if element_size <= first:
             raise ValueError("the peer's element has no room for data")
         self.peer_rmbe_known = True
-        self._set_peer(alert_token, element_size, first)
+        self.sender.set_peer(alert_token, element_size, first)
         if self._released:
             return
         self._use(channel, address, rkey)
-        if self._told < self._urgent_mark <= self._consumed:
-            self._owe_cdc()
+        if self.receiver.told < self.receiver.urgent_mark <= self.receiver.consumed:
+            self.messenger.owe()
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
@@ -190,15 +339,15 @@ class Connection(Endings):
 
     def links_lost(self) -> None:
         """No link is left in the group: nothing can be sent any more (4.8.3)."""
-        self._owed = False
-        self._leave_link()
+        self.messenger.owed = False
+        self.messenger.leave()
         self._machine.send("links_lost")
         self._release_if_due()
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
-        self._owed = False
-        self._leave_link()
+        self.messenger.owed = False
+        self.messenger.leave()
         self._machine.send("rmbe_conflict")
         self._release_if_due()
 
@@ -219,13 +368,66 @@ class Connection(Endings):
 
     # --- from the application ----------------------------------------------------------------
 
+    def send(self, data: memoryview) -> int:
+        """Post as much of ``data`` as window and link take; never waits.
+
+        Args:
+          data: a contiguous view of bytes (format "B"): all that waits to be sent, since
+            whether more waits is part of the protocol. Unless it is a view of a bytes object
+            it must not change while `Sender.borrowed` is not 0.
+
+        Returns:
+          The number of bytes posted. With fewer than given, set `on_writable` and send the rest
+          when it was called.
+
+        Raises:
+          OSError: the connection has failed, or (EPIPE) its writing side was shut down.
+        """
+        sender = self.sender
+        if not sender.sendable:
+            raise self._refusal()
+        return sender.send(data) if sender.send_limit is None else sender.send_limited(data)
+
+    def send_urgent(self, data: memoryview) -> int:
+        """Like `send`, and the last byte of ``data`` is urgent.
+
+        With fewer bytes posted than given, call it again with the rest, or
+        `Sender.withdraw_urgent`; nothing else may be sent before. No byte is posted by anybody
+        until the peer has taken the urgent byte before this one.
+
+        Raises:
+          ValueError: no data.
+          OSError: as from `send`.
+        """
+        if not data:
+            raise ValueError("at least one byte is urgent")
+        if not self.sender.sendable:
+            raise self._refusal()
+        return self.sender.send_urgent(data)
+
+    def _refusal(self) -> OSError:
+        """Why no data can be sent."""
+        if self.error is None and not self.write_closed:
+            if not self.receiver.open:
+                return OSError(errno.ENOTCONN, "the rendezvous is not complete")
+            # The peer has closed: data cannot reach a reader any more.
+            self._machine.send("abort")
+        if self.error is not None:
+            return failure(self.error)
+        return OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    def limit_unacknowledged(self, limit: int | None) -> None:
+        """Have at most ``limit`` bytes unacknowledged at a time; None: as many as fit."""
+        self.sender.send_limit = limit
+        self._wake_writer()
+
     def shutdown_write(self) -> None:
         """Nothing more will be sent; what is under way still arrives (4.8.1, 3A)."""
         if not self.write_closed:
             self.write_closed = True
-            self._sendable = False
-            self._urgent_goal = 0
-            self.flush()
+            self.sender.sendable = False
+            self.messenger.urgent_goal = 0
+            self.messenger.flush()
             self._machine.send("shutdown_wr")
 
     def close(self) -> None:
@@ -234,20 +436,95 @@ class Connection(Endings):
         What is under way still arrives, unless data is unread: then the connection is reset
         (4.8.1, 3A). Large buffers still `borrowed` are copied.
         """
-        self.keep_copies()
+        self.sender.keep_copies()
         self.write_closed = True
-        self._sendable = False
+        self.sender.sendable = False
         self._application_closed = True
-        self._urgent_goal = 0
-        self.urgent_inline = True  # an urgent byte that comes now is data without a reader, too
-        self.flush()
+        self.messenger.urgent_goal = 0
+        self.receiver.urgent_inline = (
+            True  # an urgent byte that comes now is data without a reader, too
+        )
+        self.messenger.flush()
         self._machine.send("close")
 
     def abort(self) -> None:
         """Reset the connection: nothing more is sent or received (4.8.2)."""
         self.write_closed = True
-        self._sendable = False
+        self.sender.sendable = False
         self._machine.send("abort")
+
+    # --- from the link and the host ----------------------------------------------------------
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message, and every write before it, has reached the peer."""
+        self.messenger.completed = sequence
+        if self.sender.complete(sequence):
+            self._wake_writer()
+        self._after_delivery()
+        if self.messenger.silent:
+            if self.messenger.flags & ABNORMAL_CLOSE and sequence == self.messenger.sequence:
+                self._machine.send("abort_sent")
+            self._release_if_due()
+
+    def _after_delivery(self) -> None:
+        messenger, sender = self.messenger, self.sender
+        if sender.flush_when_delivered and sender.delivered == messenger.announced:
+            messenger.flush()
+        if messenger.produced == sender.delivered:
+            if self.eof_pending or self.close_pending:
+                self._machine.send("all_sent")
+            # Delivery opens no window: who waits for that would only look and sleep again.
+            if not messenger.blocked or not sender.sendable:
+                self._wake_writer()
+
+    def on_room(self) -> None:
+        """The link has room again, as `Channel.wait_for_room` promised."""
+        if self.messenger.holder is None:
+            self.messenger.on_room()
+            self._wake_writer()
+            self._release_if_due()
+
+    def on_timer(self) -> None:
+        """The time of `Host.set_timer` is over."""
+        event, self._timer = self._timer, None
+        if event is not None:
+            self._machine.send(event)
+
+    def protocol_error(self, exc: ProtocolError) -> None:
+        """Abort because the peer broke the protocol; the application's error names ``exc``."""
+        if self._cause is None:
+            self._cause = exc
+        self._machine.send("abort")
+
+    # --- changing the link, for `trio_smc.failover.replay` (4.6) -----------------------------
+
+    @property
+    def channel(self) -> Channel | None:
+        """The link it sends on; None before `peer_known` and when it is over."""
+        return self.messenger.channel
+
+    def hold(self, holder: Holder) -> None:
+        """Post nothing from now on: ``holder`` does, until `resume` or `switch`."""
+        self.messenger.holder = holder
+        self.messenger.waiting = True
+
+    def switch(self, channel: Channel, address: int, rkey: int) -> None:
+        """Send on another link from now on; see `peer_known`."""
+        self.failovers += 1
+        self._use(channel, address, rkey)
+
+    def resume(self) -> None:
+        """Post again, and first what came to be owed meanwhile."""
+        self.messenger.holder = None
+        self.on_room()
+
+    def _use(self, channel: Channel, address: int, rkey: int) -> None:
+        messenger = self.messenger
+        messenger.channel = channel
+        messenger.rkey = rkey
+        messenger.holder = None
+        messenger.waiting = False
+        self.sender.address = address + messenger.peer_first
 
     # --- from the peer -----------------------------------------------------------------------
 
@@ -261,6 +538,7 @@ class Connection(Endings):
           ProtocolError: it cannot be true; the connection has been aborted.
         """
         arrived = False
+        receiver, sender = self.receiver, self.sender
         try:
             _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = (
                 unpack_untrusted(message)
@@ -274,15 +552,15 @@ class Connection(Endings):
             self._last_received = sequence
             self.cdcs_received += 1
             if not self._aborting:
-                if offset != self._received_offset or wrap != self._received_wrap:
-                    self._producer_untrusted(wrap, offset)
+                if offset != receiver.received_offset or wrap != receiver.received_wrap:
+                    receiver.producer_untrusted(wrap, offset)
                     arrived = True
                     if self.sent_closed:
-                        self._drop_unread()
-                if taken_offset != self._taken_offset or taken_wrap != self._taken_wrap:
+                        receiver.drop_unread()
+                if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
                     self._consumer_untrusted(taken_wrap, taken_offset)
-                if flags or self._tell_all or self._writer_waits or self._urgent_flags:
-                    self._flags_untrusted(flags, arrived)
+                if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
+                    self._wake_urgent()
         except ProtocolError as exc:
             self._abort_for(exc)
             raise
@@ -291,24 +569,15 @@ class Connection(Endings):
         if arrived and self.on_readable is not None:
             self._wake_reader()
 
-    def _flags_untrusted(self, flags: int, arrived: bool) -> None:
-        """Apply producer flags, where they or those of the message before say anything.
-
-        Raises:
-          ProtocolError: it calls urgent what cannot be.
-        """
-        if (flags | self._urgent_flags) & _URGENT:
-            self._urgent_untrusted(flags & _URGENT, arrived)
-        self._tell_all = bool(flags & _TELL_ALL) or self._urgent_mark > self._consumed
-        self._writer_waits = bool(flags & WRITER_BLOCKED)
-        if self._consumed != self._told:
-            # The reader may take nothing more for long.
-            if flags & UPDATE_REQUESTED or (
-                self._writer_waits and self._consumed - self._told >= self._least_update
-            ):
-                self._owe_cdc()
-            elif self._writer_waits:
-                self._tell_soon()
+    def _consumer_untrusted(self, wrap: int, offset: int) -> None:
+        """The peer's consumer cursor has moved; raises ProtocolError where it cannot have."""
+        sender = self.sender
+        delivered = sender.delivered
+        opened = sender.consumer_untrusted(wrap, offset)
+        if sender.delivered != delivered:
+            self._after_delivery()
+        if opened and self.on_writable is not None:
+            self._wake_writer()
 
     def _abort_for(self, exc: ProtocolError) -> None:
         if not isinstance(exc, MessageMissing):
@@ -322,11 +591,11 @@ class Connection(Endings):
             self._machine.send("peer_abort")
         elif endings & CONNECTION_CLOSED:
             self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
-            self._peer_done = True
+            self.receiver.done = True
             self._machine.send("peer_closed")
         elif endings & SENDING_DONE:
             self._peer_flags |= SENDING_DONE
-            self._peer_done = True
+            self.receiver.done = True
             self._machine.send("peer_done")
 
     def _validate_untrusted(self, sequence: int) -> None:
@@ -342,3 +611,186 @@ class Connection(Endings):
                 f"data was lost with a link: message {sequence} is missing after "
                 f"{self._last_received}"
             )
+
+    # --- for the receiver --------------------------------------------------------------------
+
+    def owe_cdc(self) -> None:
+        """Send a CDC message now, or as soon as there is room."""
+        self.messenger.owe()
+
+    def tell_soon(self) -> None:
+        """Send a CDC message for what was consumed, if no other one does before long."""
+        self.messenger.tell_soon()
+
+    def overwritten(self, exc: ProtocolError) -> None:
+        """Abort: the eye catcher of our RMBE is gone (4.4.1)."""
+        _log.warning("%r is reset: %s", self, exc)
+        self.protocol_error(exc)
+
+    # --- waking ------------------------------------------------------------------------------
+
+    def _wake_reader(self) -> None:
+        wake = self.on_readable
+        if wake is not None:
+            self.on_readable = None
+            wake()
+
+    def _wake_writer(self) -> None:
+        wake = self.on_writable
+        if wake is not None:
+            self.on_writable = None
+            wake()
+
+    def _wake_urgent(self) -> None:
+        wake = self.on_urgent
+        if wake is not None:
+            self.on_urgent = None
+            wake()
+
+    # --- model of the state machine ----------------------------------------------------------
+
+    def state_changed(self, old: str, new: str, event: str) -> None:
+        """Called by the machine after each transition: every waiter looks again."""
+        if new in _ABORTING:
+            self._heard_all = new == "CLOSED" and not self._aborting
+            self._aborting = True
+            self.sender.sendable = False
+        self._host.state_changed(self, old, new, event)
+        if new == "CLOSED":
+            if event in _GIVEN_UP:
+                self.messenger.owed = False  # the peer is given up, and with it the last word
+                self.messenger.leave()
+            if self._timer is not None:
+                self._timer = None
+                self._host.set_timer(self, None)
+            self.close_tcp()
+            self._release_if_due()
+        self._wake_reader()
+        self._wake_writer()
+        self._wake_urgent()
+
+    def _release_if_due(self) -> None:
+        """Give the RMBE back once the state is CLOSED and the last word has arrived."""
+        if self._released or self.messenger.owed or self._machine.state != "CLOSED":
+            return
+        if (
+            self.messenger.silent
+            and self.messenger.completed != self.messenger.sequence
+            and self.messenger.channel is not None
+        ):
+            return
+        self._released = True
+        if self._application_closed:
+            self.receiver.drop_unread()
+        self.receiver.leave_ring()
+        self.sender.drop_unsent()
+        self.messenger.leave()
+        self.messenger.flush_later = None
+        self._machine = _CLOSED
+        host, self._host = self._host, _NOBODY
+        self.receiver.owner = self.messenger.poster = _NOBODY
+        host.connection_closed(self)
+
+    def open_to_application(self) -> None:
+        """Action."""
+        self.receiver.open = True
+        self.sender.sendable = not self.got_closed
+
+    def send_done(self) -> None:
+        """Action: D."""
+        self.messenger.flags |= SENDING_DONE
+        self.messenger.owe()
+
+    def send_closed(self) -> None:
+        """Action: C, the last message."""
+        self.sent_closed = True
+        self.messenger.flags |= CONNECTION_CLOSED
+        self.messenger.owe()
+
+    def send_abort(self) -> None:
+        """Action: A, the last message."""
+        if self.messenger.channel is None or self.messenger.silent:
+            self._machine.send("abort_sent")
+            return
+        self.messenger.blocked = False
+        self.messenger.urgent_goal = 0
+        self.messenger.flags |= ABNORMAL_CLOSE
+        self.messenger.owe()
+
+    def reset_tcp(self) -> None:
+        """Action."""
+        if not self._tcp_ended:
+            self._tcp_ended = True
+            self._host.reset_tcp(self)
+
+    def close_tcp(self) -> None:
+        """Action: FIN, unless TCP is gone."""
+        if not self._tcp_ended:
+            self._tcp_ended = True
+            self._host.close_tcp(self)
+
+    def purge(self) -> None:
+        """Action: drop unread and unsent data."""
+        self.sender.drop_unsent()
+        if not self._spare_unread:
+            self.receiver.purged = True
+            self.receiver.drop_unread()
+
+    def purge_unsent(self) -> None:
+        """Action: drop unsent data; what was received whole can still be read."""
+        self.sender.drop_unsent()
+
+    def _fail(
+        self, number: int, cause: BaseException | None = None, text: str | None = None
+    ) -> None:
+        """Make later calls of the application fail; the first error stays."""
+        if self.error is None:
+            self.error = self.receiver.error = OSError(number, text or os.strerror(number))
+            self.error.__cause__ = cause
+
+    def fail_aborted(self) -> None:
+        """Action: an abort of our own, or the TCP reset that came in its place."""
+        self._fail(self._errno, self._cause)
+
+    def fail_reset(self) -> None:
+        """Action: the peer's abort."""
+        self._fail(errno.ECONNRESET)
+
+    def fail_links_lost(self) -> None:
+        """Action: no way to the peer."""
+        self._fail(errno.ECONNABORTED, text="no link to the peer is left")
+
+    def fail_handshake(self) -> None:
+        """Action: for whoever waits for the rendezvous."""
+        self._fail(self._errno, self._cause)
+
+    def arm_close_timer(self) -> None:
+        """Action (4.8.1, note on stranded states)."""
+        self._arm("close_timeout")
+
+    def arm_abort_timer(self) -> None:
+        """Action (4.8.2, 1)."""
+        self._arm("abort_timeout")
+
+    def _arm(self, event: str) -> None:
+        self._timer = event
+        self._host.set_timer(self, self._close_timeout)
+
+    def set_eof_pending(self) -> None:
+        """Action."""
+        self.eof_pending = True
+
+    def set_close_pending(self) -> None:
+        """Action."""
+        self.eof_pending = False
+        self.close_pending = True
+
+    def set_got_closed(self) -> None:
+        """Action: what we would send now has no reader."""
+        self.got_closed = True
+        self.sender.sendable = False
+
+    def wake_receivers(self) -> None:
+        """Action."""
+        self._wake_reader()
+        self._wake_urgent()

@@ -1,4 +1,4 @@
-"""Outgoing CDC messages: when one is posted, owed or put off, and what it says.
+"""Telling the peer: when a CDC message is posted, owed or put off, and what it says.
 
 Theory of operation
 -------------------
@@ -24,19 +24,18 @@ Nothing follows a message with C or A (RFC 7609, A.4).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from trio_smc.datapath.urgent_receiver import UrgentReceiver
 from trio_smc.rnic.verbs import DeliveryUnknown
 from trio_smc.wire import cdc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.channel import Channel
-    from trio_smc.datapath.rmb import Rmbe
+    from trio_smc.datapath.channel import Channel, Poster
+    from trio_smc.datapath.receiver import Receiver
 
-__all__ = ["Messenger"]
+__all__ = ["Holder", "Messenger"]
 
 _LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
 # What each message needs, looked up once.
@@ -44,96 +43,146 @@ _HEADER = cdc.HEADER
 _pack = cdc.LAYOUT.pack
 
 
-class Messenger(UrgentReceiver):
-    """Base of `Delivery`: the link in use, and the CDC messages it carries for us."""
+class Holder(Protocol):
+    """Who decides what is posted while a connection changes its link (`failover.replay`)."""
+
+    def over(self) -> None:
+        """The connection is over."""
+
+
+class Messenger:
+    """The link in use, and the CDC messages it carries for one connection.
+
+    Attributes:
+      poster: the connection, which the link calls back.
+      channel: the link; None before it is known and when nothing will be sent any more.
+      holder: posts in the connection's place; None: nobody does, as mostly.
+      rkey: of the peer's ring.
+      peer_token, peer_usable, peer_first: the peer's alert token; its ring's size and offset.
+      produced: bytes written into the peer's ring.
+      announced: produced, in the last CDC message posted.
+      sequence, completed: of the last CDC message posted, and of the last completed (SS of 4.6.1).
+      flags: D, C, A.
+      silent: C or A was posted: nothing may follow.
+      blocked: B is, or is to be, told.
+      urgent_goal: not 0: urgent data up to this count is to be sent (`datapath.sender`).
+      urgent_end: not 0: nothing may be written before the peer has taken so much.
+      owed: a message is to be posted when there is room, or when `flush` is called.
+      waiting: for room on the link, or for the holder.
+      first: the next send is the first since the application waited.
+      patient: what is put off waits for more than the end of this pass.
+      flush_later: calls `flush` before the scheduler sleeps; None: every send posts its own.
+      flush_pending: `flush` is to be called.
+      tell_later: calls what it is given before the scheduler sleeps, or soon; None: nothing that
+        the reader consumed is put off.
+    """
 
     __slots__ = (
-        "_announced",
-        "_blocked",
-        "_channel",
-        "_first",
-        "_flags",
-        "_flush_later",
-        "_flush_pending",
-        "_owed",
-        "_peer_first",
-        "_peer_token",
-        "_patient",
-        "_peer_usable",
-        "_produced",
-        "_rkey",
-        "_sequence",
-        "_silent",
+        "_receiver",
         "_tell_pending",
-        "_urgent_end",
-        "_urgent_goal",
-        "_waiting",
+        "_urgent_sequence",
+        "announced",
+        "blocked",
         "cdcs_sent",
+        "channel",
         "coalesced",
-        "on_writable",
+        "completed",
+        "first",
+        "flags",
+        "flush_later",
+        "flush_pending",
+        "holder",
+        "owed",
+        "patient",
+        "peer_first",
+        "peer_token",
+        "peer_usable",
+        "poster",
+        "produced",
+        "rkey",
+        "sequence",
+        "silent",
+        "tell_later",
+        "urgent_end",
+        "urgent_goal",
+        "waiting",
     )
 
-    _channel: Channel | None
-    on_writable: Callable[[], None] | None
-    """Called once, and cleared, when a blocked writer might go on: window, room on the link,
-    everything delivered, nothing borrowed any more, an ending."""
-
     def __init__(
-        self, rmbe: Rmbe, *, flush_later: Callable[[Callable[[], None]], None] | None
+        self,
+        poster: Poster,
+        receiver: Receiver,
+        flush_later: Callable[[Callable[[], None]], None] | None,
     ) -> None:
-        super().__init__(rmbe)
-        self._channel = None
-        self._peer_token = 0
-        self._peer_usable = 1
-        self._peer_first = 0
-        self._rkey = 0  # of the peer's ring
-        self._flush_later = flush_later
-        self._flush_pending = False
-        self._patient = False  # what is put off waits for more than the end of this pass
-        self._produced = 0  # bytes written into the peer's ring
-        self._announced = 0  # produced, in the last CDC message posted
-        self._sequence = 0  # of the last CDC message posted
-        self._first = True  # the next send is the first since the application waited
-        self._flags = 0  # D, C, A
-        self._blocked = False  # B is, or is to be, told
-        self._owed = False
-        self._tell_pending = False  # `tell_later` was told
-        self._waiting = False  # for room on the channel
-        self._silent = False  # C or A was posted: nothing may follow
-        self._urgent_goal = 0  # not 0: urgent data up to this count is to be sent
-        self._urgent_end = 0  # not 0: nothing may be written before the peer has taken so much
-        self.on_writable = None
+        self.poster = poster
+        self._receiver = receiver
+        self.channel: Channel | None = None
+        self.holder: Holder | None = None
+        self.rkey = 0
+        self.peer_token = 0
+        self.peer_usable = 1
+        self.peer_first = 0
+        self.produced = 0
+        self.announced = 0
+        self.sequence = 0
+        self.completed = 0
+        self.flags = 0
+        self.silent = False
+        self.blocked = False
+        self.urgent_goal = 0
+        self.urgent_end = 0
+        self._urgent_sequence = 0  # of the CDC message that told U last
+        self.owed = False
+        self.waiting = False
+        self.first = True
+        self.patient = False
+        self.flush_later = flush_later
+        self.flush_pending = False
+        self.tell_later: Callable[[Callable[[], None]], None] | None = None
+        self._tell_pending = False
         self.cdcs_sent = 0
         self.coalesced = 0
 
+    @property
+    def all_told(self) -> bool:
+        """Whether the peer needs no CDC message of ours."""
+        return self.completed == self.sequence and self.announced == self.produced and not self.owed
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing posted is in flight, nor a write whose message is yet to come."""
+        return self.completed == self.sequence and (self.announced == self.produced or self.silent)
+
     def flush(self) -> None:
         """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
-        self._flush_pending = False
-        if self._owed:
-            self._owe_cdc()
+        self.flush_pending = False
+        if self.owed:
+            self.owe()
 
     def tell(self) -> None:
         """The application is about to wait: post a CDC message that waits for more sends."""
-        self._first = not self._patient
-        if (self._owed and self._flush_pending and not self._patient) or (
-            self._writer_waits and self._consumed != self._told
+        receiver = self._receiver
+        self.first = not self.patient
+        if (self.owed and self.flush_pending and not self.patient) or (
+            receiver.writer_waits and receiver.consumed != receiver.told
         ):
-            self._owe_cdc()
+            self.owe()
 
-    def _tell_soon(self) -> None:
+    def tell_soon(self) -> None:
         """A blocked writer is to know what was consumed, which is little (4.5.1)."""
         if self.tell_later is None:
-            self._owe_cdc()
+            self.owe()
         elif not self._tell_pending:
             self._tell_pending = True
             self.tell_later(self._tell_now)
 
     def _tell_now(self) -> None:
         self._tell_pending = False
-        if self._writer_waits and self._consumed != self._told:
-            self._owe_cdc()
+        receiver = self._receiver
+        if receiver.writer_waits and receiver.consumed != receiver.told:
+            self.owe()
 
-    def _try_cdc(
+    def try_post(
         self, channel: Channel, data: memoryview | None, address: int, produced: int, flags: int
     ) -> bool:
         """Write ``data`` and tell the peer everything, if that can be done at once.
@@ -143,107 +192,124 @@ class Messenger(UrgentReceiver):
 
         Raises DeliveryUnknown: it counts as posted, and its link fails.
         """
-        sequence = (self._sequence + 1) & 0xFFFF
+        sequence = (self.sequence + 1) & 0xFFFF
         message = self._message(sequence, produced, flags, 0)
         known = True
         try:
-            if not channel.try_post(message, data, address, self._rkey):
+            if not channel.try_post(message, data, address, self.rkey):
                 return False
         except DeliveryUnknown:
             known = False
-        self._sequence = sequence
-        self._told = self._consumed
-        self._produced = self._announced = produced
-        self._owed = False
+        self.sequence = sequence
+        receiver = self._receiver
+        receiver.told = receiver.consumed
+        self.produced = self.announced = produced
+        self.owed = False
         self.cdcs_sent += 1
         if not known:
             raise DeliveryUnknown
         return True
 
-    def _post_cdc(self, channel: Channel) -> None:
+    def post(self, channel: Channel) -> None:
         """Tell the peer everything; the channel has room."""
-        sequence = self._sequence = (self._sequence + 1) & 0xFFFF
-        flags = cdc.WRITER_BLOCKED if self._blocked else 0
-        if self._urgent_goal:
+        sequence = self.sequence = (self.sequence + 1) & 0xFFFF
+        flags = cdc.WRITER_BLOCKED if self.blocked else 0
+        if self.urgent_goal:
             flags |= self._tell_urgent()
-        if self._flags & _LAST_WORD:
-            self._silent = True
-        message = self._message(sequence, self._produced, flags, self._flags)
-        self._told = self._consumed
-        self._announced = self._produced
-        self._owed = False
+        if self.flags & _LAST_WORD:
+            self.silent = True
+        message = self._message(sequence, self.produced, flags, self.flags)
+        receiver = self._receiver
+        receiver.told = receiver.consumed
+        self.announced = self.produced
+        self.owed = False
         self.cdcs_sent += 1
-        channel.post_cdc(self, message)
+        channel.post_cdc(self.poster, message)
 
     def _message(self, sequence: int, produced: int, flags: int, endings: int) -> bytes:
         """A CDC message with both cursors as they are, ``produced`` bytes written (A.4)."""
-        wrap, offset = divmod(produced, self._peer_usable)
-        consumer_wrap, consumer_offset = divmod(self._consumed, self._usable)
+        receiver = self._receiver
+        wrap, offset = divmod(produced, self.peer_usable)
+        consumer_wrap, consumer_offset = divmod(receiver.consumed, receiver.usable)
         return _pack(
             _HEADER,
             sequence,
-            self._peer_token,
+            self.peer_token,
             wrap & 0xFFFF,
-            self._peer_first + offset,
+            self.peer_first + offset,
             consumer_wrap & 0xFFFF,
-            self._own_first + consumer_offset,
+            receiver.first + consumer_offset,
             flags,
             endings,
         )
 
-    def _owe_cdc(self) -> None:
+    def owe(self) -> None:
         """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""
-        channel = self._channel
-        if self._silent or channel is None:
+        channel = self.channel
+        if self.silent or channel is None:
             return
-        if self._waiting:
-            self._owed = True
+        if self.waiting:
+            self.owed = True
             return
-        if not (self._flags or self._urgent_goal):
+        if not (self.flags or self.urgent_goal):
             try:
-                flags = cdc.WRITER_BLOCKED if self._blocked else 0
-                if self._try_cdc(channel, None, 0, self._produced, flags):
-                    self.on_cdc_complete(self._sequence)
+                flags = cdc.WRITER_BLOCKED if self.blocked else 0
+                if self.try_post(channel, None, 0, self.produced, flags):
+                    self.poster.on_cdc_complete(self.sequence)
                     return
             except DeliveryUnknown:
                 return
         if channel.capacity() > 0:
-            self._post_cdc(channel)
+            self.post(channel)
         else:
-            self._owed = True
-            self._wait_for_room(channel)
+            self.owed = True
+            self.wait_for_room(channel)
 
-    def _defer_cdc(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
+    def defer(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
         """Send one CDC message for all that happens until the scheduler sleeps."""
-        self._owed = True
-        if not self._flush_pending:
-            self._flush_pending = True
+        self.owed = True
+        if not self.flush_pending:
+            self.flush_pending = True
             flush_later(self.flush)
 
-    def _wait_for_room(self, channel: Channel) -> None:
-        if not self._waiting:
-            self._waiting = True
-            channel.wait_for_room(self)
+    def wait_for_room(self, channel: Channel) -> None:
+        if not self.waiting:
+            self.waiting = True
+            channel.wait_for_room(self.poster)
 
     def on_room(self) -> None:
-        """The channel has room again, as `Channel.wait_for_room` promised."""
-        self._waiting = False
-        if self._owed:
-            self._owe_cdc()
-        self._wake_writer()
+        """The link has room again."""
+        self.waiting = False
+        if self.owed:
+            self.owe()
 
-    def _wake_writer(self) -> None:
-        wake = self.on_writable
-        if wake is not None:
-            self.on_writable = None
-            wake()
+    def leave(self) -> None:
+        """Nothing will be sent any more."""
+        self.channel = None
+        holder, self.holder = self.holder, None
+        if holder is not None:
+            holder.over()
 
-    # --- supplied by the classes built on this one -------------------------------------------
-
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A CDC message, and every write before it, has reached the peer."""
-        raise NotImplementedError
+    # --- urgent data (4.7.5) and the change of a link (4.6) ------------------------------------
 
     def _tell_urgent(self) -> int:
         """P and U of the message that is just made; there is urgent data to send."""
-        raise NotImplementedError
+        if self.produced < self.urgent_goal:
+            return 0 if self.urgent_end else cdc.URGENT_PENDING
+        self.urgent_end = self.urgent_goal
+        self.urgent_goal = 0
+        self._urgent_sequence = self.sequence
+        return cdc.URGENT_PENDING | cdc.URGENT_PRESENT
+
+    def validation(self) -> bytes:
+        """The failover validation message, which the caller posts (4.6.1)."""
+        self.cdcs_sent += 1
+        return cdc.pack(self.completed, self.peer_token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION)
+
+    def tell_again(self, channel: Channel) -> None:
+        """Post what tells of all that was written again, unless the peer knows; there is room."""
+        if self.all_told:
+            return
+        if self.urgent_end and (self.completed - self._urgent_sequence) & 0x8000:
+            self.urgent_goal = self.urgent_end  # the message with U may be lost
+        self.post(channel)

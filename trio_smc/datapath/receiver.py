@@ -1,4 +1,4 @@
-"""The receiving half of a connection: the own RMBE, its cursors, when the peer is told.
+"""Receiving: what lies in our RMBE, and when the peer is sent a window update (RFC 7609, 4.5.1).
 
 Theory of operation
 -------------------
@@ -21,114 +21,159 @@ A CDC message for the consumer cursor alone is sent by the rules of RFC 7609, 4.
 - the peer requests updates (R) and anything was consumed; a request that finds the cursor
   untold is answered at once, since "for a while" cannot be told without a clock; or
 - the peer has urgent data (P, U) under way and anything was consumed: it writes nothing more
-  until that data is taken (4.7.5; `trio_smc.datapath.urgent_receiver`).
+  until that data is taken (4.7.5).
 
-Every other CDC message carries it for free.
+`Receiver._consume` decides it for what the application takes, `Receiver.flags_untrusted` for what
+the peer says. Every other CDC message carries the cursor for free.
 
 The peer can change the ring's bytes at any time: they are copied out once and never looked at
 again in place.
+
+Urgent data (4.7.5, 4.7.6)
+--------------------------
+P in a CDC message says that urgent data is on its way, U that it is there: the byte before the
+message's producer cursor. The *mark* is the count of bytes behind it. Until our consumer cursor
+has reached the mark the peer may write nothing, so at most one mark lies ahead, and nothing lies
+behind it.
+
+The byte is copied when the mark is learned, wherever in the ring it lies. Unless it is to stay
+in the stream (``urgent_inline``) it is *hidden*: behind all else that is unread, and skipped as
+soon as that was taken, at once when there is nothing. Reaching the mark is always told to the
+peer (4.7.5, step 3). A second urgent byte takes the place of one that nobody asked for, as TCP's
+does.
+
+Peers keep P and U set for different times: for one message, or until the mark was reached. So U
+that tells the mark already known tells nothing.
 """
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.cursor import advance_untrusted
+from trio_smc.wire.cdc import (
+    UPDATE_REQUESTED,
+    URGENT_PENDING,
+    URGENT_PRESENT,
+    WRITER_BLOCKED,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trio_smc.datapath.rmb import Rmbe
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "ReceiverOwner", "failure"]
 
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
+_URGENT = URGENT_PENDING | URGENT_PRESENT
+_TELL_ALL = UPDATE_REQUESTED | _URGENT
+
+
+class ReceiverOwner(Protocol):
+    """What a receiver wants of its connection."""
+
+    def owe_cdc(self) -> None:
+        """Send a CDC message now, or as soon as there is room."""
+
+    def tell_soon(self) -> None:
+        """Send a CDC message for what was consumed, if no other one does before long."""
+
+    def overwritten(self, exc: ProtocolError) -> None:
+        """Abort the connection: the peer wrote where it must not."""
 
 
 class Receiver:
-    """Base of `Connection`: what it receives, and the cursor updates it owes for that."""
+    """The receiving half of a connection.
+
+    Attributes:
+      owner: the connection.
+      error: why the connection failed; None while it has not.
+      received, consumed, told: see the top of this module.
+      received_wrap, received_offset: the peer's producer cursor, as it came.
+      usable: bytes of the ring.
+      first: offset of the ring in the element.
+      done: the peer has said that it sends nothing more.
+      purged: what it had sent was dropped.
+      open: the application may see what has come.
+      writer_waits: the peer's writer is blocked (B).
+      urgent_mark: the count behind the last urgent byte.
+      urgent_inline: leave urgent bytes that arrive from now on in the stream.
+      watchful: the last CDC message had flags, so the next one may clear them.
+    """
 
     __slots__ = (
-        "_consumed",
         "_eye_catcher",
         "_hidden",
         "_least_update",
-        "_open_to_application",
-        "_own_first",
-        "_peer_done",
-        "_purged",
-        "_received",
-        "_received_offset",
-        "_received_wrap",
         "_ring",
         "_ring_start",
         "_rmbe",
         "_tell_all",
-        "_told",
-        "_urgent_mark",
-        "_usable",
-        "_writer_waits",
+        "_urgent_byte",
+        "_urgent_flags",
+        "consumed",
+        "done",
         "error",
-        "on_readable",
-        "tell_later",
+        "first",
+        "open",
+        "owner",
+        "purged",
+        "received",
+        "received_offset",
+        "received_wrap",
+        "told",
+        "urgent_inline",
+        "urgent_mark",
+        "usable",
+        "watchful",
+        "writer_waits",
     )
 
-    error: OSError | None
-    """Why the connection failed; None while it has not."""
-    on_readable: Callable[[], None] | None
-    """Called once, and cleared, when a blocked reader might go on."""
-    tell_later: Callable[[Callable[[], None]], None] | None
-    """Calls what it is given before the scheduler sleeps, or soon; None: nothing is put off."""
-
-    def __init__(self, rmbe: Rmbe) -> None:
+    def __init__(self, rmbe: Rmbe, owner: ReceiverOwner) -> None:
+        self.owner = owner
+        self.error: OSError | None = None
         self._rmbe = rmbe
-        self._own_first = rmbe.first  # offset of the ring in the element
+        self.first = rmbe.first
         self._eye_catcher = bool(rmbe.first)
         self._ring = rmbe.data
         self._ring_start = 0  # the count at which the ring began
-        self._usable = rmbe.usable
+        self.usable = rmbe.usable
         self._least_update = max(1, -(-rmbe.usable // 10))
-        self._received = 0
-        self._received_wrap = 0
-        self._received_offset = rmbe.first
-        self._consumed = 0
-        self._told = 0
+        self.received = 0
+        self.received_wrap = 0
+        self.received_offset = rmbe.first
+        self.consumed = 0
+        self.told = 0
+        self.done = False
+        self.purged = False
+        self.open = False
+        self.watchful = False
         self._tell_all = False  # the peer waits for each cursor update: R, P or U
-        self._writer_waits = False  # the peer's writer is blocked: B
-        self._urgent_mark = 0  # the count behind the last urgent byte
+        self.writer_waits = False
         self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
-        self._peer_done = False
-        self._purged = False
-        self._open_to_application = False
-        self.error = None
-        self.on_readable = None
-        self.tell_later = None
+        self.urgent_mark = 0
+        self.urgent_inline = False
+        self._urgent_flags = 0  # P and U of the last CDC message
+        self._urgent_byte: int | None = None
 
     # --- what the application sees -----------------------------------------------------------
 
     @property
     def readable(self) -> int:
         """Bytes that `receive` can return now; 0 before the connection is established."""
-        if not self._open_to_application:
+        if not self.open:
             return 0
-        return self._received - self._consumed - self._hidden
+        return self.received - self.consumed - self._hidden
 
     @property
     def at_eof(self) -> bool:
         """The peer is done writing and everything was read: `receive` returns b""."""
-        return (
-            self._peer_done
-            and self._received == self._consumed
-            and not self._purged
-            and self._open_to_application
-        )
+        return self.done and self.received == self.consumed and not self.purged and self.open
 
     @property
     def bytes_received(self) -> int:
         """Bytes that arrived in the ring so far."""
-        return self._received
+        return self.received
 
     def receive(self, max_bytes: int) -> bytes:
         """Take at most ``max_bytes`` bytes; never waits.
@@ -140,17 +185,17 @@ class Receiver:
           ValueError: ``max_bytes`` is not positive.
           OSError: the connection has failed (ECONNRESET by the peer, ECONNABORTED by us).
         """
-        consumed = self._consumed
-        length = self._received - consumed - self._hidden
-        if not length or max_bytes <= 0 or self._eye_catcher or not self._open_to_application:
+        consumed = self.consumed
+        length = self.received - consumed - self._hidden
+        if not length or max_bytes <= 0 or self._eye_catcher or not self.open:
             length = self._take(max_bytes)
             if not length:
                 return b""
         elif length > max_bytes:
             length = max_bytes
-        start = (consumed - self._ring_start) % self._usable
+        start = (consumed - self._ring_start) % self.usable
         end = start + length
-        data = self._ring[start:end].tobytes() if end <= self._usable else self._copy(length)
+        data = self._ring[start:end].tobytes() if end <= self.usable else self._copy(length)
         self._consume(length)
         return data
 
@@ -165,8 +210,8 @@ class Receiver:
         length = self._take(len(view))
         if not length:
             return 0
-        start = (self._consumed - self._ring_start) % self._usable
-        head = min(length, self._usable - start)
+        start = (self.consumed - self._ring_start) % self.usable
+        head = min(length, self.usable - start)
         view[:head] = self._ring[start : start + head]
         view[head:length] = self._ring[: length - head]
         self._consume(length)
@@ -177,132 +222,189 @@ class Receiver:
         length = self._take(max_bytes)
         return self._copy(length) if length else b""
 
+    @property
+    def urgent(self) -> str:
+        """ "present": there is a byte for `receive_urgent` or, inline, one still unread in the
+        stream. "pending": the peer has one that it could not write yet."""
+        if self._urgent_byte is not None:
+            return "present"
+        if self.urgent_inline and self.urgent_mark > self.consumed:
+            return "present"
+        if self._urgent_flags == URGENT_PENDING and not self.urgent_over:
+            return "pending"
+        return "none"
+
+    @property
+    def urgent_over(self) -> bool:
+        """Whether no more urgent data can come: the peer is done, or the connection failed."""
+        return self.done or self.error is not None
+
+    def receive_urgent(self) -> int | None:
+        """Take the urgent byte; None when there is none, or when it stays in the stream.
+
+        Raises:
+          OSError: the connection has failed.
+        """
+        byte = self._urgent_byte
+        if byte is None and self.error is not None and not (self.done and not self.purged):
+            raise failure(self.error)
+        self._urgent_byte = None
+        return byte
+
     def _take(self, max_bytes: int) -> int:
         """How many bytes the application gets now."""
         if max_bytes <= 0:
             raise ValueError("a positive number of bytes is wanted")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
-            self._protocol_error(ProtocolError(_OVERWRITTEN))
-        length = self._received - self._consumed - self._hidden
-        if not length or not self._open_to_application:
-            if self.error is not None and not (self._peer_done and not self._purged):
-                raise self._failure(self.error)
+            self.owner.overwritten(ProtocolError(_OVERWRITTEN))
+        length = self.received - self.consumed - self._hidden
+        if not length or not self.open:
+            if self.error is not None and not (self.done and not self.purged):
+                raise failure(self.error)
             return 0
         if length > max_bytes:
             return max_bytes
         return length
 
     def _copy(self, length: int) -> bytes:
-        start = (self._consumed - self._ring_start) % self._usable
+        start = (self.consumed - self._ring_start) % self.usable
         end = start + length
-        if end <= self._usable:
+        if end <= self.usable:
             return self._ring[start:end].tobytes()
-        return b"".join((self._ring[start:], self._ring[: end - self._usable]))
+        return b"".join((self._ring[start:], self._ring[: end - self.usable]))
 
     def _consume(self, length: int) -> None:
         """Count ``length`` bytes as taken and tell the peer if it has to know (4.5.1)."""
-        consumed = self._consumed = self._consumed + length
-        told = self._told
+        consumed = self.consumed = self.consumed + length
+        told = self.told
         if consumed - told >= self._least_update:
             if not (
-                self._writer_waits
+                self.writer_waits
                 or self._tell_all
-                or 2 * (self._usable - self._received + told) < self._usable
+                or 2 * (self.usable - self.received + told) < self.usable
             ):
                 return
         elif not self._tell_all:
-            if self._writer_waits:
-                self._tell_soon()
+            if self.writer_waits:
+                self.owner.tell_soon()
             return
-        if self._hidden and consumed + 1 == self._received:
+        if self._hidden and consumed + 1 == self.received:
             self._skip_hidden()
-        self._owe_cdc()
+        self.owner.owe_cdc()
 
     def _skip_hidden(self) -> None:
         """The urgent byte is the next one: it was remembered, nobody reads it here."""
         self._hidden = 0
-        self._consumed += 1
+        self.consumed += 1
 
     # --- what the peer says ------------------------------------------------------------------
 
-    def _producer_untrusted(self, wrap: int, offset: int) -> None:
+    def producer_untrusted(self, wrap: int, offset: int) -> None:
         """Follow the peer's producer cursor; the caller knows that it has moved.
 
         Raises:
           ProtocolError: it left the window, or moved after the peer said it was done.
         """
-        usable = self._usable
-        count = self._received + offset - self._received_offset
+        usable = self.usable
+        count = self.received + offset - self.received_offset
         if (
-            wrap != self._received_wrap
+            wrap != self.received_wrap
             or offset >= usable
-            or not self._received < count <= self._told + usable
+            or not self.received < count <= self.told + usable
         ):
             count = advance_untrusted(
-                self._received,
+                self.received,
                 wrap,
                 offset,
                 usable=usable,
-                first=self._own_first,
-                limit=self._told + usable,
+                first=self.first,
+                limit=self.told + usable,
             )
-        if self._peer_done and count != self._received:
+        if self.done and count != self.received:
             raise ProtocolError("data after the end of the data")
-        if self._urgent_mark > self._told:
+        if self.urgent_mark > self.told:
             raise ProtocolError("data behind urgent data that was not acknowledged")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
             raise ProtocolError(_OVERWRITTEN)
-        self._received = count
-        self._received_wrap = wrap
-        self._received_offset = offset
+        self.received = count
+        self.received_wrap = wrap
+        self.received_offset = offset
+
+    def flags_untrusted(self, flags: int, arrived: bool) -> bool:
+        """Apply producer flags, where they or those of the message before say anything.
+
+        Args:
+          flags: of a CDC message whose cursors were applied before.
+          arrived: whether the producer cursor has moved.
+
+        Returns:
+          Whether `urgent` may have changed.
+
+        Raises:
+          ProtocolError: it calls urgent what cannot be.
+        """
+        urgent = bool((flags | self._urgent_flags) & _URGENT)
+        if urgent:
+            self._urgent_untrusted(flags & _URGENT, arrived)
+        self._tell_all = bool(flags & _TELL_ALL) or self.urgent_mark > self.consumed
+        self.writer_waits = bool(flags & WRITER_BLOCKED)
+        self.watchful = self._tell_all or self.writer_waits or bool(self._urgent_flags)
+        if self.consumed != self.told:
+            # The reader may take nothing more for long.
+            if flags & UPDATE_REQUESTED or (
+                self.writer_waits and self.consumed - self.told >= self._least_update
+            ):
+                self.owner.owe_cdc()
+            elif self.writer_waits:
+                self.owner.tell_soon()
+        return urgent
+
+    def _urgent_untrusted(self, flags: int, arrived: bool) -> None:
+        """Apply P and U of a CDC message whose cursors were applied before.
+
+        Args:
+          flags: P and U; the message before may have had them if this one has not.
+          arrived: whether the producer cursor has moved.
+
+        Raises:
+          ProtocolError: it calls urgent what nobody has sent, or what was read before.
+        """
+        self._urgent_flags = flags
+        mark = self.received
+        if flags & URGENT_PRESENT and (mark != self.urgent_mark or not mark):
+            if not arrived and mark <= self.consumed:
+                raise ProtocolError("urgent data where no data is")
+            self.urgent_mark = mark
+            self._urgent_byte = None if self.urgent_inline else self._byte_before(mark)
+            if not self.urgent_inline and mark > self.consumed:
+                self._hidden = 1
+                if self.consumed + 1 == mark:
+                    self._skip_hidden()
+                    self.owner.owe_cdc()
+
+    def _byte_before(self, count: int) -> int:
+        return self._ring[(count - 1 - self._ring_start) % self.usable]
 
     # --- endings -----------------------------------------------------------------------------
 
-    def _drop_unread(self) -> None:
+    def drop_unread(self) -> None:
         """Nobody will read what is there."""
-        self._consumed = self._received
+        self.consumed = self.received
         self._hidden = 0
+        self._urgent_byte = None
 
-    def _leave_ring(self) -> None:
+    def leave_ring(self) -> None:
         """The RMBE goes back to its pool: what the application may still read is copied, so
         that a peer who closes and goes at once loses nothing."""
-        unread = self._received - self._consumed
+        unread = self.received - self.consumed
         self._ring = memoryview(self._copy(unread) if unread else b"")
-        self._ring_start = self._consumed
-        self._usable = max(1, unread)
+        self._ring_start = self.consumed
+        self.usable = max(1, unread)
         self._eye_catcher = False
 
-    def _wake_reader(self) -> None:
-        wake = self.on_readable
-        if wake is not None:
-            self.on_readable = None
-            wake()
 
-    def _fail(
-        self, number: int, cause: BaseException | None = None, text: str | None = None
-    ) -> None:
-        """Make later calls of the application fail; the first error stays."""
-        if self.error is None:
-            self.error = OSError(number, text or os.strerror(number))
-            self.error.__cause__ = cause
-
-    @staticmethod
-    def _failure(error: OSError) -> OSError:
-        """A copy of the error to raise: tracebacks do not pile up on the one that is kept."""
-        copy = OSError(*error.args)
-        copy.__cause__ = error.__cause__
-        return copy
-
-    # --- supplied by the classes built on this one -------------------------------------------
-
-    def _tell_soon(self) -> None:
-        """Send a CDC message for what was consumed so far, if no other one does before long."""
-        raise NotImplementedError
-
-    def _owe_cdc(self) -> None:
-        """Send a CDC message now, or as soon as there is room."""
-        raise NotImplementedError
-
-    def _protocol_error(self, exc: ProtocolError) -> None:
-        """Abort the connection because of ``exc``."""
-        raise NotImplementedError
+def failure(error: OSError) -> OSError:
+    """A copy of a connection's error, to raise: tracebacks do not pile up on the one it keeps."""
+    copy = OSError(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

@@ -9,11 +9,19 @@ catcher of 4 bytes that nobody may overwrite, and its ring is 4 bytes shorter.
 
 A pool holds the RMBs of one link group, and with it of one peer: what an RKey opens to a peer
 never holds another peer's bytes. An element goes back to the pool when its connection is CLOSED,
-is zeroed at once as far as it was written (4.4.1), and only then can be taken again.
+is zeroed as far as it was written, and only then can be taken again (4.4.1).
+
+Where a connection ended in order, what was written is known. A little is zeroed at once and in
+place: the next connection finds the pages warm. Much is zeroed by and by (`RmbPool.tidy`), so that
+nobody waits for it. After any other end the peer may have written anywhere; then the memory is
+asked which pages there are, and they are given back. So are those of orderly ends once the free
+elements hold `WARM` bytes: what a burst of connections took does not stay.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
 from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
@@ -25,6 +33,7 @@ __all__ = [
     "EYE_CATCHER",
     "MAX_ELEMENTS",
     "MAX_RMBS",
+    "WARM",
     "Rmb",
     "RmbPool",
     "Rmbe",
@@ -39,6 +48,15 @@ MAX_ELEMENTS: Final = 255
 
 MAX_RMBS: Final = 255
 """RMBs of one link group."""
+
+WARM: Final = 16 * 1024 * 1024
+"""Bytes of pages that the free elements of a pool keep."""
+
+_AT_ONCE: Final = 64 * 1024
+_STEP: Final = 256 * 1024
+"""Bytes that are zeroed in one go: 0.3 ms where pages are given back."""
+_TIDY: Final = 0.0005
+"""Seconds after which `RmbPool.tidy` takes no further step."""
 
 _ROCE_RMB_SIZE = 4 * 1024 * 1024
 
@@ -66,10 +84,11 @@ class Rmbe:
       offset: where the element starts in its RMB, bytes.
       data: the ring.
       in_use, served: whether a pool has handed it out, now and ever.
+      warm: bytes from its start whose pages a pool has kept.
     """
 
-    __slots__ = ("_eye_catcher", "data", "first", "in_use", "index", "offset", "rmb", "served",
-                 "size", "usable")  # fmt: skip
+    __slots__ = ("_eye_catcher", "_to_wipe", "data", "first", "in_use", "index",
+                 "offset", "rmb", "served", "size", "usable", "warm")  # fmt: skip
 
     def __init__(self, rmb: Rmb, index: int) -> None:
         self.rmb = rmb
@@ -81,6 +100,8 @@ class Rmbe:
         self.data = rmb.memory.slice(self.offset + self.first, self.usable)
         self.in_use = False
         self.served = False
+        self.warm = 0
+        self._to_wipe = range(0)
         self._eye_catcher = rmb.memory.slice(self.offset, self.first)
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
@@ -93,6 +114,30 @@ class Rmbe:
         if used:
             self.rmb.memory.zero(self.offset, min(self.first + used, self.size))
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
+
+    def soil(self, written: int, *, keep: bool) -> None:
+        """From now on `wipe` zeroes the first ``written`` bytes of the element.
+
+        Args:
+          keep: its pages.
+        """
+        wider = max(written, self.warm)
+        self._to_wipe = range(self.offset, self.offset + (written if keep else wider))
+        self.warm = wider if keep else 0
+
+    def wipe(self) -> bool:
+        """Zero a bit more, for a fraction of a millisecond; True: that was all (4.4.1)."""
+        left, memory = self._to_wipe, self.rmb.memory
+        if self.warm:
+            go_on = min(left.start + _STEP, left.stop)
+            memory.zero(left.start, go_on - left.start)
+        else:
+            go_on = memory.wipe(left.start, left.stop, _STEP)
+        self._to_wipe = range(go_on, left.stop)
+        if self._to_wipe:
+            return False
+        self._eye_catcher[:] = EYE_CATCHER[: self.first]
+        return True
 
 
 class Rmb:
@@ -128,11 +173,19 @@ class RmbPool:
         self.allocated = 0
         self.reused = 0
         self._free: dict[Rmb, list[Rmbe]] = {}
+        self._soiled: deque[Rmbe] = deque()
+        self._warm = 0  # of the elements that are not in use
+        self._closed = False
 
     @property
     def rmbs(self) -> tuple[Rmb, ...]:
         """All RMBs, oldest first."""
         return tuple(self._free)
+
+    @property
+    def untidy(self) -> bool:
+        """Whether elements wait for `tidy`."""
+        return bool(self._soiled)
 
     def add(self, rmb: Rmb) -> None:
         """Put a new RMB into the pool; all its elements are free.
@@ -152,18 +205,32 @@ class RmbPool:
     def take(self, size: int) -> Rmbe | None:
         """A free element of the smallest size class that holds ``size`` bytes, all zero.
 
-        None: all are in use; `add` another RMB. The RMB added first is preferred, so that the
-        later ones can become empty; within it the element last released, whose pages are warm.
+        None: all are in use, or still to be zeroed; `add` another RMB. The RMB added first is
+        preferred, so that the later ones can become empty; within it the element last released,
+        whose pages are warm.
         """
         size = rmbe_size_of(rmbe_size_code(size))
+        rmbe = self._take_free(size) or self._take_soiled(size)
+        if rmbe is not None:
+            self._warm -= rmbe.warm
+            self.allocated += 1
+            self.reused += rmbe.served
+            rmbe.in_use = rmbe.served = True
+        return rmbe
+
+    def _take_free(self, size: int) -> Rmbe | None:
         for rmb, free in self._free.items():
             if free and rmb.element_size == size:
-                rmbe = free.pop()
-                self.allocated += 1
-                self.reused += rmbe.served
-                rmbe.in_use = rmbe.served = True
-                return rmbe
+                return free.pop()
         return None
+
+    def _take_soiled(self, size: int) -> Rmbe | None:
+        """One for which a single step is enough."""
+        rmbe = next((each for each in self._soiled if each.size == size), None)
+        if rmbe is None or not rmbe.wipe():
+            return None
+        self._soiled.remove(rmbe)
+        return rmbe
 
     def has_free(self, size: int) -> bool:
         """Whether `take` would find an element of ``size`` bytes, which is a size class."""
@@ -171,6 +238,8 @@ class RmbPool:
 
     def release(self, rmbe: Rmbe, used: int | None = None) -> None:
         """Take an element back; its connection is CLOSED and the peer will not write to it.
+
+        `untidy` then says whether `tidy` has something to do.
 
         Args:
           rmbe: an element of this pool that is in use.
@@ -183,9 +252,40 @@ class RmbPool:
         free = self._free.get(rmbe.rmb)
         if free is None or not rmbe.in_use:
             raise ValueError(f"RMBE {rmbe.index} is not in use here")
-        rmbe.clear(rmbe.usable if used is None else used)
         rmbe.in_use = False
-        free.append(rmbe)
+        if self._closed:
+            return
+        written = rmbe.size if used is None else min(rmbe.first + used, rmbe.size)
+        warm = self._warm + max(rmbe.warm, written)
+        keep = used is not None and (warm <= WARM or rmbe.rmb.memory.pinned)
+        if used is not None and keep and written <= _AT_ONCE:
+            rmbe.clear(used)
+            rmbe.warm = max(rmbe.warm, written)
+            free.append(rmbe)
+        else:
+            rmbe.soil(written, keep=keep)
+            self._soiled.append(rmbe)
+        self._warm += rmbe.warm
+
+    def tidy(self, clock: Callable[[], float]) -> list[Rmb]:
+        """Zero more of what was released, for less than a millisecond.
+
+        Args:
+          clock: the present in seconds.
+
+        Returns:
+          RMBs of which an element has become free.
+        """
+        end = clock() + _TIDY
+        cleaned = []
+        while self._soiled:
+            if self._soiled[0].wipe():
+                rmbe = self._soiled.popleft()
+                self._free[rmbe.rmb].append(rmbe)
+                cleaned.append(rmbe.rmb)
+            if clock() >= end:
+                break
+        return cleaned
 
     def is_empty(self, rmb: Rmb) -> bool:
         """Whether no element of an RMB of this pool is in use: DELETE RKEY may name it."""
@@ -200,4 +300,10 @@ class RmbPool:
         free = self._free.get(rmb)
         if free is None or len(free) != len(rmb.elements):
             raise ValueError("the RMB is in use, or not in this pool")
+        self._warm -= sum(rmbe.warm for rmbe in free)
         del self._free[rmb]
+
+    def close(self) -> None:
+        """All memory goes: from now on nothing is zeroed any more."""
+        self._closed = True
+        self._soiled.clear()

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Which link a connection sends on is this side's affair alone, and the peer notices it by nothing
 but the failover validation message (RFC 7609, 4.6). So each side moves what it sends, when it
-learns of the failure; how one connection moves is told in `datapath.moving`.
+learns of the failure; how one connection moves is told in `failover.replay`.
 
 A link that fails: its queue pair goes to ERR first. From then on it can write nothing, so nothing
 old can land on what the new link writes, and the peer is not told any more that something has
@@ -17,6 +17,8 @@ soon as nothing of theirs is in flight. When it becomes the only one in the mean
 
 A link that comes takes over as few connections as make the loads even. A difference of one is
 even: nothing is moved for it.
+
+What a lost link still brought may hold back others' messages for a while: that is `validation`.
 """
 
 from __future__ import annotations
@@ -24,40 +26,52 @@ from __future__ import annotations
 import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover import replay
+from trio_smc.failover.validation import Validation
 from trio_smc.rnic.verbs import QueuePair, Rnic, RnicError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.rendezvous.links.group import LinkGroup
-    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.group import GroupConnections
+    from trio_smc.rendezvous.links.link import Link, LinkHost
+    from trio_smc.rendezvous.links.link_set import Links
 
-__all__ = ["GroupMover"]
+__all__ = ["GroupMover", "MovedGroup"]
 
 LOGGER = logging.getLogger("trio_smc.failover")
 
 
+class MovedGroup(Protocol):
+    """What a mover wants of the link group whose connections it moves."""
+
+    links: Links
+    connections: GroupConnections
+
+    @property
+    def host(self) -> LinkHost:
+        """The stack, whose observer is told."""
+
+
 class GroupMover:
-    """Moves the connections of one group (`rendezvous.group_host.Mover`).
+    """Moves the connections of one group (`rendezvous.links.context.Mover`).
 
     Args:
       group: the link group.
       drain: takes and dispatches what has completed on a queue pair (`rnic.pump.Pump`).
     """
 
-    def __init__(self, group: LinkGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
+    def __init__(self, group: MovedGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
         self._group = group
         self._drain = drain
         self._departures: dict[Link, _Departure] = {}
-        # Links with a validation message that misses something; what is behind it waits, too.
-        self._waiting: list[Link] = []
-        self._judging = False
+        self._validation = Validation(self.catch_up)
         self._ending: list[Link] = []
 
-    # --- rendezvous.group_host.Mover ----------------------------------------------------------
+    # --- rendezvous.links.context.Mover --------------------------------------------------------
 
     def link_lost(self, link: Link) -> None:
         """The link is failing: take what it still brought, and move its connections now.
@@ -84,12 +98,12 @@ class GroupMover:
           done: called once nothing of them is in flight there, at once if nothing is.
         """
         connections = _connections(link)
-        if not connections or not any(other is not link for other in self._group.usable_links()):
+        if not connections or not any(other is not link for other in self._group.links.usable()):
             done()
             return
         departure = self._departures[link] = _Departure(connections, done)
         for connection in connections:
-            connection.hold(partial(self._left, link, departure, connection))
+            replay.hold(connection, partial(self._left, link, departure, connection))
 
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: it gets its share of the connections.
@@ -97,7 +111,7 @@ class GroupMover:
         Not an asymmetric one: it shares an RNIC with the link it would relieve, and goes as soon
         as the group is symmetric again (2.2.2).
         """
-        loads = {each: each.load for each in self._group.usable_links()}
+        loads = {each: each.load for each in self._group.links.usable()}
         movable = {each: _connections(each) for each in loads if each is not link}
         if link not in loads or not movable or link in self._group.links.asymmetric():
             return
@@ -108,7 +122,7 @@ class GroupMover:
             loads[donor] -= 1
             loads[link] += 1
             connection = movable[donor].pop()
-            connection.hold(partial(self._rebalance, connection, donor, link))
+            replay.hold(connection, partial(self._rebalance, connection, donor, link))
 
     def link_ends(self, link: Link) -> None:
         """Take what the link still brought: the peer counts it as delivered."""
@@ -126,54 +140,17 @@ class GroupMover:
         departure = self._departures.pop(link, None)
         for connection in departure.waiting if departure is not None else ():
             if connection.channel is link:
-                connection.stay()
+                replay.stay(connection)
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
         for link in [*self._group.links.values(), *self._ending]:
             self._drain(link.rnic, link.qp)
 
-    def judge(self, link: Link) -> None:
-        """A validation message on ``link`` misses one that may have come over another link.
-
-        What other links brought is taken first, and may itself have to wait in the same way: for
-        something behind the first message.  So each link stops at a message that waits, and all
-        are looked at in turn, until one waits for what nobody has: that is lost (4.6.1).  They
-        cannot wait for each other in a circle: what a validation message misses was complete
-        before it was sent, and was sent after the validation message that it lies behind.
-        """
-        if link not in self._waiting:
-            self._waiting.append(link)
-        if self._judging:
-            return
-        self._judging = True
-        try:
-            while self._waiting:
-                self.catch_up()
-                resumed = [each for each in list(self._waiting) if each.resume_untrusted()]
-                if not resumed:
-                    self._give_up()
-                self._waiting = [each for each in self._waiting if each.waits]
-        finally:
-            self._judging = False
-
-    def _give_up(self) -> None:
-        link = self._hopeless()
-        if LOGGER.isEnabledFor(logging.INFO):
-            waiting = {
-                each.number: [other.number for other in self._waiting if each.waits_for(other)]
-                for each in self._waiting
-            }
-            LOGGER.info("%r waits for what nobody has; who waits for whom: %s", link, waiting)
-        link.resume_untrusted(give_up=True)
-
-    def _hopeless(self) -> Link:
-        """Of the links that wait, one that waits for none of the others."""
-        waiting = self._waiting
-        for link in waiting:
-            if not any(link.waits_for(other) for other in waiting if other is not link):
-                return link
-        return waiting[0]  # a circle: the peer lies
+    def message_missing(self, link: Link, message: bytes) -> None:
+        """A failover validation message on ``link`` misses one that another link may have brought
+        (4.6.1)."""
+        self._validation.missing(link, message)
 
     def close(self) -> None:
         """The group is gone."""
@@ -185,7 +162,7 @@ class GroupMover:
         """Nothing of this connection is in flight on ``link`` any more."""
         if connection.channel is link:
             if link.usable:
-                connection.stay()  # it stays itself
+                replay.stay(connection)  # it stays itself
             elif not self._move(connection, link):
                 connection.links_lost()
         departure.waiting.discard(connection)
@@ -198,7 +175,7 @@ class GroupMover:
         if connection.channel is not old:
             return
         if old.usable and (not new.usable or old.load - new.load < 2):
-            connection.stay()
+            replay.stay(connection)
         elif not self._move(connection, old, new):
             connection.links_lost()
 
@@ -211,13 +188,11 @@ class GroupMover:
             return True
         group = self._group
         if new is None or not new.usable:
-            new = group.members.link_for(connection, but=old)
+            new = group.connections.link_for(connection, but=old)
         if new is None:
             return False
-        address, rkey = group.peer_element_on(connection, new)
         LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
-        group.place(connection, new)
-        connection.move(new, address, rkey)
+        replay.move(connection, *group.connections.move(connection, new))
         observer = group.host.observer
         if observer is not None:
             observer.state(connection, f"link {old.number}", f"link {new.number}", "move")

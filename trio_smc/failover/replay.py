@@ -1,4 +1,4 @@
-"""Moving a connection's sending from one link to another (RFC 7609, 2.3, 4.6).
+"""How one connection goes on over another link, and sends again what it must (RFC 7609, 4.6).
 
 Theory of operation
 -------------------
@@ -21,8 +21,8 @@ the beginning may not be written again, as newer bytes may lie there, which the 
 (Bytes it has not taken lie each in a place of their own: the window sees to that.)
 
 Nothing else is posted between 2 and 4, since a CDC message in between could only tell too much,
-or a producer cursor that goes back. So while the link has no room for all of it, a stand-in is
-the connection's channel, one without capacity. Only what is signaled ever makes room: where the
+or a producer cursor that goes back. So while the link has no room for all of it the connection is
+held: what it wants to post has to wait. Only what is signaled ever makes room: where the
 room ends the validation message is sent again, which tells the peer nothing new.
 
 A link that fails during a replay changes nothing in the record it is made from: the next move
@@ -35,167 +35,80 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from trio_smc.datapath.urgent_sender import UrgentSender
-from trio_smc.wire import cdc
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.channel import AnyConnection, Channel
-    from trio_smc.datapath.rmb import Rmbe
+    from trio_smc.datapath.channel import Channel
+    from trio_smc.datapath.connection import Connection
 
-__all__ = [
-    "Moving",
-]
+__all__ = ["hold", "move", "stay"]
 
 
-class Moving(UrgentSender):
-    """Base of `Endings`: which link is used, and how another one comes to be."""
+def move(connection: Connection, link: Channel, address: int, rkey: int) -> None:
+    """Let it send on ``link`` from now on, and again what may not have arrived (4.6).
 
-    __slots__ = ("failovers",)
+    Does nothing before `Connection.peer_known` and when the connection is over.
 
-    def __init__(
-        self,
-        rmbe: Rmbe,
-        *,
-        chunks: bool,
-        copy_limit: int,
-        flush_later: Callable[[Callable[[], None]], None] | None,
-    ) -> None:
-        super().__init__(rmbe, chunks=chunks, copy_limit=copy_limit, flush_later=flush_later)
-        self.failovers = 0
-
-    @property
-    def channel(self) -> Channel | None:
-        """The link it sends on; None before `peer_known` and when it is over."""
-        channel = self._channel
-        return channel.link if isinstance(channel, _StandIn) else channel
-
-    def move(self, channel: Channel, address: int, rkey: int) -> None:
-        """Send on this link from now on, and again what may not have arrived (4.6).
-
-        Does nothing before `peer_known` and when the connection is over.
-
-        Args:
-          channel: the link.
-          address: where the peer's RMBE starts, as its RMB's address on that link says.
-          rkey: of the peer's RMB on that link.
-        """
-        old = self._channel
-        if old is None:
-            return
-        old.hand_over(self, None)
-        self.failovers += 1
-        self._use(channel, address, rkey)
-        if self._silent and self._completed == self._sequence:
-            return  # the last word has arrived (A.4: nothing may follow it)
-        self._waiting = True
-        replay = _Replay(self, channel)
-        self._channel = replay
-        replay.go()
-
-    def hold(self, ready: Callable[[], None]) -> None:
-        """Post nothing more on the link, which still works, until `move` names another.
-
-        Args:
-          ready: called once when nothing is in flight there, possibly at once; also when the
-            connection is over before. Not when `move` comes first, or another `hold`.
-        """
-        channel = self._channel
-        if channel is None:
-            ready()
-        elif isinstance(channel, _StandIn):
-            channel.hold_later(ready)
-        else:
-            held = _Hold(self, channel, ready)
-            self._waiting = True
-            self._channel = held
-            held.go()
-
-    def stay(self) -> None:
-        """Go on with the link that it was to leave; nothing when it is not held."""
-        channel = self._channel
-        if isinstance(channel, _Hold):
-            channel.link.hand_over(channel, self)
-            self._channel = channel.link
-            self.on_room()
-
-    def _use(self, channel: Channel, address: int, rkey: int) -> None:
-        self._channel = channel
-        self._address = address + self._peer_first
-        self._rkey = rkey
-        self._waiting = False
-
-    def _leave_link(self) -> None:
-        """Nothing will be sent any more."""
-        channel, self._channel = self._channel, None
-        if isinstance(channel, _StandIn):
-            channel.over()
-
-    def _all_told(self) -> bool:
-        """Whether the peer needs no CDC message of ours."""
-        return (
-            self._completed == self._sequence
-            and self._announced == self._produced
-            and not self._owed
-        )
-
-    def _validation(self, channel: Channel, replay: _Replay) -> None:
-        """Post the failover validation message (4.6.1)."""
-        self.cdcs_sent += 1
-        message = cdc.pack(self._completed, self._peer_token, 0, 0, 0, 0, cdc.FAILOVER_VALIDATION)
-        channel.post_cdc(replay, message)
-
-    def _resume_on(self, channel: Channel) -> None:
-        """The replay is complete but for the message that tells of it; there is room for that."""
-        self._channel = channel
-        self._waiting = False
-        if not self._all_told():
-            self._tell_urgent_again()
-            self._post_cdc(channel)
-        self.on_room()
+    Args:
+      connection: the connection.
+      link: the link.
+      address: where the peer's RMBE starts, as its RMB's address on that link says.
+      rkey: of the peer's RMB on that link.
+    """
+    old, messenger = connection.channel, connection.messenger
+    if old is None:
+        return
+    if isinstance(messenger.holder, _Mover):
+        old.hand_over(messenger.holder, None)
+    old.hand_over(connection, None)
+    connection.switch(link, address, rkey)
+    if not messenger.silent or messenger.completed != messenger.sequence:
+        _Replay(connection, link).go()
+    # Else the last word has arrived (A.4: nothing may follow it).
 
 
-class _StandIn:
-    """In the link's place while nothing may be posted by others than this."""
+def hold(connection: Connection, ready: Callable[[], None]) -> None:
+    """Let it post nothing more on its link, which still works, until `move` names another.
+
+    Args:
+      connection: the connection.
+      ready: called once when nothing is in flight there, possibly at once; also when the
+        connection is over before. Not when `move` comes first, or another `hold`.
+    """
+    link, mover = connection.channel, connection.messenger.holder
+    if link is None:
+        ready()
+    elif isinstance(mover, _Mover):
+        mover.hold_later(ready)
+    else:
+        _Hold(connection, link, ready).go()
+
+
+def stay(connection: Connection) -> None:
+    """Let it go on with the link that it was to leave; nothing when it is not held."""
+    mover = connection.messenger.holder
+    if isinstance(mover, _Hold):
+        mover.link.hand_over(mover, connection)
+        connection.resume()
+
+
+class _Mover:
+    """In charge of what a connection posts while it changes its link (`messenger.Holder`)."""
 
     __slots__ = ("_connection", "link")
 
-    def __init__(self, connection: AnyConnection, link: Channel) -> None:
+    def __init__(self, connection: Connection, link: Channel) -> None:
         self._connection = connection
         self.link = link
-        """The real one."""
-
-    @property
-    def number(self) -> int:
-        return self.link.number
-
-    def capacity(self) -> int:
-        return 0
-
-    def wait_for_room(self, connection: AnyConnection) -> None:
-        pass  # `Moving._resume_on` tells
-
-    def hand_over(self, connection: AnyConnection, heir: AnyConnection | None) -> None:
-        """What this has posted, or waits for, is forgotten with it."""
-        self.link.hand_over(self, None)
-        self.link.hand_over(connection, heir)
-
-    def post_write(
-        self, connection: AnyConnection, data: memoryview, address: int, rkey: int
-    ) -> None:
-        raise AssertionError("posted without capacity")
-
-    def post_cdc(self, connection: AnyConnection, message: bytes) -> None:
-        raise AssertionError("posted without capacity")
-
-    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
-        return False
+        connection.hold(self)
 
     def on_room(self) -> None:
         """The link has room again."""
-        if self._connection._channel is self:
+        if self._connection.messenger.holder is self:
             self.go()
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        """A CDC message has reached the peer."""
 
     @abstractmethod
     def go(self) -> None:
@@ -203,19 +116,19 @@ class _StandIn:
 
     @abstractmethod
     def hold_later(self, ready: Callable[[], None]) -> None:
-        """See `Moving.hold`."""
+        """See `hold`."""
 
     @abstractmethod
     def over(self) -> None:
         """The connection is over."""
 
 
-class _Replay(_StandIn):
+class _Replay(_Mover):
     """Steps 2 to 4 of a move, as there is room for them."""
 
     __slots__ = ("_next", "_ready", "_validated")
 
-    def __init__(self, connection: AnyConnection, link: Channel) -> None:
+    def __init__(self, connection: Connection, link: Channel) -> None:
         super().__init__(connection, link)
         self._next = 0  # count of the byte to go on with
         self._validated = False
@@ -227,32 +140,30 @@ class _Replay(_StandIn):
             if not self._room():
                 return
             self._validated = True
-            it._validation(link, self)
-        for start, data in it.replay(self._next):
+            link.post_cdc(self, it.messenger.validation())
+        for start, data in it.sender.replay(self._next):
             done = 0
             while done < len(data):
                 room = self._room()
                 if not room:
                     return
                 piece = data[done : done + room]
-                it._write(link, piece, len(piece), start + done)
+                it.sender.write(link, piece, start + done)
                 done += len(piece)
                 self._next = start + done
                 if link.capacity() <= 0:
-                    it._validation(link, self)
+                    link.post_cdc(self, it.messenger.validation())
         if self._room():
-            it._resume_on(link)
+            it.messenger.tell_again(link)
+            it.resume()
             if self._ready is not None:
-                it.hold(self._ready)
+                hold(it, self._ready)
 
     def _room(self) -> int:
         room = self.link.capacity()
         if room <= 0:
             self.link.wait_for_room(self)
         return max(0, room)
-
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A validation message; it completes no other one."""
 
     def hold_later(self, ready: Callable[[], None]) -> None:
         """The link is to be left again: finish first."""
@@ -263,23 +174,24 @@ class _Replay(_StandIn):
             self._ready()
 
 
-class _Hold(_StandIn):
+class _Hold(_Mover):
     """Waits until nothing is in flight on a link that works."""
 
     __slots__ = ("_ready",)
 
-    def __init__(self, connection: AnyConnection, link: Channel, ready: Callable[[], None]) -> None:
+    def __init__(self, connection: Connection, link: Channel, ready: Callable[[], None]) -> None:
         super().__init__(connection, link)
         self._ready: Callable[[], None] | None = ready
 
     def go(self) -> None:
         it, link = self._connection, self.link
-        if it._announced != it._produced and not it._silent:
+        messenger = it.messenger
+        if messenger.announced != messenger.produced and not messenger.silent:
             # Writes whose message was put off: nothing else would tell that they are done.
             if link.capacity() <= 0:
                 link.wait_for_room(self)
                 return
-            it._post_cdc(link)
+            messenger.post(link)
         link.hand_over(it, self)
         self._look()
 
@@ -289,12 +201,8 @@ class _Hold(_StandIn):
         self._look()
 
     def _look(self) -> None:
-        it = self._connection
-        if (
-            it._channel is self
-            and it._completed == it._sequence
-            and (it._announced == it._produced or it._silent)
-        ):
+        messenger = self._connection.messenger
+        if messenger.holder is self and messenger.at_rest:
             self.over()
 
     def hold_later(self, ready: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ accepts a first contact only from a network that it is attached to itself.  Addr
 `socket.getsockname` gives it: scopes ("%eth0") are ignored, IPv4-mapped IPv6 counts as IPv4.
 
 Theory of operation: networks are read from a dump of the kernel's addresses; they may change at any
-moment, and `_base.netlink` knows for how long a dump is good.  Loopback, where most same-host
+moment, and `host.netlink` knows for how long a dump is good.  Loopback, where most same-host
 connections are, is answered without asking: its networks are the same everywhere.  Whether an
 address is this host's own is asked for every connection, and two sockets can nearly always tell (20
 microseconds).  Where there is no netlink the host has no networks: every answer is None, False or
@@ -20,18 +20,16 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trio_smc.host.netlink import ask
-from trio_smc.wire.clc import Ipv6Prefix, Proposal
 
 __all__ = [
     "Prefix",
     "address_interface",
     "all_prefixes",
-    "has_prefix",
-    "has_subnet",
     "interface_prefixes",
+    "is_attached",
     "is_on_network",
     "is_same_host",
     "local_prefix",
@@ -44,9 +42,8 @@ _REMEMBERED = 1024  # addresses parsed last: parsing one costs more than a syste
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """A network that an interface of this host is in.
+class Prefix(NamedTuple):
+    """A network that an interface may be in.
 
     Fields:
       network: its number, 4 bytes for IPv4 and 16 for IPv6, the bits beyond `length` zero.
@@ -71,7 +68,7 @@ _LOOPBACKS = (
     (ipaddress.IPv4Network("127.0.0.0/8"), Prefix(network=bytes((127, 0, 0, 0)), length=8)),
     (ipaddress.IPv6Network("::1/128"), Prefix(network=bytes(15) + b"\x01", length=128)),
 )
-
+_LOOPBACK_PREFIXES = frozenset(prefix for _, prefix in _LOOPBACKS)
 
 # Whoever connects to these connects from them.
 _LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
@@ -140,34 +137,20 @@ def all_prefixes() -> tuple[Prefix, ...]:
     return tuple(dict.fromkeys(item.prefix for item in _addresses()))
 
 
-def is_on_network(address: str, proposal: Proposal) -> bool:
-    """Whether the interface that owns the local `address` is in a network of a Proposal."""
-    wanted = {Prefix(network=proposal.ipv4_subnet, length=proposal.ipv4_mask_length)}
-    if not proposal.ipv4_mask_length:
-        wanted = {
-            Prefix(network=each.prefix, length=each.length) for each in proposal.ipv6_prefixes
-        }
-    return not wanted.isdisjoint(interface_prefixes(address))
+def is_on_network(address: str, networks: Iterable[Prefix]) -> bool:
+    """Whether the interface that owns the local `address` is in one of these networks."""
+    return not set(interface_prefixes(address)).isdisjoint(networks)
 
 
-def has_subnet(ipv4_subnet: bytes, mask_length: int) -> bool:
-    """Whether an interface of this host is in this IPv4 subnet: a server's check (3.5.1.2).
-
-    ipv4_subnet: the subnet number, 4 bytes.
-    mask_length: bits of it; 0, which a Proposal over IPv6 has, is no subnet.
-    """
-    if mask_length == 0:
-        return False
-    return _attached({Prefix(network=ipv4_subnet, length=mask_length)})
-
-
-def has_prefix(prefixes: Iterable[Ipv6Prefix]) -> bool:
-    """Whether this host is attached to one of these IPv6 prefixes: a server's check (3.5.1.2).
+def is_attached(networks: Iterable[Prefix]) -> bool:
+    """Whether an interface of this host is in one of these networks.
 
     Link-local prefixes do not count, whoever lists them.
     """
-    wanted = (Prefix(network=item.prefix, length=item.length) for item in prefixes)
-    return _attached({item for item in wanted if not item.is_link_local})
+    wanted = {prefix for prefix in networks if not prefix.is_link_local}
+    if not wanted.isdisjoint(_LOOPBACK_PREFIXES):
+        return True
+    return bool(wanted) and any(item.prefix in wanted for item in _addresses())
 
 
 def is_same_host(local: str, remote: str) -> bool:
@@ -214,12 +197,6 @@ def source_address(address: str, port: int) -> str | None:
         return None
     scope = name[3] if family == socket.AF_INET6 else 0
     return f"{name[0]}%{scope}" if scope else str(name[0])
-
-
-def _attached(wanted: set[Prefix]) -> bool:
-    if any(prefix in wanted for _, prefix in _LOOPBACKS):
-        return True
-    return bool(wanted) and any(item.prefix in wanted for item in _addresses())
 
 
 def _probe_own(address: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""TCP sockets: what is unread, and how to end one by a reset."""
+"""TCP sockets: what is unread or unsent, and how to end one by a reset (tcp(7))."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "close_with_reset",
     "unread_bytes",
+    "unsent_bytes",
 ]
 
 
@@ -33,5 +34,14 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
 
 def unread_bytes(sock: trio.socket.SocketType) -> int:
     """Bytes in the receive queue of a TCP socket; a FIN is none."""
-    answer = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
+    return _queue(sock, termios.FIONREAD)
+
+
+def unsent_bytes(sock: trio.socket.SocketType) -> int:
+    """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
+    return _queue(sock, termios.TIOCOUTQ)
+
+
+def _queue(sock: trio.socket.SocketType, request: int) -> int:
+    answer = fcntl.ioctl(sock.fileno(), request, bytes(4))
     return int(struct.unpack("i", answer)[0])

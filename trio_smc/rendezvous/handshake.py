@@ -1,7 +1,7 @@
-"""Running a rendezvous over a TCP connection: the Trio shell around the negotiation cores.
+"""The CLC handshake over a real TCP connection: the Trio task around a negotiation.
 
 Not a byte beyond the CLC messages may be consumed: after a Decline the application's bytes
-follow at once.  `rendezvous.clc_reader` tells how many may be taken, and nothing is read any more
+follow at once.  `wire.clc.ClcReader` tells how many may be taken, and nothing is read any more
 when only our last message is left to send; see `rendezvous.negotiation`.
 
 Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
@@ -26,9 +26,7 @@ from trio_smc.wire.clc import ClcReader
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timers
-    from trio_smc.rendezvous.client import ClientNegotiation
-    from trio_smc.rendezvous.negotiation import FellBack
-    from trio_smc.rendezvous.server import ServerNegotiation
+    from trio_smc.rendezvous.negotiation import FellBack, Negotiation
     from trio_smc.rnic.spinner import Spinner
 
 __all__ = [
@@ -37,7 +35,7 @@ __all__ = [
 
 
 async def run_negotiation(
-    negotiation: ClientNegotiation | ServerNegotiation,
+    negotiation: Negotiation,
     sock: trio.socket.SocketType,
     patience: float,
     timers: Timers,
@@ -80,7 +78,7 @@ async def run_negotiation(
 
 
 async def _run(
-    negotiation: ClientNegotiation | ServerNegotiation,
+    negotiation: Negotiation,
     sock: trio.socket.SocketType,
     patience: float,
     timers: Timers,
@@ -112,9 +110,7 @@ async def _run(
             negotiation.timed_out()
 
 
-async def _wait(
-    negotiation: ClientNegotiation | ServerNegotiation, fd: int, timers: Timers, deadline: float
-) -> bool:
+async def _wait(negotiation: Negotiation, fd: int, timers: Timers, deadline: float) -> bool:
     """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
     expired = False
 
@@ -139,7 +135,7 @@ async def _wait(
 
 
 async def _answer(
-    negotiation: ClientNegotiation | ServerNegotiation,
+    negotiation: Negotiation,
     sock: trio.socket.SocketType,
     patience: float,
     reader: ClcReader,
@@ -175,7 +171,7 @@ def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
         return data
 
 
-def _read(negotiation: ClientNegotiation | ServerNegotiation, fd: int, reader: ClcReader) -> bool:
+def _read(negotiation: Negotiation, fd: int, reader: ClcReader) -> bool:
     """Take bytes that have come, at most to the end of a message; False: there are none."""
     try:
         piece = os.read(fd, reader.wanted)

@@ -1,17 +1,21 @@
-"""CLC negotiation (RFC 7609, 3.5): what the client's and the server's side have in common.
+"""The CLC handshake that turns a TCP connection into SMC-R: what both sides share (RFC 7609, 3.5).
 
-A negotiation is a core without sockets, tasks or clocks.  Whole CLC messages and the news of
-the link group come in; `outgoing` holds the messages to send, in order; `outcome` is set once.
-Which message or event does what in which state is declared in `states.clc`.
+A negotiation has no sockets, tasks or clocks.  Whole CLC messages and the news of the link group
+come in; `outgoing` holds the messages to send, in order; `outcome` is set once: the connection
+speaks SMC-R, stays on TCP, or must end.  Which message or event does what in which state is
+declared in `states.clc`; here is what both sides have in common,
+and what a negotiation wants of its stack and of the connection it makes.
+
+What is known grows as the handshake goes on, and nothing asks for it before: the peer's message
+when that has come, the link group when it is chosen or about to be formed, and `_LocalEnd` when an
+RMB element is taken.
 
 Theory of operation: how two sides that share one byte stream agree where CLC messages end
 ------------------------------------------------------------------------------------------
 After a Decline the application's bytes follow at once, in both directions, and nobody parses
-them
-(RFC 7609, C.6).  So each side must know of every CLC message that may still come:
+them (RFC 7609, C.6).  So each side must know of every CLC message that may still come:
 
-- CLC messages alternate, and a Decline only takes the place of one that the peer waits for
-(C.1).
+- CLC messages alternate, and a Decline only takes the place of one that the peer waits for (C.1).
   So whatever came before our answer was sent is a protocol error: a runner looks whether
   anything did, and only then sends.  Before our last message it also stops reading
   (`has_last_word`), for what comes after a Decline is the application's.
@@ -29,20 +33,23 @@ from __future__ import annotations
 
 import errno
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.timers import Timer
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous.links.add_link import AddressWait
+from trio_smc.rendezvous.links.address_wait import AddressWait
 from trio_smc.rendezvous.links.first_contact import GroupFailure
 from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.rnic.verbs import Rnic, RnicError
+from trio_smc.states import USABLE
 from trio_smc.states.engine import Machine, Table
 from trio_smc.wire import clc
 from trio_smc.wire.sizes import rmbe_size_code
@@ -55,6 +62,19 @@ __all__ = [
     "NegotiationHost",
     "RdmaConnection",
 ]
+
+
+LOGGER = logging.getLogger("trio_smc.clc")
+
+_OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
+_LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
+_WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
+"""Where something may be waited for that does not matter any more elsewhere."""
+_EVENT_OF = {
+    GroupFailure.LINK_LOST: "group_failed",
+    GroupFailure.TIMED_OUT: "llc_timeout",
+    GroupFailure.PROTOCOL_ERROR: "llc_error",
+}
 
 
 class RdmaConnection(GroupConnection, Protocol):
@@ -90,8 +110,8 @@ class NegotiationHost(Protocol):
     peer_id: bytes
     observer: Observer | None
 
-    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
-        """The client-role group that an SMC Accept names (RFC 7609, 3.5.2.2)."""
+    def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
+        """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
 
     def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
         """A server-role group with this peer that has room for an element of ``size`` bytes,
@@ -126,21 +146,31 @@ class Failed:
     error: OSError
 
 
-LOGGER = logging.getLogger("trio_smc.clc")
+@dataclass(slots=True)
+class _LocalEnd:
+    """This side's end of the connection: made when an element of the group's RMBs is taken.
+
+    Attributes:
+      link: which Accept or Confirm names; it may be lost before that is sent.
+    """
+
+    group: LinkGroup
+    link: Link
+    rmbe: Rmbe
+    connection: RdmaConnection
 
 
-_OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
-_LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
-_CONNECTING = frozenset({"PREPARING", "CONFIRMING_LINK"})
-"""Where the client and the server connect the first link, each in one of them."""
-_EVENT_OF = {
-    GroupFailure.LINK_LOST: "group_failed",
-    GroupFailure.TIMED_OUT: "llc_timeout",
-    GroupFailure.PROTOCOL_ERROR: "llc_error",
-}
+_T = TypeVar("_T")
 
 
-class Negotiation:
+def known(value: _T | None) -> _T:
+    """What an earlier action, or the guard of this transition, has found."""
+    if value is None:
+        raise RuntimeError("an action of the CLC handshake came before what it works on")
+    return value
+
+
+class Negotiation(ABC):
     """One rendezvous; see `ClientNegotiation` and `ServerNegotiation`.
 
     Attributes:
@@ -150,28 +180,30 @@ class Negotiation:
       changed: called whenever `outgoing` or `outcome` may have changed.
     """
 
+    AWAITS_CLC: ClassVar[frozenset[str]]
+    """States in which the CLC timer must run (C.5)."""
+
+    _peer: clc.Accept | clc.Confirm  # set before the event that says so
+
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
         self.machine = Machine(table, self)
         self.outgoing: list[bytes] = []
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
-        self.group: LinkGroup | None = None
         self.sock: object | None = None  # for observers: whose rendezvous this is
         self.first_contact = False
         self._host = host
         self._receive_buffer = receive_buffer
-        self._connection: RdmaConnection | None = None
-        self._rmbe: Rmbe | None = None
-        self._link: Link | None = None
+        self._group: LinkGroup | None = None
         # What the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
         self._peers_link: Link | None = None
-        self._peer: clc.Accept | clc.Confirm | None = None
-        self._decline: clc.Decline | None = None
-        self._fallback: Fallback | None = None
+        self._first_link: Link | None = None
+        self._end: _LocalEnd | None = None
+        self._fell_back: FellBack | None = None  # what a Decline would come to
         self._version = 1
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
-        self._address: AddressWait | None = None
+        self._wait: AddressWait | Timer | None = None
 
     # --- what comes in ---------------------------------------------------------------------
 
@@ -188,6 +220,11 @@ class Negotiation:
         (Decline) or a violation (Confirm).
         """
         return self.machine.state in _LAST_WORD
+
+    @property
+    def awaits_clc(self) -> bool:
+        """Whether the CLC timer must run (C.5)."""
+        return self.machine.state in self.AWAITS_CLC
 
     def receive_untrusted(self, data: bytes) -> None:
         """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
@@ -235,25 +272,24 @@ class Negotiation:
     @property
     def reserved_value(self) -> bool:
         """The peer's QP MTU is a reserved enumerated value (A.2.2); first contact only."""
-        return self.first_contact and self._peer is not None and self._peer.known_mtu is None
+        return self.first_contact and self._peer.known_mtu is None
 
     @property
     def may_decline(self) -> bool:
         """Whether it is for us to decline when the first contact fails (C.2, C.7)."""
-        return self.may_fall_back and self.group is not None and self.group.setup.our_turn
+        return self.may_fall_back and self._group is not None and self._group.setup.our_turn
 
     @property
     def may_fall_back(self) -> bool:
         """Whether the point of no return is still ahead (RFC 7609, C.3)."""
-        return self.group is not None and self.group.setup.may_fall_back
+        return self._group is not None and self._group.setup.may_fall_back
 
     @property
     def peer_element_known(self) -> bool:
         """Whether the peer's RMB can be written to: its RKey came before (3.5.5.2.1)."""
-        peer, group, link = self._peer, self.group, self._peers_link or self._link
+        peer, group, link = self._peer, self._group, self._peers_link
         return (
-            peer is not None
-            and group is not None
+            group is not None
             and link is not None
             and group.knows_rmb(link, peer.rkey, peer.rmb_address)
         )
@@ -261,21 +297,14 @@ class Negotiation:
     @property
     def usable_connection(self) -> bool:
         """Whether connection and link survived until our last message was sent."""
-        connection = self._connection
-        return (
-            connection is not None
-            and connection.state != "CLOSED"
-            and self.group is not None
-            and self.group.usable
-        )
+        end = self._end
+        return end is not None and end.connection.state != "CLOSED" and end.group.usable
 
     # --- actions both sides have -----------------------------------------------------------
 
     def take_element(self) -> None:
         """Get an RMB element for the connection; `element_ready` or `unable` follows."""
-        if self.group is None:
-            raise RuntimeError("no link group was chosen")
-        self.group.request_element(self._receive_buffer, self._element_taken)
+        known(self._group).request_element(self._receive_buffer, self._element_taken)
 
     def decline_reserved_value(self) -> None:
         """C.6."""
@@ -291,16 +320,11 @@ class Negotiation:
 
     def fall_back(self) -> None:
         """Our Decline is out."""
-        if self._fallback is None:
-            raise RuntimeError("no SMC Decline was sent")
-        self.outcome = FellBack(self._fallback)
+        self.outcome = self._fell_back
 
     def note_decline(self) -> None:
         """The peer declined (C.1); no answer is sent."""
-        decline = self._decline
-        if decline is None:
-            raise RuntimeError("no SMC Decline was received")
-        self.outcome = FellBack(Fallback.from_peer(decline.diagnosis))
+        self.outcome = self._fell_back
 
     def fail_timeout(self) -> None:
         """C.5, C.7: a handshake that does not end would not end over TCP either."""
@@ -320,40 +344,24 @@ class Negotiation:
 
     def abandon(self) -> None:
         """Give back what was taken; a half-made group is torn down (3.5.1.6.4)."""
-        if self._connection is not None:
-            self._connection.withdraw()
-        elif self._rmbe is not None and self.group is not None:
-            self.group.own_rmbs.release(self._rmbe, 0)
-        self._connection = self._rmbe = None
-        group = self.group
+        end, self._end = self._end, None
+        if end is not None:
+            end.connection.withdraw()
+        group = self._group
         if group is not None and self.first_contact and group.state == "FORMING":
             group.first_contact = None
             group.terminate()
 
     def introduce_peer(self) -> None:
         """Tell the connection where the peer's element is; see `peer_element_known`."""
-        peer, group, link = self._peer, self.group, self._peers_link or self._link
-        connection = self._connection
-        if peer is None or group is None or link is None or connection is None:
-            raise RuntimeError("the peer's element is not known yet")
-        size = peer.buffer_size
-        group.members.take_peer_element_untrusted(
-            link, rkey=peer.rkey, address=peer.rmb_address, index=peer.rmbe_index, size=size,
-            user=connection,
-        )  # fmt: skip
-        # 2.3: which link this side sends on is not the peer's affair.
-        channel = group.members.link_for(connection)
-        if channel is None:
-            if group.links.get(link.number) is not link:
-                raise ProtocolError("no link is left that reaches the peer's RMB")
-            channel = link  # on its way out; its connections move or end with the others
-        if self._link is not None and group.links.get(self._link.number) is not self._link:
-            self._link = channel  # lost since it was chosen; Confirm names one that is left
-        group.place(connection, channel)
-        address, rkey = group.peer_element_on(connection, channel)
+        peer, end = self._peer, known(self._end)
+        group, connection, link = end.group, end.connection, self._peers_link or end.link
+        channel, address, rkey = group.connections.attach_untrusted(connection, peer, link)
+        if group.links.get(end.link.number) is not end.link:
+            end.link = channel  # lost since it was chosen; Confirm names one that is left
         connection.peer_known(
             alert_token=peer.alert_token,
-            element_size=size,
+            element_size=peer.buffer_size,
             eye_catcher=group.setup.peer_eye_catcher,
             channel=channel,
             address=address,
@@ -362,17 +370,15 @@ class Negotiation:
 
     def establish(self) -> None:
         """Open the connection to its user."""
-        connection, group = self._connection, self.group
-        if connection is None or group is None:
-            raise RuntimeError("nothing to establish")
-        connection.established()
-        self.outcome = Established(connection, group)
+        end = known(self._end)
+        end.connection.established()
+        self.outcome = Established(end.connection, end.group)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Tell observers and the runner; the peer's address matters in one state only."""
-        if self._address is not None and old in _CONNECTING:
-            self._address.cancel()
-            self._address = None
+        """Tell observers and the runner; what was waited for does not matter any more."""
+        if self._wait is not None and old in _WAITING:
+            self._wait.cancel()
+            self._wait = None
         if new == "FAILED":
             self.outgoing.clear()  # nothing may follow, least of all a Decline
         if self._host.observer is not None:
@@ -381,57 +387,54 @@ class Negotiation:
 
     # --- helpers -----------------------------------------------------------------------------
 
+    @abstractmethod
     def _dispatch_untrusted(self, message: clc.Message) -> None:
-        raise NotImplementedError
+        """Send the machine the event that this message is now.  Raises ProtocolError."""
 
     def _element_taken(self, rmbe: Rmbe | None) -> None:
-        group = self.group
+        group = self._group
         if rmbe is None or group is None:
             self.machine.send("unable")
             return
-        link = self._link if self._link is not None else self._link_to_name(group)
+        link = self._first_link or self._link_to_name(group)
         over = self.machine.state in _OVER  # the TCP connection ended meanwhile
-        if over or link is None or not (self.first_contact or group.usable):
+        if over or link is None:
             group.own_rmbs.release(rmbe, 0)
             self.machine.send("unable")
             return
-        self._link = link
-        self._rmbe = rmbe
-        self._connection = self._host.open_connection(group, rmbe)
+        self._end = _LocalEnd(group, link, rmbe, self._host.open_connection(group, rmbe))
         self.machine.send("element_ready")
 
     def _link_to_name(self, group: LinkGroup) -> Link | None:
         """The link that Accept names, in Confirm too: the server has it for sure."""
+        if group.state not in USABLE:
+            return None  # it ended while an RMB was made
         named = self._peers_link
         return named if named is not None and named.usable else group.least_loaded_link()
 
-    def _form_group(self, peer_id: bytes, rnic: Rnic) -> bool:
-        group = self._host.new_group(client=self._is_client, peer_id=peer_id, rnic=rnic)
+    def _form_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> bool:
+        group = self._host.new_group(client=client, peer_id=peer_id, rnic=rnic)
         self.first_contact = True
-        self.group = group
+        self._group = group
         group.first_contact = self
         try:
-            self._link = group.open_first_link()
+            self._first_link = group.open_first_link()
         except RnicError as error:
             LOGGER.info("%r: %s", group, error)
             self.machine.send("unable")
             return False
         return True
 
-    _is_client = False
+    def _when_address_known(self, connect: Callable[[LinkGroup], None]) -> None:
+        """Connect the first link once the RNIC knows the address of the peer's GID."""
+        group = known(self._group)
+        wait = AddressWait(group.timers)
+        if not wait.begin(group.rnic, self._peer.gid, lambda: connect(group)):
+            self._wait = wait
 
-    def _when_address_known(self, gid: bytes, then: Callable[[], None]) -> None:
-        """Before the first link is connected to this GID of the peer's; see `address_wait`."""
-        if self.group is None or self._link is None:
-            raise RuntimeError("no link to connect")
-        wait = AddressWait(self.group.timers)
-        if not wait.begin(self._link.rnic, gid, then):
-            self._address = wait
-
-    def _connect_first(self, peer: clc.Accept | clc.Confirm) -> None:
-        group = self.group
-        if group is None:
-            raise RuntimeError("no link group")
+    def _connect_first(self, group: LinkGroup) -> None:
+        """Raises RnicError."""
+        peer = self._peer
         link = group.setup.connect_first(
             PeerQueuePair(
                 gid=peer.gid,
@@ -445,21 +448,20 @@ class Negotiation:
         group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})
 
     def _credentials(self) -> dict[str, Any]:
-        group, link, rmbe, connection = self.group, self._link, self._rmbe, self._connection
-        if group is None or link is None or rmbe is None or connection is None:
-            raise RuntimeError("no element was taken")
-        region = group.own_rmbs.region(rmbe.rmb, link)
+        end = known(self._end)
+        link, rmbe, rnic = end.link, end.rmbe, end.link.rnic
+        region = end.group.own_rmbs.region(rmbe.rmb, link)
         return {
             "version": self._version,
             "peer_id": self._host.peer_id,
-            "gid": link.rnic.gid,
-            "mac": link.rnic.mac,
+            "gid": rnic.gid,
+            "mac": rnic.mac,
             "qp_number": link.qp.qp_num,
             "rkey": region.rkey,
             "rmbe_index": rmbe.index,
-            "alert_token": connection.alert_token,
+            "alert_token": end.connection.alert_token,
             "buffer_size_code": rmbe_size_code(rmbe.size),
-            "qp_mtu": link.rnic.mtu,
+            "qp_mtu": rnic.mtu,
             "rmb_address": region.address,
             "initial_psn": link.psn,
         }
@@ -473,7 +475,8 @@ class Negotiation:
     def _send_decline(self, reason: FallbackReason, *, out_of_sync: bool = False) -> None:
         """Give back everything and queue SMC Decline, our last message."""
         self.abandon()
-        self._fallback = fallback = Fallback.local(reason)
+        fallback = Fallback.local(reason)
+        self._fell_back = FellBack(fallback)
         self._send(
             clc.Decline(
                 version=self._version,
@@ -482,6 +485,12 @@ class Negotiation:
                 diagnosis=fallback.code or 0,
             )
         )
+
+    def _declined(self, message: clc.Decline) -> None:
+        """The peer's Decline, before the machine is told."""
+        self._fell_back = FellBack(Fallback.from_peer(message.diagnosis))
+        self._cause = ProtocolError("SMC Decline out of turn")
+        self.machine.send("decline")
 
     def _fail(self, number: int, text: str) -> None:
         error = OSError(number, text)

@@ -1,4 +1,7 @@
-"""The server's side of a rendezvous (RFC 7609, 3.5.1, 3.5.2); see `negotiation`."""
+"""The server's side of the CLC handshake: answers SMC Proposal (RFC 7609, 3.5.1, 3.5.2).
+
+`trio_smc.rendezvous.negotiation` tells what both sides have in common.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,13 @@ from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
-from trio_smc._base.timers import Timer
 from trio_smc.rendezvous.links.group import LinkGroup
-from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost
+from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost, known
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_SERVER
 from trio_smc.wire import clc
 
 __all__ = ["ServerNegotiation"]
-
-_AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
 
 
 class ServerNegotiation(Negotiation):
@@ -23,36 +23,32 @@ class ServerNegotiation(Negotiation):
 
     Args:
       host: the stack.
-      rnic: the RNIC that serves the connection's route; None only if ``admit`` refuses.
-      admit: looks at the Proposal and returns why it is refused, or None; subnet and prefix
-        are checked there (RFC 7609, 3.5.1.2).
+      admit: looks at the Proposal and returns the RNIC that serves the connection's route, or
+        why it is refused; subnet and prefix are checked there (RFC 7609, 3.5.1.2).
       receive_buffer: bytes wanted of the connection's RMB element.
     """
+
+    AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
+
+    _proposal: clc.Proposal  # set before the event that says so
+    _rnic: Rnic  # if it was not refused
 
     def __init__(
         self,
         *,
         host: NegotiationHost,
-        rnic: Rnic | None,
-        admit: Callable[[clc.Proposal], FallbackReason | None],
+        admit: Callable[[clc.Proposal], Rnic | FallbackReason],
         receive_buffer: int,
     ) -> None:
         super().__init__(CLC_SERVER, host, receive_buffer)
-        self._rnic = rnic
         self._admit = admit
-        self._proposal: clc.Proposal | None = None
-        self._found: LinkGroup | None = None  # by the guard of the transition that uses it
+        self._found: LinkGroup | None = None  # before the event that asks for it
         self._refusal: FallbackReason | None = None
         self._named_link = False
-        self._patience: Timer | None = None
-
-    @property
-    def awaits_clc(self) -> bool:
-        """Whether the CLC timer must run (C.5)."""
-        return self.machine.state in _AWAITS_CLC
 
     def group_settled(self) -> None:
         """The group that was forming is formed, or gone."""
+        self._found = self._find_group()
         self.machine.send("group_settled")
 
     # --- guards ------------------------------------------------------------------------------
@@ -65,20 +61,18 @@ class ServerNegotiation(Negotiation):
     @property
     def group_usable(self) -> bool:
         """Whether this peer has a link group that takes the connection."""
-        self._found = group = self._find_group()
         # What is not forming takes the connection, else it had not been found.
-        return group is not None and group.state != "FORMING"
+        return self._found is not None and self._found.state != "FORMING"
 
     @property
     def group_forming(self) -> bool:
         """Whether another connection is just forming one."""
-        group = self._find_group()
-        return group is not None and group.state == "FORMING"
+        return self._found is not None and self._found.state == "FORMING"
 
     @property
     def group_lost(self) -> bool:
         """Whether the existing group that was chosen ended meanwhile."""
-        return not self.first_contact and self.group is not None and not self.group.usable
+        return not self.first_contact and self._group is not None and not self._group.usable
 
     @property
     def known_link(self) -> bool:
@@ -89,34 +83,28 @@ class ServerNegotiation(Negotiation):
 
     def take_element(self) -> None:
         """3.5.2.1: an element of the existing group's RMBs, or of a new one."""
-        if self.group is None:
-            self.group = self._found
+        self._group = self._found
         super().take_element()
 
     def wait_for_group(self) -> None:
         """One first contact at a time with a peer: what it forms will serve this one too."""
-        group = self._find_group()
-        if group is None:
-            raise RuntimeError("no group is forming")
+        group = known(self._found)
         group.when_settled(self.group_settled)
-        if self._patience is None:
+        if self._wait is None:
             # A first contact that takes this long may never end.
-            self._patience = group.timers.call_later(group.config.llc_timeout, self._waited_enough)
+            self._wait = group.timers.call_later(group.config.llc_timeout, self._waited_enough)
 
     def _waited_enough(self) -> None:
         self.machine.send("waited_enough")
 
     def start_over(self) -> None:
         """Look for a group again: the one chosen is gone."""
-        self.group = self._link = None
-        self.machine.send("group_settled")
+        self._group = None
+        self.group_settled()
 
     def form_group(self) -> None:
         """3.5.1.2: a queue pair in INIT, and an RMB, before SMC Accept."""
-        proposal = self._proposal
-        if proposal is None or self._rnic is None:
-            raise RuntimeError("no Proposal was admitted")
-        if self._form_group(proposal.peer_id, self._rnic):
+        if self._form_group(client=False, peer_id=self._proposal.peer_id, rnic=self._rnic):
             super().take_element()
 
     def send_accept(self) -> None:
@@ -125,25 +113,15 @@ class ServerNegotiation(Negotiation):
 
     def connect_link(self) -> None:
         """3.5.1.4: to RTS, and CONFIRM LINK."""
-        if self._peer is None:
-            raise RuntimeError("no SMC Confirm was received")
-        self._when_address_known(self._peer.gid, self._connect)
+        self._when_address_known(self._connect)
 
-    def _connect(self) -> None:
-        peer, group, link = self._peer, self.group, self._link
-        if peer is None or group is None or link is None or group.state != "FORMING":
+    def _connect(self, group: LinkGroup) -> None:
+        if group.state != "FORMING":
             return  # it failed, and the negotiation was told
         try:
-            self._connect_first(peer)
+            self._connect_first(group)
         except RnicError as error:
-            group.setup.first_link_failed(link, error)
-
-    def state_changed(self, old: str, new: str, event: str) -> None:
-        """Stop waiting for another connection's group."""
-        if old == "WAITING" and self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        super().state_changed(old, new, event)
+            group.setup.first_link_failed(known(self._first_link), error)
 
     def decline_refused(self) -> None:
         """C.1."""
@@ -158,7 +136,12 @@ class ServerNegotiation(Negotiation):
         elif isinstance(message, clc.Proposal) and state == "LISTENING":
             self._proposal = message
             self._version = message.answer_version
-            self._refusal = self._admit(message)
+            admitted = self._admit(message)
+            if isinstance(admitted, FallbackReason):
+                self._refusal = admitted
+            else:
+                self._rnic = admitted
+                self._found = self._find_group()
             self.machine.send("proposal")
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
             self._on_confirm_untrusted(message)
@@ -166,10 +149,10 @@ class ServerNegotiation(Negotiation):
             raise ProtocolError(f"SMC {type(message).__name__} out of turn")
 
     def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
-        if self._proposal is None or confirm.peer_id != self._proposal.peer_id:
+        if confirm.peer_id != self._proposal.peer_id:
             raise ProtocolError("SMC Confirm of another peer than SMC Proposal")
         self._peer = confirm
-        group = self.group
+        group = self._group
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             if link is None:
@@ -184,17 +167,13 @@ class ServerNegotiation(Negotiation):
         self.machine.send("confirm")
 
     def _on_decline(self, message: clc.Decline) -> None:
-        self._decline = message
-        self._cause = ProtocolError("SMC Decline out of turn")
-        group, accepted = self.group, self.machine.state == "ACCEPTED"
-        self.machine.send("decline")
+        group, accepted = self._group, self.machine.state == "ACCEPTED"
+        self._declined(message)
         if message.out_of_sync and accepted and group is not None and not self.first_contact:
             # C.4: the client has lost the link that this side still believes in.
             group.terminate()
 
     def _find_group(self) -> LinkGroup | None:
-        if self._proposal is None or self._rnic is None:
-            return None
         return self._host.find_server_group(
             self._proposal.peer_id, self._rnic, self._receive_buffer
         )

@@ -1,1 +1,1 @@
-"""RNICs: the interface in `verbs`, the software RNIC, the poller thread and the shared drain."""
+"""RNICs: the interface in `verbs`, the software RNIC and RoCE ports, the poller and the drain."""

@@ -28,7 +28,10 @@ class Memory:
       fd: the memfd; sealed against shrinking and growing.
       size: bytes.
       view: the whole memory as a writable memoryview of bytes.
+      pinned: an adapter writes to these very pages, whatever the memfd holds; it sets this itself.
     """
+
+    pinned = False
 
     def __init__(self, size: int, *, name: str = "trio_smc") -> None:
         if size <= 0:
@@ -57,17 +60,41 @@ class Memory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def zero(self, start: int, length: int) -> None:
-        """Zero ``length`` bytes from ``start``; the pages stay in memory.
-
-        Giving pages back to the system instead would cost 25 to 40 times as much at the next use,
-        on each side that has them mapped.
-        """
+        """Zero ``length`` bytes from ``start``; the pages stay in memory, or come into being."""
         view = self.view
         while length > 0:
             piece = min(length, len(_ZEROES))
             view[start : start + piece] = _ZEROES[:piece]
             start += piece
             length -= piece
+
+    def wipe(self, start: int, end: int, most: int) -> int:
+        """Zero some of the bytes from ``start`` to ``end``; returns where to go on: there all is
+        zero when that is ``end``.
+
+        The pages go back to the system, so that the next use costs 25 to 40 times as much as that
+        of memory that was zeroed in place, on each side that has it mapped.  Pages that nobody
+        wrote to cost nothing.  Pinned memory is zeroed in place.
+
+        Args:
+          most: bytes that are zeroed at most, which is what takes the time.
+        """
+        if not self.pinned:
+            try:
+                start = os.lseek(self.fd, start, os.SEEK_DATA)
+            except OSError:  # ENXIO: no page from here to the end of the memory
+                return end
+        if start >= end:
+            return end
+        end = min(end, start + most)
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end - end % mmap.PAGESIZE
+        if self.pinned or first >= last:
+            self.zero(start, end - start)
+        else:
+            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            self.zero(start, first - start)
+            self.zero(last, end - last)
+        return end
 
     def close(self) -> None:
         """Unmap and close; views of it become invalid.  Idempotent."""

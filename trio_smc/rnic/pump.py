@@ -10,9 +10,9 @@ Theory of operation.  Completions are always taken on the Trio thread, by `Pump.
   was; the hook ``after_io_wait`` disarms the RNICs, so that nobody wakes a thread for a Trio that
   is awake, and drains before any task runs.
 
-Waking a sleeping thread costs more than everything else a small message costs, hence the spin.
-It is adaptive: after `_PATIENCE` fruitless tries in a row only every `_SELDOM`-th is made.  And
-there is none while no task waits for a completion: what Trio sleeps for then comes by another way.
+Waking a sleeping thread costs more than everything else a small message costs, hence the spin
+(`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
+by another way.
 
 When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
 task, the wake eventfd is made readable, so that the wait ends at once.
@@ -36,18 +36,16 @@ from typing import Final, Protocol
 import trio
 
 from .poller import Poller
+from .spinner import AdaptiveSpin, Look
 from .verbs import Completion, QueuePair, Rnic
 
 __all__ = ["CompletionSink", "Pump"]
 
 _log = logging.getLogger("trio_smc.rnic")
 
-_PATIENCE: Final = 8
-_SELDOM: Final = 64
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
 _LOOKS: Final = 6
-"""So often it looks before it asks for the time and yields the processor, which take longer."""
 
 
 class CompletionSink(Protocol):
@@ -60,14 +58,15 @@ class CompletionSink(Protocol):
 class _Lane:
     """One RNIC of the pump."""
 
-    __slots__ = ("arm", "disarm", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks", "stirs")
+    __slots__ = ("arm", "disarm", "look", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks")
 
-    def __init__(self, rnic: Rnic) -> None:
+    def __init__(self, rnic: Rnic, drain: Look) -> None:
         self.rnic = rnic
         self.poll = rnic.poll
         self.arm = rnic.arm
         self.disarm = rnic.disarm
-        self.stirs = rnic.stirs
+        stirs = rnic.stirs
+        self.look: Look = lambda: stirs() and drain()
         self.sinks: dict[int, Callable[[Completion], None]] = {}
         self.queue_pairs: dict[int, QueuePair] = {}
         self.poller: Poller | None = None
@@ -98,9 +97,7 @@ class Pump:
         self.broken: BaseException | None = None
         self.passes = 0
         self.wakeups = 0
-        self._spin_ns = int(spin * 1e9)
-        self._misses = 0
-        self._tries = 0
+        self._spinning = AdaptiveSpin(spin, patience=8, seldom=64)
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
         self._soon: list[Callable[[], None]] = []
@@ -118,7 +115,7 @@ class Pump:
 
     def add(self, rnic: Rnic) -> None:
         """Drain this open RNIC too; its thread starts now if the pump runs."""
-        lane = _Lane(rnic)
+        lane = _Lane(rnic, self.drain)
         self._lanes = [*self._lanes, lane]
         if self._wake_fd >= 0:
             lane.poller = Poller(rnic, self._wake)
@@ -256,13 +253,14 @@ class Pump:
         Args:
           ready: whether what the caller waits for is there; None: it waits for any completion.
         """
-        if not self._spin_ns or self.waiting or self._misses >= _PATIENCE:
+        spinning = self._spinning
+        if not spinning.ns or self.waiting or spinning.tired:
             return False
         if self._flushes:
             self._flush()
             if self.drain() and (ready is None or ready()):
                 return True
-        end = time.perf_counter_ns() + self._spin_ns
+        end = time.perf_counter_ns() + spinning.ns
         while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
                 return True
@@ -272,18 +270,7 @@ class Pump:
 
     def _spin(self, end: int) -> bool:
         """Poll until something comes (True) or the clock shows ``end``, in ns."""
-        now = time.perf_counter_ns
-        looks = [lane.stirs for lane in self._lanes] * _LOOKS
-        while True:
-            for stirs in looks:
-                if stirs() and self.drain():
-                    self._misses = 0
-                    return True
-            if now() >= end:
-                self._misses += 1
-                return False
-            # With one processor for both ends the peer could not get on otherwise.
-            os.sched_yield()
+        return self._spinning.spin([lane.look for lane in self._lanes] * _LOOKS, end) is not None
 
     def _flush(self) -> None:
         while self._flushes:
@@ -383,11 +370,10 @@ class Pump:
 
     def _idle(self, timeout: float) -> bool:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
-        if self._spin_ns and self.waiting:
-            self._tries += 1
-            worthwhile = self._misses < _PATIENCE or self._tries % _SELDOM == 0
-            budget = min(self._spin_ns, int(min(timeout, 1.0) * 1e9))
-            if worthwhile and self._spin(time.perf_counter_ns() + budget):
+        spinning = self._spinning
+        if spinning.ns and self.waiting and spinning.worthwhile():
+            budget = min(spinning.ns, int(min(timeout, 1.0) * 1e9))
+            if self._spin(time.perf_counter_ns() + budget):
                 return True
         self._sleepless = 0
         if not self._listening:

@@ -1,35 +1,95 @@
-"""Waiting awake for what a peer on this host is about to say.
+"""Waiting awake for what a peer is about to say, where sleeping would take longer than the answer.
 
-Theory of operation: each message of a handshake on one host is answered within some 100 µs, and
-to sleep and to be woken takes a good part of that.  Who waits alone therefore looks again and
-again for a while, as `rnic.pump` does for completions.  Whoever shares its loop with other work
-sleeps: that work is then what the time is for.  After several misses in a row, as when both ends
-are in one process or share a processor, it is tried only now and then.
+Theory of operation.  To sleep and to be woken costs more than all else that a small message
+costs, so who waits alone looks again and again for a moment first.  That pays where the peer
+answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after several fruitless
+tries in a row only every so many-th is made, as when both ends are in one process or share a
+processor; one that is fruitful brings it back.
+
+There are two who wait so: `rnic.pump` for completions, and with `Spinner` each handshake for a
+message of a peer on this host, which answers within some 100 µs.  Whoever shares its loop with
+other work sleeps: that work is then what the time is for.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import trio
 
 __all__ = [
     "NEVER",
+    "AdaptiveSpin",
+    "Look",
     "Spinner",
 ]
 
+Look = Callable[[], bool]
+"""Whether something has come."""
 
-_PATIENCE: Final = 4
-_SELDOM: Final = 256
+
+class AdaptiveSpin:
+    """Looks for a moment, and less often where nothing comes of it.
+
+    Args:
+      seconds: how long to look; 0: never.
+      patience: so many fruitless tries in a row are made all the same.
+      seldom: and then each so many-th.
+
+    Attributes:
+      ns: how long to look, in nanoseconds.
+    """
+
+    __slots__ = ("_misses", "_patience", "_seldom", "_tries", "ns")
+
+    def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
+        self.ns = int(seconds * 1e9)
+        self._patience = patience
+        self._seldom = seldom
+        self._misses = 0
+        self._tries = 0
+
+    @property
+    def tired(self) -> bool:
+        """Whether the last tries were all fruitless."""
+        return self._misses >= self._patience
+
+    def worthwhile(self) -> bool:
+        """Whether to try now; to be asked once for each try."""
+        if self._misses < self._patience:
+            return True
+        self._tries += 1
+        return self._tries % self._seldom == 0
+
+    def spin(self, looks: Iterable[Look], end: int) -> Look | None:
+        """Take one look after the other, round and round; returns the first that is fruitful.
+
+        Args:
+          looks: a round: enough of them that asking for the time and yielding the processor,
+            which come after each round and take longer, delay little.
+          end: when `time.perf_counter_ns` gives this, it ends with None.
+        """
+        now = time.perf_counter_ns
+        while True:
+            for look in looks:
+                if look():
+                    self._misses = 0
+                    return look
+            if now() >= end:
+                self._misses += 1
+                return None
+            # With one processor for both ends the peer could not get on otherwise.
+            os.sched_yield()
+
+
 _LOOKS: Final = 4
-"""So often it looks before it asks for the time and yields the processor."""
 
 
 class Spinner:
-    """One for all handshakes of a stack.
+    """Spins for the handshakes of a stack: one for all of them.
 
     Args:
       seconds: how long to look; 0: never.
@@ -39,38 +99,24 @@ class Spinner:
       sleeping: how many handshakes wait asleep; kept by those who wait.
     """
 
-    __slots__ = ("_drain", "_misses", "_ns", "_tries", "sleeping")
+    __slots__ = ("_drain", "_spin", "sleeping")
 
-    def __init__(self, seconds: float, drain: Callable[[], bool]) -> None:
+    def __init__(self, seconds: float, drain: Look) -> None:
         self.sleeping = 0
-        self._ns = int(seconds * 1e9)
+        self._spin = AdaptiveSpin(seconds, patience=4, seldom=256)
         self._drain = drain
-        self._misses = 0
-        self._tries = 0
 
-    def until(self, ready: Callable[[], bool]) -> bool:
+    def until(self, ready: Look) -> bool:
         """Call ``ready`` until it is true; False: sleep, it is not worth it or took too long."""
-        if not self._ns or self.sleeping:
+        spin, drain = self._spin, self._drain
+        if not spin.ns or self.sleeping or not spin.worthwhile():
             return False
-        if self._misses >= _PATIENCE:
-            self._tries += 1
-            if self._tries % _SELDOM:
-                return False
         if trio.lowlevel.current_statistics().tasks_runnable:
             return False
-        clock = time.perf_counter_ns
-        end = clock() + self._ns
-        while True:
-            for _ in range(_LOOKS):
-                if ready():
-                    self._misses = 0
-                    return True
-            if self._drain():
-                return ready()
-            if clock() >= end:
-                self._misses += 1
-                return False
-            os.sched_yield()
+        came = spin.spin([ready] * _LOOKS + [drain], time.perf_counter_ns() + spin.ns)
+        if came is drain:
+            return ready()  # else who got completions may run now
+        return came is not None
 
 
 NEVER: Final = Spinner(0.0, lambda: False)

@@ -336,13 +336,13 @@ class SocketFace(FaceData):
         Peers learn of it at once when it was bound before, else as soon as a stack is found.
         """
         stack = self._stack if self._listener is None else None
-        if stack is not None and not stack.closing:
+        if stack is not None and not stack.runtime.closing:
             # Only before it listens can it be asked to answer the TCP option.
-            stack.offer_option(stack.config, self.plain)
+            stack.runtime.offer_option(stack.config, self.plain)
         self.plain.listen(backlog)
         self._listening = True
-        if stack is not None and not stack.closing:
-            self._listener = SmcListener(stack, self.plain, stack.config)
+        if stack is not None and not stack.runtime.closing:
+            self._listener = SmcListener(stack.runtime, self.plain, stack.config)
             return
         trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
 
@@ -359,7 +359,7 @@ class SocketFace(FaceData):
                 stack = await self._find_stack()
                 if self.plain.fileno() < 0:
                     raise trio.ClosedResourceError("the socket was closed")
-                self._listener = SmcListener(stack, self.plain, stack.config)
+                self._listener = SmcListener(stack.runtime, self.plain, stack.config)
         return self._listener
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
@@ -381,8 +381,8 @@ class SocketFace(FaceData):
             return
         resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
         stack = await self._find_stack()
-        with stack.call():
-            self.stream = await connect_socket(stack, self.plain, resolved, stack.config)
+        with stack.runtime.call():
+            self.stream = await connect_socket(stack.runtime, self.plain, resolved, stack.config)
         if isinstance(self.stream, RdmaStream):
             self._rdma = self.stream
 

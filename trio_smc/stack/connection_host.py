@@ -1,4 +1,4 @@
-"""The joint between a connection core, its TCP connection and its link group."""
+"""`Endpoint`: the joint between a connection core, its TCP connection and its link group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.tcp_watch import TcpWatch
 
-__all__ = [
-    "Endpoint",
-    "EndpointOwner",
-]
-
+__all__ = ["Endpoint", "EndpointOwner"]
 
 _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 
@@ -43,7 +39,7 @@ class EndpointOwner(Protocol):
 
 
 class Endpoint:
-    """What one connection core wants of the world (`trio_smc.datapath.channel.Host`).
+    """What one connection core wants of the world (`trio_smc.datapath.connection.Host`).
 
     Lives from the moment an RMB element is taken until the connection is CLOSED, which may be
     long after its stream was closed.
@@ -80,7 +76,7 @@ class Endpoint:
         self.closed_by_user = True
         self.connection.abort()
 
-    # --- trio_smc.datapath.channel.Host ------------------------------------------------------
+    # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 
     def connection_closed(self, connection: Connection) -> None:
         """CLOSED: element, alert token and timer go back (RFC 7609, 4.8.1)."""

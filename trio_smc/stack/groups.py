@@ -1,6 +1,13 @@
-"""The inside of a stack: what its link groups, listeners, streams and negotiations call.
+"""`GroupTable`: the link groups of one SMC-R peer, and its connections.
 
-Its background work, and how it ends, are told in `_stack_life`.
+One object is what link groups (`links.group.GroupHost`), negotiations (`NegotiationHost`) and
+endpoints (`EndpointOwner`) want of the stack.  It knows which group serves a peer, which
+connections are open, over SMC-R or fallen back to TCP, and counts them.  Nothing runs here:
+`stack.runtime` does that.
+
+What happens on a lost RNIC: `stack.rnics` finds it out, `GroupTable.rnic_changed` tells the link
+groups of its kind, and each loses the links on it (`LinkGroup.rnic_lost`), from which connections
+move (`failover`).
 """
 
 from __future__ import annotations
@@ -9,99 +16,97 @@ import logging
 import secrets
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from operator import add
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc._base.statistics import STREAM_COUNTERS
-from trio_smc.config.config import Config
+from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.links.group import LinkGroup
-from trio_smc.rnic.spinner import NEVER, Spinner
 from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.stack.connection_host import Endpoint
-from trio_smc.stack.policy import ShortConnections
-from trio_smc.stack.rnics import RnicChange
-from trio_smc.stack.runtime import Closable, OpenStream, StackLife
-from trio_smc.streams.group_views import LinkGroup as LinkGroupView
+from trio_smc.stack.rnics import RnicChange, StackRnics
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
+    from trio_smc._base.timers import Timers
+    from trio_smc.config.config import Config
     from trio_smc.datapath.rmb import Rmbe
     from trio_smc.rendezvous.links.context import Mover
     from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rnic.pump import Pump
+    from trio_smc.stack.policy import ShortConnections
+    from trio_smc.stack.tcp_watch import TcpWatch
     from trio_smc.wire import clc
 
-__all__ = [
-    "StackCore",
-]
-
+__all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
 
-class StackCore(StackLife):
-    """One SMC-R peer, as the other rooms and the rest of the top level see it.
+class OpenStream(Protocol):
+    """A stream, for who ends it."""
+
+    @property
+    def socket(self) -> Any:
+        """The TCP connection."""
+
+    def abort(self) -> None:
+        """Reset it."""
+
+
+class GroupTable:
+    """Link groups and connections of one peer (RFC 7609, 2.1, 2.2).
+
+    Args:
+      rnics: open already; the first gives the peer ID its MAC address.
+      ended: called when a group or a connection has ended.
 
     Attributes:
-      short_connections: whose connections were not worth SMC-R.
-      link_gone: tasks that wait for the end of a link.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
       observer: told of every message, write and state change while it is not None.
+      groups: link groups, forming and ending ones included.
+      endpoints: by connection, those that are not CLOSED.
+      tcp_streams: streams over TCP that may be open.
+      tcp_watch: watches the TCP connections under SMC-R; while the stack runs.
+      handshakes: counts of those "begun", "failed" and "refused".
+      link_gone: tasks that wait for the end of a link.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    tcp_watch: TcpWatch
+
+    def __init__(
+        self, config: Config, rnics: StackRnics, pump: Pump, timers: Timers,
+        short_connections: ShortConnections, ended: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.pump = pump
+        self.timers = timers
         self.observer: Observer | None = None
+        self.groups: list[LinkGroup] = []
+        self.endpoints: dict[object, Endpoint] = {}
+        self.tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
         self.handshakes = Counter[str]()
-        self.short_connections = ShortConnections(trio.current_time)
         self.link_gone = trio.lowlevel.ParkingLot()
+        self._config = config
+        self._rnics = rnics
+        self._short_connections = short_connections
+        self._ended = ended
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._counts: Counter[str] = Counter()
-        self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
-        opened = self.rnic_set.opened
-        mac = opened[0].mac if opened else b"\x02" + secrets.token_bytes(5)
+        mac = rnics.opened[0].mac if rnics.opened else b"\x02" + secrets.token_bytes(5)
         self.peer_id = secrets.token_bytes(2) + mac
-
-    def view(self, group: LinkGroup) -> LinkGroupView:
-        """What users see of a link group."""
-        return LinkGroupView(group, self.check_not_forked)
 
     # --- RNICs -----------------------------------------------------------------------------
 
-    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
-        """The RNIC that serves a connection between two addresses, or why none does."""
-        if not self._supported:
-            return FallbackReason.UNSUPPORTED_PLATFORM
-        return self.rnic_set.serving(local, remote)
-
-    def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
-        """Who may wait awake: the peer must be on this host, or it takes too long to answer."""
-        local = not isinstance(rnic, FallbackReason) and rnic.kind == "software"
-        return self.spinner if local else NEVER
-
-    def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
-        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may.
-
-        Under "auto" that is when there is a RoCE port, so perhaps later.
-        """
-        if config.discovery == "auto":
-            self._offering.add(sock)
-        remote = any(rnic.kind == "roce" for rnic in self.rnic_set.opened)
-        if config.discovery == "tcp-option" or (config.discovery == "auto" and remote):
-            self.tcp_option.offer(sock)
-
-    def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
+    def rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
         """An RNIC came or went: link groups of its kind are told."""
-        if change is RnicChange.AVAILABLE and rnic.kind == "roce":
-            for sock in list(self._offering):
-                if sock.fileno() >= 0:
-                    self.tcp_option.offer(sock)
-        for group in list(self._groups):
+        for group in list(self.groups):
             if group.rnic.kind != rnic.kind:
                 continue
             if change is RnicChange.AVAILABLE:
@@ -111,7 +116,26 @@ class StackCore(StackLife):
             else:
                 group.rnic_lost(rnic)
 
-    # --- trio_smc.rendezvous.group_host.GroupHost -----------------------------------------
+    def on_rnics(self, rnics: list[Rnic]) -> list[LinkGroup]:
+        """The groups that have links on one of these."""
+        return [
+            group
+            for group in self.groups
+            if any(link.rnic in rnics for link in group.links.values())
+        ]
+
+    def end_unused(self, groups: list[LinkGroup]) -> None:
+        """Groups that have nowhere to go are not kept for connections to come (3.5.4)."""
+        for group in groups:
+            if (
+                not group.connections
+                and not group.own_rmbs.busy
+                and group.usable
+                and not group.usable_rnics()
+            ):
+                group.terminate()
+
+    # --- trio_smc.rendezvous.links.group.GroupHost -------------------------------------------
 
     def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
         """Send a queue pair's completions to its link."""
@@ -124,7 +148,7 @@ class StackCore(StackLife):
 
     def companions(self, rnic: Rnic) -> list[Rnic]:
         """RNICs that may carry links now beside one on ``rnic``."""
-        return self.rnic_set.companions(rnic)
+        return self._rnics.companions(rnic)
 
     def new_mover(self, group: LinkGroup) -> Mover:
         """Who moves the connections of a group between its links."""
@@ -132,10 +156,10 @@ class StackCore(StackLife):
 
     def group_gone(self, group: LinkGroup) -> None:
         """A group has freed everything."""
-        self._groups.remove(group)
+        self.groups.remove(group)
         self._counts["allocated"] += group.own_rmbs.pool.allocated
         self._counts["reused"] += group.own_rmbs.pool.reused
-        self._something_ended.set()
+        self._ended()
 
     def count_unknown_token(self) -> None:
         """A CDC message named no connection."""
@@ -143,26 +167,23 @@ class StackCore(StackLife):
 
     # --- trio_smc.rendezvous.negotiation.NegotiationHost ---------------------------------
 
-    def find_client_group(self, accept: clc.Accept) -> LinkGroup | None:
-        """The client-role group with the link that an SMC Accept names (RFC 7609, 3.5.2.2)."""
-        for group in self._groups:
-            if (
-                group.client
-                and group.peer_id == accept.peer_id
-                and group.usable
-                and group.find_link(accept.gid, accept.mac, accept.qp_number) is not None
-            ):
-                return group
+    def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
+        """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
+        for group in self.groups:
+            if group.client and group.peer_id == accept.peer_id and group.usable:
+                link = group.find_link(accept.gid, accept.mac, accept.qp_number)
+                if link is not None:
+                    return group, link
         return None
 
     def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
         """A server-role group with this peer, on the network of ``rnic``, that takes a connection
         with an element of ``size`` bytes, or else one that is just forming."""
         forming = None
-        for group in self._groups:
+        for group in self.groups:
             if group.client or group.peer_id != peer_id:
                 continue
-            if not self.rnic_set.share_network(group.rnic, rnic):
+            if not self._rnics.share_network(group.rnic, rnic):
                 continue
             if group.takes(size):
                 return group
@@ -173,10 +194,10 @@ class StackCore(StackLife):
     def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
         """A link group that is about to be formed."""
         group = LinkGroup(
-            client=client, peer_id=peer_id, rnic=rnic, config=self.config, timers=self.timers,
+            client=client, peer_id=peer_id, rnic=rnic, config=self._config, timers=self.timers,
             host=self,
         )  # fmt: skip
-        self._groups.append(group)
+        self.groups.append(group)
         self._counts["link_groups"] += 1
         return group
 
@@ -184,30 +205,30 @@ class StackCore(StackLife):
         """A connection that owns ``rmbe``, known to its group by its alert token."""
         endpoint = Endpoint(self, group, rmbe)
         connection = endpoint.connection = Connection(
-            alert_token=group.new_token(),
+            alert_token=group.connections.new_token(),
             rmbe=rmbe,
             host=endpoint,
-            close_timeout=self.config.close_timeout,
+            close_timeout=self._config.close_timeout,
         )
-        connection.urgent_inline = self.config.urgent_inline
+        connection.receiver.urgent_inline = self._config.urgent_inline
         group.add_connection(connection.alert_token, connection)
-        self._endpoints[connection] = endpoint
+        self.endpoints[connection] = endpoint
         return connection
 
-    # --- connections and listeners ---------------------------------------------------------
+    # --- connections -----------------------------------------------------------------------
 
     def endpoint_of(self, connection: object) -> Endpoint | None:
         """The endpoint that `open_connection` made for this connection; None once it is CLOSED."""
-        return self._endpoints.get(connection)
+        return self.endpoints.get(connection)
 
     def connection_closed(self, endpoint: Endpoint) -> None:
         """A connection is CLOSED and has given everything back."""
-        del self._endpoints[endpoint.connection]
+        del self.endpoints[endpoint.connection]
         connection = endpoint.connection
         self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
-        size = connection.bytes_sent + connection.bytes_received
-        self.short_connections.closed(connection, size)
-        self._something_ended.set()
+        size = connection.sender.bytes_sent + connection.receiver.bytes_received
+        self._short_connections.closed(connection, size)
+        self._ended()
 
     def handshake(self) -> _Handshake:
         """Around a handshake: counts it, and whether it ended the TCP connection."""
@@ -221,21 +242,58 @@ class StackCore(StackLife):
             self._fallbacks[fallback.origin, fallback.reason] += 1
             LOGGER.debug("plain TCP: %s", fallback.message)
             if connection is not None:
-                self._tcp_streams.add(connection)
+                self.tcp_streams.add(connection)
         if self.observer is not None:
             self.observer.mode(connection, fallback)
 
-    def add_listener(self, listener: Closable) -> None:
-        """Close ``listener`` when the stack is left."""
-        self._listeners.add(listener)
+    def statistics(self) -> StackStatistics:
+        """The counters so far."""
+        counters = [each.connection.counters() for each in self.endpoints.values()]
+        totals = map(sum, zip(self._closed_totals, *counters, strict=True))
+        pools = [group.own_rmbs.pool for group in self.groups]
+        return StackStatistics(
+            **dict(zip(STREAM_COUNTERS, totals, strict=True)),
+            connections=self._counts["connections"],
+            open_connections=len(self.endpoints),
+            unknown_tokens=self._counts["unknown_tokens"],
+            buffers_allocated=self._counts["allocated"] + sum(pool.allocated for pool in pools),
+            buffers_reused=self._counts["reused"] + sum(pool.reused for pool in pools),
+            link_groups=self._counts["link_groups"],
+            handshakes=self.handshakes["begun"],
+            handshakes_failed=self.handshakes["failed"],
+            refused=self.handshakes["refused"],
+            fallbacks=MappingProxyType(dict(self._fallbacks)),
+        )
 
-    def remove_listener(self, listener: Closable) -> None:
-        """It was closed."""
-        self._listeners.discard(listener)
+    # --- the end ---------------------------------------------------------------------------
+
+    def abort_open(self) -> list[str]:
+        """Abort what nobody has closed; a sentence about each."""
+        said: list[str] = []
+        for endpoint in list(self.endpoints.values()):
+            if not endpoint.closed_by_user:
+                said.append(f"{endpoint.connection!r} was open when its stack was closed")
+                endpoint.abandoned = True
+                endpoint.connection.abort()
+        for stream in list(self.tcp_streams):
+            if stream.socket.fileno() >= 0:
+                said.append(f"{stream!r} was open when its stack was closed")
+                stream.abort()
+        return said
+
+    @property
+    def owing(self) -> bool:
+        """Whether connections whose streams were closed have still something to do."""
+        return any(not endpoint.abandoned for endpoint in self.endpoints.values())
+
+    def lose_links(self) -> None:
+        """Free all groups now, whatever their peers think."""
+        for group in list(self.groups):
+            group.machine.send("links_lost")
 
 
 class _Handshake:
-    """See `StackCore.handshake`."""
+    """See `GroupTable.handshake`."""
 
     __slots__ = ("_counts",)
 

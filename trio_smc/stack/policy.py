@@ -21,15 +21,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "REST",
-    "SHORT",
-    "SHORT_AFTER",
-    "Peer",
-    "ShortConnections",
-    "permitted_rnic",
-]
-
+__all__ = ["REST", "SHORT", "SHORT_AFTER", "Peer", "ShortConnections", "permitted_rnic"]
 
 Peer = tuple[str, int]
 """A peer's address, and the port of the service, whichever side has it."""

@@ -1,21 +1,22 @@
-"""The RNICs of a stack: which one serves a connection, which are taken out.
+"""`StackRnics`: the RNICs of a stack: how they come and go, and which one serves a connection.
 
-A link group uses RNICs of one kind only.  An RNIC that an operator has drained stays open but
-carries nothing until it is undrained; one whose port is down carries nothing until it is up.
-
-How the RNICs of a stack come and go.
-
-Theory of operation.  With ``Config(rnics="auto")`` a stack uses the RoCE ports that are active,
-also those that become so later; with a list it uses what the list names.  `RnicLife.follow`
-sleeps
-until the kernel says that devices or interfaces have changed (`rnic._portwatch`), or that a
-device has failed, and then looks: ports that came are opened, and link groups may grow onto
-them; of a device that has gone everything is given back, because the kernel waits for that
-before
-it lets go of a device.  An RNIC that was named comes back as the same object.
+Theory of operation
+-------------------
+With ``Config(rnics="auto")`` a stack uses the RoCE ports that are active, also those that become
+so later; with a list it uses what the list names.  `StackRnics.follow` sleeps until the kernel
+says that devices or interfaces have changed (`rnic.roce.hotplug`), or that a device has failed,
+and then looks: ports that came are opened, and link groups may grow onto them; of a device that
+has gone everything is given back, because the kernel waits for that before it lets go of a
+device.  An RNIC that was named comes back as the same object.
 
 Nothing is polled.  Only after news is looked again, a few times: a device's node belongs to
 root until udev has seen it, and a port follows its interface, on a busy host seconds later.
+
+What an RNIC reports itself (port down, device failed) comes to `StackRnics._event`.  Either way
+`on_change` tells the link groups (`stack.groups.GroupTable.rnic_changed`).
+
+A link group uses RNICs of one kind only.  An RNIC that an operator has drained stays open but
+carries nothing until it is undrained; one whose port is down carries nothing until it is up.
 """
 
 from __future__ import annotations
@@ -48,12 +49,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rnic.pump import Pump
 
-__all__ = [
-    "RnicChange",
-    "RnicLife",
-    "StackRnics",
-]
-
+__all__ = ["RnicChange", "StackRnics"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
 
@@ -72,12 +68,13 @@ class RnicChange(Enum):
     """Its port went down, or the device failed: its links are dead or dying."""
 
 
-class RnicLife:
-    """Opens and closes the RNICs of one stack.
+class StackRnics:
+    """Opens, follows, chooses and closes the RNICs of one stack.
 
     Attributes:
       opened: in the order of the configuration, then those that came.
       on_change: called on the Trio thread when an RNIC comes or goes.
+      table: the PNET table in use.
     """
 
     def __init__(
@@ -99,6 +96,10 @@ class RnicLife:
         self._away: list[VerbsRnic] = []
         self._failure = trio.Event()
         self._network = Remembering()
+        self.table: PnetTable = ()
+        self._networks: WeakKeyDictionary[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
+            WeakKeyDictionary()
+        )
 
     # --- opening and closing ---------------------------------------------------------------
 
@@ -106,11 +107,14 @@ class RnicLife:
     def _automatic(self) -> bool:
         return isinstance(self._config.rnics, str)
 
-    def open_rnics(self) -> None:
+    def open(self) -> None:
         """Open what the configuration names.
 
-        Raises RnicError: an RNIC that was asked for by name cannot be opened; none is open then.
+        Raises:
+          RnicError: an RNIC that was asked for by name cannot be opened; none is open then.
+          ValueError: the PNET table cannot be read.
         """
+        self.table = pnet.table_of(self._config.pnet)
         rnics: Sequence[Rnic] = (
             (SoftRnic(), *self._unused_ports())
             if isinstance(self._config.rnics, str)
@@ -267,10 +271,6 @@ class RnicLife:
         if self._port_of.pop(rnic, None) is None and not self._automatic:
             self._away.append(rnic)
 
-    def is_drained(self, rnic: Rnic) -> bool:
-        """Whether an operator has taken it out, or the port that it is on."""
-        return rnic in self._drained or self._port_of.get(rnic) in self._drained
-
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
         if event is RnicEvent.FATAL:
@@ -282,40 +282,6 @@ class RnicLife:
             self.on_change(rnic, RnicChange.LOST)
         elif not self.is_drained(rnic):
             self.on_change(rnic, RnicChange.AVAILABLE)
-
-
-def _address_of(rnic: VerbsRnic) -> str:
-    """The IP address that its GID was made from."""
-    return plain_address(str(ipaddress.IPv6Address(rnic.gid)))
-
-
-class StackRnics(RnicLife):
-    """Opens, chooses and closes the RNICs of one stack."""
-
-    def __init__(
-        self, config: Config, discovery: Discovery, pump: Pump,
-        on_change: Callable[[Rnic, RnicChange], None],
-    ) -> None:  # fmt: skip
-        super().__init__(config, discovery, pump, on_change)
-        self._table: PnetTable = ()
-        self._networks: WeakKeyDictionary[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
-            WeakKeyDictionary()
-        )
-
-    def open(self) -> None:
-        """Open what the configuration names.
-
-        Raises:
-          RnicError: an RNIC that was asked for by name cannot be opened; none is open then.
-          ValueError: the PNET table cannot be read.
-        """
-        self._table = pnet.table_of(self._config.pnet)
-        self.open_rnics()
-
-    @property
-    def table(self) -> PnetTable:
-        """The PNET table in use."""
-        return self._table
 
     # --- choice ----------------------------------------------------------------------------
 
@@ -334,12 +300,12 @@ class StackRnics(RnicLife):
                     return rnic
             if any(rnic.kind == "software" for rnic in self.opened):
                 return FallbackReason.RNIC_DOWN
-            if not self._table:
+            if not self.table:
                 return self._none
         return self._serving_port(local, remote)
 
     def _serving_port(self, local: str, remote: str) -> Rnic | FallbackReason:
-        """The RoCE port on the network of the connection (`rendezvous.pnet`)."""
+        """The RoCE port on the network of the connection (`host.pnet`)."""
         ports = {rnic.name: rnic for rnic in self._ports()}
         if not ports:
             return FallbackReason.NO_RNIC
@@ -355,7 +321,7 @@ class StackRnics(RnicLife):
                 for gid in ([rnic.gid_entry] if rnic.gid_is_fixed else rnic.gid_table())
             ],
             interfaces=known,
-            table=self._table,
+            table=self.table,
             address=local,
             network=local_prefix(local),
         )
@@ -431,7 +397,7 @@ class StackRnics(RnicLife):
             second[0],
             networks=(first[1], second[1]),
             ports=(self._port_of.get(one, one).name, self._port_of.get(other, other).name),
-            table=self._table,
+            table=self.table,
         )
 
     def _network_of(self, rnic: VerbsRnic) -> tuple[pnet.Interface, Prefix | None] | None:
@@ -442,7 +408,7 @@ class StackRnics(RnicLife):
             self._networks[rnic] = (interface, local_prefix(_address_of(rnic)))
         return self._networks.get(rnic)
 
-    # --- changes ---------------------------------------------------------------------------
+    # --- draining --------------------------------------------------------------------------
 
     def named(self, name: str) -> Rnic:
         """The RNIC of this name.  Raises ValueError when there is none."""
@@ -466,6 +432,15 @@ class StackRnics(RnicLife):
                 if self._is_usable(each):
                     self.on_change(each, RnicChange.AVAILABLE)
 
+    def is_drained(self, rnic: Rnic) -> bool:
+        """Whether an operator has taken it out, or the port that it is on."""
+        return rnic in self._drained or self._port_of.get(rnic) in self._drained
+
     def on_port(self, rnic: Rnic) -> list[Rnic]:
         """It, and what was opened for further GIDs of it."""
         return [rnic, *(each for each, port in self._port_of.items() if port is rnic)]
+
+
+def _address_of(rnic: VerbsRnic) -> str:
+    """The IP address that its GID was made from."""
+    return plain_address(str(ipaddress.IPv6Address(rnic.gid)))

@@ -1,4 +1,4 @@
-"""How a stack runs its background work, is left, and what a fork makes of it.
+"""`Runtime`: what a stack runs in the background, how it is left, and what a fork makes of it.
 
 Theory of operation
 -------------------
@@ -11,7 +11,7 @@ state changes on the Trio thread.
 a default stack, which runs in a system task of the Trio run and is closed when the run's main
 task is done.
 
-Leaving a stack (`StackLife.shut_down`): listeners are closed and calls under way end with
+Leaving a stack (`Runtime.shut_down`): listeners are closed and calls under way end with
 ClosedResourceError; streams still open are aborted with a ResourceWarning; connections whose
 streams were closed get `shutdown_timeout` to finish; link groups are terminated in order; then
 the nursery is cancelled and the RNICs are closed.
@@ -22,7 +22,6 @@ able to go on with any of it, so a hook at fork makes all of them unusable there
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
@@ -30,36 +29,33 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import trio
 
+from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
-from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
-from trio_smc.rnic.spinner import Spinner
+from trio_smc.rnic.spinner import NEVER, Spinner
+from trio_smc.stack.groups import GroupTable
+from trio_smc.stack.policy import ShortConnections
 from trio_smc.stack.rnics import RnicChange, StackRnics
 from trio_smc.stack.tcp_watch import TcpWatch
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.links.group import LinkGroup
+    from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
-    from trio_smc.stack.connection_host import Endpoint
 
-__all__ = [
-    "Attached",
-    "Busy",
-    "Call",
-    "Cancellable",
-    "Closable",
-    "OpenStream",
-    "StackLife",
-    "UnderWay",
-    "running_stacks",
-]
+__all__ = ["Attached", "Busy", "Cancellable", "Closable", "Runtime"]
+
+LOGGER = logging.getLogger("trio_smc")
+
+_HANDSHAKE_SPINS = 4
+"""A peer takes longer to answer a message of a handshake than one of a stream."""
+_FORKED = "trio_smc cannot be used in a forked child; start a new process"
 
 
 class Cancellable(Protocol):
@@ -69,39 +65,41 @@ class Cancellable(Protocol):
         """End soon."""
 
 
-class UnderWay:
-    """All of one stack's; true while there is some.
+class Closable(Protocol):
+    """A listener, for who ends it."""
 
-    Args:
-      ended: called when one of them has ended.
-    """
+    @property
+    def socket(self) -> trio.socket.SocketType:
+        """The listening socket."""
 
-    __slots__ = ("_ended", "_works")
+    def close(self) -> None:
+        """Accept nothing more."""
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-        self._works: dict[Busy, Cancellable] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._works)
+class Attached(Protocol):
+    """What runs beside the stack for those who watch it."""
 
-    def cancel(self) -> None:
-        """Tell all of them to end."""
-        for work in list(self._works.values()):
-            work.cancel()
+    async def run(self) -> None:
+        """Until cancelled."""
+
+    def abandon(self) -> None:
+        """This process is a forked child."""
 
 
 class Busy:
-    """Around work that leaving the stack cancels and waits for."""
+    """Around work that leaving the stack cancels and waits for; see `Runtime.busy`."""
 
-    __slots__ = ("_under_way", "_work")
+    __slots__ = ("_ended", "_under_way", "_work")
 
-    def __init__(self, under_way: UnderWay, work: Cancellable) -> None:
+    def __init__(
+        self, under_way: set[Cancellable], work: Cancellable, ended: Callable[[], None]
+    ) -> None:
         self._under_way = under_way
         self._work = work
+        self._ended = ended
 
     def __enter__(self) -> None:
-        self._under_way._works[self] = self._work
+        self._under_way.add(self._work)
 
     def __exit__(
         self,
@@ -109,8 +107,8 @@ class Busy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        del self._under_way._works[self]
-        self._under_way._ended()
+        self._under_way.remove(self._work)
+        self._ended()
 
 
 class Call(Busy):
@@ -118,9 +116,9 @@ class Call(Busy):
 
     __slots__ = ("_scope",)
 
-    def __init__(self, under_way: UnderWay) -> None:
+    def __init__(self, under_way: set[Cancellable], ended: Callable[[], None]) -> None:
         self._scope = trio.CancelScope()
-        super().__init__(under_way, self._scope)
+        super().__init__(under_way, self._scope, ended)
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -138,91 +136,106 @@ class Call(Busy):
             raise trio.ClosedResourceError("the stack was closed")
 
 
-LOGGER = logging.getLogger("trio_smc")
+class Runtime:
+    """The parts of one stack, and the tasks that serve them.
 
-_HANDSHAKE_SPINS = 4
-"""A peer takes longer to answer a message of a handshake than one of a stream."""
-_FORKED = "trio_smc cannot be used in a forked child; start a new process"
-
-
-class Closable(Protocol):
-    """A listener, for who ends it."""
-
-    @property
-    def socket(self) -> Any:
-        """The listening socket."""
-
-    def close(self) -> None:
-        """Accept nothing more."""
-
-
-class OpenStream(Protocol):
-    """A stream over TCP, for who ends it."""
-
-    @property
-    def socket(self) -> Any:
-        """The TCP connection."""
-
-    def abort(self) -> None:
-        """Reset it."""
-
-
-class Attached(Protocol):
-    """What runs beside the stack for those who watch it."""
-
-    async def run(self) -> None:
-        """Until cancelled."""
-
-    def abandon(self) -> None:
-        """This process is a forked child."""
-
-
-class StackLife:
-    """What a stack has to run, to end, and to give back.
+    Args:
+      clock: seconds, for timers.
 
     Attributes:
       config: the stack's configuration.
       rnic_set: its RNICs.
-      number: counts the stacks of this process.
+      groups: its link groups and connections.
+      pump, timers, spinner, discovery, tcp_option: one each, for all connections.
+      short_connections: whose connections were not worth SMC-R.
+      nursery: for tasks that are cancelled when the stack has been left; while it runs.
+      trio_token: of the Trio run it belongs to; as soon as it runs.
       closing: whether it is being left, or was.
       failure: the defect that ended a background task, and with it the stack.
-      trio_token: of the Trio run it belongs to.
+      attached: what was attached by `attach`.
       unclosed: what `shut_down` found open, for a ResourceWarning each.
+
+    Raises:
+      RnicError, ValueError: as `StackRnics.open`.
     """
 
-    def __init__(self, config: Config) -> None:
+    nursery: trio.Nursery
+    trio_token: trio.lowlevel.TrioToken
+
+    def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
         self.config = config
         self.pump = Pump(spin=config.spin)
-        self.timers = Timers(trio.current_time, self._timer_is_earlier)
-        self.tcp_watch: TcpWatch
+        self.timers = Timers(clock, self._timer_is_earlier)
         self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.discovery = Discovery(config.private_directory(), self.spinner)
         self.tcp_option = TcpOption(Path(config.tcp_option))
+        self.short_connections = ShortConnections(clock)
         self.attached: list[Attached] = []
         self.closing = False
         self.failure: Exception | None = None
         self.unclosed: list[str] = []
-        self.nursery: trio.Nursery
-        self.trio_token: trio.lowlevel.TrioToken
-        self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
-        self._groups: list[LinkGroup] = []
-        self._endpoints: dict[object, Endpoint] = {}
-        self._tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
         self._listeners: set[Closable] = set()
+        # Sockets that may offer SMC-R by the TCP option, now or when there is a RoCE port.
+        self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
+        self._under_way: set[Cancellable] = set()
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
-        self._under_way = UnderWay(self._work_ended)
         self._forked = False
         self._supported = sys.platform == "linux"
+        self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         if self._supported:
             self.rnic_set.open()
-        self.number = next(_NUMBERS)
-        _STACKS.add(self)
+        self.groups = GroupTable(
+            config, self.rnic_set, self.pump, self.timers, self.short_connections, self._has_ended
+        )
+        _RUNTIMES.add(self)
+
+    # --- RNICs and listeners ---------------------------------------------------------------
+
+    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does."""
+        if not self._supported:
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        return self.rnic_set.serving(local, remote)
+
+    def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
+        """Who may wait awake: the peer must be on this host, or it takes too long to answer."""
+        local = not isinstance(rnic, FallbackReason) and rnic.kind == "software"
+        return self.spinner if local else NEVER
 
     def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
-        raise NotImplementedError
+        """An RNIC came or went: listeners and link groups are told."""
+        if change is RnicChange.AVAILABLE and rnic.kind == "roce":
+            for sock in list(self._offering):
+                if sock.fileno() >= 0:
+                    self.tcp_option.offer(sock)
+        self.groups.rnic_changed(rnic, change)
+
+    def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
+        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may.
+
+        Under "auto" that is when there is a RoCE port, so perhaps later.
+        """
+        if config.discovery == "auto":
+            self._offering.add(sock)
+        remote = any(rnic.kind == "roce" for rnic in self.rnic_set.opened)
+        if config.discovery == "tcp-option" or (config.discovery == "auto" and remote):
+            self.tcp_option.offer(sock)
+
+    @property
+    def listeners(self) -> tuple[Closable, ...]:
+        """Those that are open."""
+        return tuple(self._listeners)
+
+    def add_listener(self, listener: Closable) -> None:
+        """Close ``listener`` when the stack is left."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: Closable) -> None:
+        """It was closed."""
+        self._listeners.discard(listener)
 
     # --- running ---------------------------------------------------------------------------
 
@@ -239,11 +252,11 @@ class StackLife:
                     self.nursery = nursery
                     self.trio_token = trio.lowlevel.current_trio_token()
                     if self._supported:
-                        self.tcp_watch = TcpWatch()
+                        self.groups.tcp_watch = TcpWatch()
                         self.discovery.open()
                         await nursery.start(self.pump.run)
                         await nursery.start(self.rnic_set.follow)
-                        nursery.start_soon(self.tcp_watch.run)
+                        nursery.start_soon(self.groups.tcp_watch.run)
                         nursery.start_soon(self.discovery.run)
                     nursery.start_soon(self._run_timers)
                     started = True
@@ -260,23 +273,42 @@ class StackLife:
             finally:
                 self._ended.set()
 
+    @property
+    def running(self) -> bool:
+        """Whether it was begun and is not being left."""
+        return not self.closing and hasattr(self, "nursery")
+
     def attach(self, thing: Attached) -> None:
         """Run ``thing`` until the stack is left."""
         self.attached.append(thing)
         self.nursery.start_soon(thing.run)
 
-    def _free(self) -> None:
-        if self._forked:
-            return
-        for listener in list(self._listeners):
-            listener.close()
-        for group in list(self._groups):
-            group.machine.send("links_lost")
-        self.rnic_set.close()
-        self.tcp_option.close()
-        self.discovery.close()
-        if hasattr(self, "tcp_watch"):
-            self.tcp_watch.close()
+    async def _run_timers(self) -> None:
+        while True:
+            self._timers_changed = trio.Event()
+            with trio.move_on_at(self.timers.next_deadline()):
+                await self._timers_changed.wait()
+            self.timers.run_due()
+
+    def _timer_is_earlier(self) -> None:
+        self._timers_changed.set()
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def call(self) -> Call:
+        """Around a user's call: leaving the stack ends it with ClosedResourceError."""
+        self.check_usable()
+        return Call(self._under_way, self._has_ended)
+
+    def busy(self, work: Cancellable) -> Busy:
+        """Around work that leaving the stack cancels and waits for; once for each ``work``."""
+        return Busy(self._under_way, work, self._has_ended)
+
+    def check_usable(self) -> None:
+        """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
+        self.check_not_forked()
+        if self.closing:
+            raise trio.ClosedResourceError("the stack is closed") from self.failure
 
     async def shut_down(self) -> None:
         """Finish in order, ``shutdown_timeout`` at most for each of three steps; ends `run`."""
@@ -289,36 +321,42 @@ class StackLife:
 
     async def _finish(self) -> None:
         self.closing = True
-        for listener in list(self._listeners):
-            listener.close()
-        self._under_way.cancel()
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while self._under_way:
-                await self._wait_for_an_ending()
-        self._abort_open_streams()
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while any(not endpoint.abandoned for endpoint in self._endpoints.values()):
-                await self._wait_for_an_ending()
-        for group in list(self._groups):
+        self._close_listeners()
+        for work in list(self._under_way):
+            work.cancel()
+        await self._wait_while(lambda: bool(self._under_way))
+        self.unclosed = self.groups.abort_open()
+        await self._wait_while(lambda: self.groups.owing)
+        for group in list(self.groups.groups):
             group.terminate()
+        await self._wait_while(lambda: bool(self.groups.groups))
+
+    async def _wait_while(self, condition: Callable[[], bool]) -> None:
         with trio.move_on_after(self.config.shutdown_timeout):
-            while self._groups:
-                await self._wait_for_an_ending()
+            while condition():
+                self._something_ended = trio.Event()
+                await self._something_ended.wait()
 
-    def call(self) -> Call:
-        """Around a user's call: leaving the stack ends it with ClosedResourceError."""
-        self.check_usable()
-        return Call(self._under_way)
+    def _has_ended(self) -> None:
+        """A call, a connection or a link group."""
+        self._something_ended.set()
 
-    def busy(self, work: Cancellable) -> Busy:
-        """Around work that leaving the stack cancels and waits for."""
-        return Busy(self._under_way, work)
+    def _close_listeners(self) -> None:
+        for listener in self.listeners:
+            listener.close()
 
-    def check_usable(self) -> None:
-        """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
-        self.check_not_forked()
-        if self.closing:
-            raise trio.ClosedResourceError("the stack is closed") from self.failure
+    def _free(self) -> None:
+        if self._forked:
+            return
+        self._close_listeners()
+        self.groups.lose_links()
+        self.rnic_set.close()
+        self.tcp_option.close()
+        self.discovery.close()
+        if hasattr(self.groups, "tcp_watch"):
+            self.groups.tcp_watch.close()
+
+    # --- forks -----------------------------------------------------------------------------
 
     def check_not_forked(self) -> None:
         """Raise RuntimeError in a forked child."""
@@ -332,49 +370,8 @@ class StackLife:
             thing.abandon()
         self.discovery.abandon()
         self.pump.abandon()
-        for endpoint in self._endpoints.values():
+        for endpoint in self.groups.endpoints.values():
             endpoint.connection.__class__ = _ForkedConnection
-
-    def _abort_open_streams(self) -> None:
-        for endpoint in list(self._endpoints.values()):
-            if not endpoint.closed_by_user:
-                self.unclosed.append(f"{endpoint.connection!r} was open when its stack was closed")
-                endpoint.abandoned = True
-                endpoint.connection.abort()
-        for stream in list(self._tcp_streams):
-            if stream.socket.fileno() >= 0:
-                self.unclosed.append(f"{stream!r} was open when its stack was closed")
-                stream.abort()
-
-    async def _wait_for_an_ending(self) -> None:
-        self._something_ended = trio.Event()
-        await self._something_ended.wait()
-
-    def _work_ended(self) -> None:
-        self._something_ended.set()
-
-    async def _run_timers(self) -> None:
-        while True:
-            self._timers_changed = trio.Event()
-            with trio.move_on_at(self.timers.next_deadline()):
-                await self._timers_changed.wait()
-            self.timers.run_due()
-
-    def _timer_is_earlier(self) -> None:
-        self._timers_changed.set()
-
-
-def running_stacks() -> tuple[StackLife, ...]:
-    """The stacks of this process that are open, oldest first."""
-    running = [stack for stack in list(_STACKS) if not stack.closing and hasattr(stack, "nursery")]
-    return tuple(sorted(running, key=lambda stack: stack.number))
-
-
-def _sole(error: Exception) -> Exception:
-    """What is in a group of one."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 class _ForkedConnection(Connection):
@@ -386,14 +383,20 @@ class _ForkedConnection(Connection):
         raise RuntimeError(_FORKED)
 
 
-_STACKS: weakref.WeakSet[StackLife] = weakref.WeakSet()
-_NUMBERS = itertools.count()
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for stack in list(_STACKS):
-        stack.forked()
+    for runtime in list(_RUNTIMES):
+        runtime.forked()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def _sole(error: Exception) -> Exception:
+    """What is in a group of one."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,4 +1,4 @@
-"""One sleeper for the TCP connections of all SMC-R streams.
+"""`TcpWatch`: one task that sees how the TCP connections under SMC-R streams end.
 
 After the switch to SMC-R a TCP connection carries nothing, but how it ends matters: a reset is an
 abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation.  A Trio task for each
@@ -18,11 +18,7 @@ import trio
 
 from trio_smc.host.tcp import unread_bytes
 
-__all__ = [
-    "TcpWatch",
-    "TcpWatcher",
-]
-
+__all__ = ["TcpWatch", "TcpWatcher"]
 
 _MOMENT: Final = 0.05
 """Seconds until new connections are registered: how late an early reset may be noticed."""

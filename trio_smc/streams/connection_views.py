@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from trio_smc._base.reasons import Fallback, Mode
+from trio_smc.host.tcp import unread_bytes, unsent_bytes
 from trio_smc.rendezvous.links.link import Link
-from trio_smc.streams.group_views import LinkView
+from trio_smc.stack.connection_host import Endpoint
+from trio_smc.streams.group_views import LinkGroupView, LinkView, View
+from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
     import trio
 
     from trio_smc._base.statistics import StreamStatistics
-    from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.streams.group_views import LinkGroup
     from trio_smc.streams.smc_socket import SmcSocket
-    from trio_smc.streams.tcp_stream import TcpStream
 
 __all__ = [
     "ConnectionCursors",
     "ConnectionView",
-    "RdmaConnection",
-    "TcpConnection",
+    "RdmaConnectionView",
+    "TcpConnectionView",
     "socket_name",
 ]
 
-
-if sys.platform == "linux":  # elsewhere queues are not told
-    import fcntl
-    import termios
 
 # TCP_INFO's first byte (linux/tcp_states.h); the names are those of RFC 9293, 3.3.2.
 _TCP_STATES: Final = (
@@ -76,26 +73,25 @@ class ConnectionCursors:
     alert_token: int
 
 
-class ConnectionView:
+class ConnectionView(ABC):
     """One connection of a stack, as it is now; of `Stack.connections`.
 
     Closing connections are there too, until nothing is left to do for them.  Two views of one
     connection are equal.
     """
 
-    __slots__ = ("_core",)
-    _core: Endpoint | TcpStream
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def mode(self) -> Mode:
         """How its bytes travel."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def state(self) -> str:
         """Over SMC-R the state as RFC 7609, 4.8 names it ("ACTIVE", "PEERCLOSEWAIT1"; INIT is a
         handshake that is not finished); else the state of the TCP connection ("ESTABLISHED")."""
-        raise NotImplementedError
 
     @property
     def fallback(self) -> Fallback | None:
@@ -113,7 +109,7 @@ class ConnectionView:
         return socket_name(self._socket(), "getpeername")
 
     @property
-    def link_group(self) -> LinkGroup | None:
+    def link_group(self) -> LinkGroupView | None:
         """The link group; None over TCP."""
         return None
 
@@ -123,47 +119,41 @@ class ConnectionView:
         return None
 
     @property
+    @abstractmethod
     def send_queue(self) -> int:
         """Bytes sent that the peer has not taken, as far as this side knows: over SMC-R its
         application, over TCP its system."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def receive_queue(self) -> int:
         """Bytes that arrived and were not received by the application."""
-        raise NotImplementedError
 
     @property
     def cursors(self) -> ConnectionCursors | None:
         """Where it stands; None over TCP, and before the peer's RMBE is known."""
         return None
 
+    @abstractmethod
     def statistics(self) -> StreamStatistics:
         """Counters of the connection; all zero over TCP."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _socket(self) -> trio.socket.SocketType | None:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConnectionView) and other._core is self._core
-
-    def __hash__(self) -> int:
-        return hash(self._core)
+        """The TCP connection, while it is known."""
 
     def __repr__(self) -> str:
         return f"<connection {self.mode} {self.state} to {self.peer_address}>"
 
 
-class RdmaConnection(ConnectionView):
+class RdmaConnectionView(View[Endpoint], ConnectionView):
     """A connection whose bytes travel by RDMA writes."""
 
     __slots__ = ("_group",)
-    _core: Endpoint
 
-    def __init__(self, group: LinkGroup, core: Endpoint) -> None:
+    def __init__(self, group: LinkGroupView, core: Endpoint) -> None:
+        super().__init__(core)
         self._group = group
-        self._core = core
 
     @property
     def mode(self) -> Mode:
@@ -174,7 +164,7 @@ class RdmaConnection(ConnectionView):
         return self._core.connection.state
 
     @property
-    def link_group(self) -> LinkGroup:
+    def link_group(self) -> LinkGroupView:
         return self._group
 
     @property
@@ -185,11 +175,11 @@ class RdmaConnection(ConnectionView):
     @property
     def send_queue(self) -> int:
         core = self._core.connection
-        return core.peer_ring - core.window if core.peer_rmbe_known else 0
+        return core.sender.peer_ring - core.sender.window if core.peer_rmbe_known else 0
 
     @property
     def receive_queue(self) -> int:
-        return self._core.connection.readable
+        return self._core.connection.receiver.readable
 
     @property
     def cursors(self) -> ConnectionCursors | None:
@@ -197,13 +187,13 @@ class RdmaConnection(ConnectionView):
         if not core.peer_rmbe_known:
             return None
         return ConnectionCursors(
-            produced=core.bytes_sent,
-            delivered=core.bytes_sent - core.unacknowledged,
-            taken=core.bytes_sent - self.send_queue,
-            window=core.window,
-            peer_ring=core.peer_ring,
-            received=core.bytes_received,
-            consumed=core.bytes_received - core.readable,
+            produced=core.sender.bytes_sent,
+            delivered=core.sender.bytes_sent - core.sender.unacknowledged,
+            taken=core.sender.bytes_sent - self.send_queue,
+            window=core.sender.window,
+            peer_ring=core.sender.peer_ring,
+            received=core.receiver.bytes_received,
+            consumed=core.receiver.bytes_received - core.receiver.readable,
             ring=core.rmbe.usable,
             sequence_sent=core.sequence_sent,
             sequence_received=core.sequence_received,
@@ -217,14 +207,10 @@ class RdmaConnection(ConnectionView):
         return self._core.sock
 
 
-class TcpConnection(ConnectionView):
+class TcpConnectionView(View[TcpStream], ConnectionView):
     """A connection that stays plain TCP."""
 
     __slots__ = ()
-    _core: TcpStream
-
-    def __init__(self, core: TcpStream) -> None:
-        self._core = core
 
     @property
     def mode(self) -> Mode:
@@ -244,11 +230,11 @@ class TcpConnection(ConnectionView):
 
     @property
     def send_queue(self) -> int:
-        return _queue(self._core.socket, output=True)
+        return _queue(unsent_bytes, self._core.socket)
 
     @property
     def receive_queue(self) -> int:
-        return _queue(self._core.socket, output=False)
+        return _queue(unread_bytes, self._core.socket)
 
     def statistics(self) -> StreamStatistics:
         return self._core.statistics()
@@ -268,12 +254,9 @@ def socket_name(
     return None
 
 
-def _queue(sock: trio.socket.SocketType, *, output: bool) -> int:
-    """Bytes in a queue of a TCP socket (tcp(7), SIOCOUTQ and SIOCINQ)."""
-    if sys.platform != "linux":
-        return 0
-    with contextlib.suppress(OSError):
-        request = termios.TIOCOUTQ if output else termios.FIONREAD
-        answer = fcntl.ioctl(sock.fileno(), request, bytes(4))
-        return int(struct.unpack("i", answer)[0])
+def _queue(measure: Callable[[trio.socket.SocketType], int], sock: trio.socket.SocketType) -> int:
+    """Bytes in a queue of a TCP socket; 0 when it is closed."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return measure(sock)
     return 0

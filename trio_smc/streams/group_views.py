@@ -1,45 +1,47 @@
 """What users see of link groups: read-only views.
 
 A view holds one reference to the core it shows and reads everything from it when asked, so it is
-always up to date and costs nothing before.  Two views of one group are equal.
+always up to date and costs nothing before.  Two views of one thing are equal.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from trio_smc.datapath.rmb import Rmb
+from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.links.link import Link
+from trio_smc.rendezvous.links.link_set import LinkGroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.rmb import Rmb
-    from trio_smc.rendezvous.links import group as group_core
-    from trio_smc.rendezvous.links import link as link_core
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = [
-    "LinkGroup",
-    "LinkGroupKind",
-    "LinkView",
-    "RmbView",
-]
+__all__ = ["LinkGroupKind", "LinkGroupView", "LinkView", "RmbView", "View"]
+
+_Core = TypeVar("_Core")
 
 
-class LinkGroupKind(StrEnum):
-    """How well a link group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
-
-    SINGLE = "single"
-    ASYMMETRIC = "asymmetric"
-    SYMMETRIC = "symmetric"
-
-
-class LinkView:
-    """One link of a group, as it is now."""
+class View(Generic[_Core]):
+    """What users see of one thing inside; equal to any other view of the same."""
 
     __slots__ = ("_core",)
 
-    def __init__(self, core: link_core.Link) -> None:
+    def __init__(self, core: _Core) -> None:
         self._core = core
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and other._core is self._core
+
+    def __hash__(self) -> int:
+        return hash(self._core)
+
+
+class LinkView(View[Link]):
+    """One link of a group, as it is now."""
+
+    __slots__ = ()
 
     @property
     def number(self) -> int:
@@ -71,23 +73,14 @@ class LinkView:
         """How many connections send on the link, closing ones included."""
         return self._core.load
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LinkView) and other._core is self._core
-
-    def __hash__(self) -> int:
-        return hash(self._core)
-
     def __repr__(self) -> str:
         return f"<link {self.number} {self.state} on {self.rnic.name}>"
 
 
-class RmbView:
+class RmbView(View[Rmb]):
     """One RMB of this side, as it is now."""
 
-    __slots__ = ("_core",)
-
-    def __init__(self, core: Rmb) -> None:
-        self._core = core
+    __slots__ = ()
 
     @property
     def element_size(self) -> int:
@@ -104,27 +97,21 @@ class RmbView:
         """How many of them serve a connection."""
         return sum(element.in_use for element in self._core.elements)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RmbView) and other._core is self._core
-
-    def __hash__(self) -> int:
-        return hash(self._core)
-
     def __repr__(self) -> str:
         return f"<RMB {self.in_use}/{self.elements} elements of {self.element_size} bytes>"
 
 
-class LinkGroup:
+class LinkGroupView(View[LinkGroup]):
     """A link group of a stack (RFC 7609, 2.2): everything shared by its connections to one peer.
 
     A read-only view, from `Stack.link_groups` or `SmcStream.link_group`; it may outlive the
     group, whose `state` is "GONE" then.
     """
 
-    __slots__ = ("_check", "_core")
+    __slots__ = ("_check",)
 
-    def __init__(self, core: group_core.LinkGroup, check: Callable[[], None]) -> None:
-        self._core = core
+    def __init__(self, core: LinkGroup, check: Callable[[], None]) -> None:
+        super().__init__(core)
         self._check = check
 
     @property
@@ -140,7 +127,7 @@ class LinkGroup:
     @property
     def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric link group."""
-        return LinkGroupKind(self._core.kind)
+        return self._core.kind
 
     @property
     def state(self) -> str:
@@ -192,12 +179,6 @@ class LinkGroup:
         """
         self._check()
         self._core.terminate()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LinkGroup) and other._core is self._core
-
-    def __hash__(self) -> int:
-        return hash(self._core)
 
     def __repr__(self) -> str:
         return f"<LinkGroup {self.kind} {self.state} as {self.role} of {self.peer_id.hex()}>"

@@ -13,13 +13,14 @@ import operator
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import OVER, SmcStream, UrgentState, flat, some_bytes, writable
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
+    from trio_smc.rnic.pump import Pump
     from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.stack.groups import StackCore
     from trio_smc.streams.socket_options import Inherited
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "RdmaCalls",
     "RdmaStream",
     "RdmaUrgent",
+    "StreamHost",
 ]
 
 
@@ -60,12 +63,12 @@ class RdmaUrgent:
         with self._alone():
             await trio.lowlevel.checkpoint()
             while not self._closed:
-                match self._core.urgent:
+                match self._core.receiver.urgent:
                     case "pending":
                         return "pending"
                     case "present":
                         return "present"
-                if self._core.urgent_over:
+                if self._core.receiver.urgent_over:
                     self._take_urgent()
                     raise trio.EndOfChannel(OVER)
                 await self._park(URGENT)
@@ -76,19 +79,19 @@ class RdmaUrgent:
         with self._alone():
             await trio.lowlevel.checkpoint()
             while not self._closed:
-                if self._core.urgent_inline:
+                if self._core.receiver.urgent_inline:
                     raise _inline()
                 byte = self._take_urgent()
                 if byte is not None:
                     return bytes((byte,))
-                if self._core.urgent_over:
+                if self._core.receiver.urgent_over:
                     raise trio.EndOfChannel(OVER)
                 await self._park(URGENT)
             raise trio.ClosedResourceError("the stream was closed")
 
     def _take_urgent(self) -> int | None:
         try:
-            return self._core.receive_urgent()
+            return self._core.receiver.receive_urgent()
         except OSError as error:
             raise self._translated(error) from error
 
@@ -143,7 +146,7 @@ class RdmaCalls:
                 sent = self._send_some(view, False) if view else 0
                 if sent or not view:
                     # The caller may change its buffer from now on, and may not wait any more.
-                    self._core.keep_copies()
+                    self._core.sender.keep_copies()
                     return sent
                 await self._park(_WRITER)
         finally:
@@ -162,10 +165,10 @@ class RdmaCalls:
                     if self._closed:
                         raise trio.ClosedResourceError("the stream was closed")
                     try:
-                        size = self._core.receive_into(view)
+                        size = self._core.receiver.receive_into(view)
                     except OSError as error:
                         raise self._translated(error) from error
-                    if size or self._core.at_eof:
+                    if size or self._core.receiver.at_eof:
                         break
                     parked = await self._park(_READER) or parked
             if not parked and (self._strict or self._is_due()):
@@ -185,10 +188,10 @@ class RdmaCalls:
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 try:
-                    data = self._core.peek(max_bytes)
+                    data = self._core.receiver.peek(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._core.at_eof:
+                if data or self._core.receiver.at_eof:
                     return data
                 await self._park(_READER)
         finally:
@@ -247,6 +250,16 @@ def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
+class StreamHost(Protocol):
+    """What a stream wants of the stack."""
+
+    pump: Pump
+    timers: Timers
+
+    def check_not_forked(self) -> None:
+        """Raise RuntimeError in a forked child."""
+
+
 class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
@@ -256,13 +269,13 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
     _closed = True  # until there is something to close
 
     def __init__(
-        self, stack: StackCore, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
+        self, stack: StreamHost, endpoint: Endpoint, sock: trio.socket.SocketType, config: Config
     ) -> None:
         self.socket = SmcSocket(sock)
-        self.link_group = stack.view(endpoint.group)
+        self.link_group = LinkGroupView(endpoint.group, stack.check_not_forked)
         self._endpoint = endpoint
         self._core = core = endpoint.connection
-        core.tell_later = stack.pump.flush_soon
+        core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
         self._drain = stack.pump.drain
         self._token = trio.lowlevel.current_trio_token()
@@ -363,14 +376,14 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 sent = self._send_some(rest, urgent)
-            while core.borrowed:
+            while core.sender.borrowed:
                 parked = await self._park(_WRITER) or parked
         finally:
             if urgent:
-                core.withdraw_urgent()  # unless all of it is sent
+                core.sender.withdraw_urgent()  # unless all of it is sent
             # The caller may change or resize its buffer, whatever happened here.
-            if core.borrowed:
-                core.keep_copies()
+            if core.sender.borrowed:
+                core.sender.keep_copies()
             if type(view.obj) is not bytes:
                 rest.release()
                 view.release()
@@ -398,7 +411,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
             if self._closed:
                 raise trio.ClosedResourceError("the stream was closed")
             parked = False
-            while not (core.can_send or core.write_closed or core.got_closed or core.error):
+            while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
@@ -444,10 +457,10 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
                 try:
-                    data = self._core.receive(max_bytes)
+                    data = self._core.receiver.receive(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._core.at_eof:
+                if data or self._core.receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
             if not parked and (self._strict or self._is_due()):
@@ -547,7 +560,9 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         """Whether there is data, the end or an error; looks at completions first."""
         self._drain()
         core = self._core
-        return bool(self._closed or core.readable or core.at_eof or core.error is not None)
+        return bool(
+            self._closed or core.receiver.readable or core.receiver.at_eof or core.error is not None
+        )
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -560,7 +575,7 @@ class RdmaStream(RdmaUrgent, RdmaCalls, SmcStream):
         """
         core, pump = self._core, self._pump
         setattr(core, waiter, _nothing)
-        core.tell()  # may call the waiter, too
+        core.messenger.tell()  # may call the waiter, too
         if waiter is _READER and pump.waiting and not self._strict:
             if not self._misses % _SELDOM:
                 await _yield()

@@ -188,8 +188,8 @@ class OptionActions:
 
     def send_buffer(self) -> int:
         """Bytes that may be unacknowledged."""
-        limit = self._core.send_limit
-        return self._core.peer_ring if limit is None else limit
+        limit = self._core.sender.send_limit
+        return self._core.sender.peer_ring if limit is None else limit
 
     # --- merging small writes ----------------------------------------------------------------
 
@@ -214,11 +214,11 @@ class OptionActions:
     def _apply_merging(self) -> None:
         core = self._core
         if self._corked:
-            core.merge_messages(self._hold, corked=True)
+            core.sender.merge_messages(self._hold, corked=True)
         elif self._nodelay:
-            core.merge_messages(self._flush_later)
+            core.sender.merge_messages(self._flush_later)
         else:
-            core.merge_messages(self._hold_until_delivered, when_delivered=True)
+            core.sender.merge_messages(self._hold_until_delivered, when_delivered=True)
 
     def _hold(self, flush: _Flush) -> None:
         if self._hold_timer is not None:
@@ -226,7 +226,7 @@ class OptionActions:
         self._hold_timer = self._timers.call_later(HOLD, flush)
 
     def _hold_until_delivered(self, flush: _Flush) -> None:
-        if not self._core.quiet:
+        if not self._core.sender.quiet:
             self._hold(flush)
         elif self._flush_later is not None:
             self._flush_later(flush)
@@ -235,11 +235,11 @@ class OptionActions:
 
     def set_urgent_inline(self, value: int) -> None:
         """SO_OOBINLINE."""
-        self._core.urgent_inline = bool(value)
+        self._core.receiver.urgent_inline = bool(value)
 
     def urgent_inline(self) -> int:
         """SO_OOBINLINE: 0 or 1."""
-        return int(self._core.urgent_inline)
+        return int(self._core.receiver.urgent_inline)
 
     # --- keepalive ---------------------------------------------------------------------------
 
@@ -310,11 +310,11 @@ class OptionActions:
             return
         now = self._timers.now()
         arrived, posted = self._progress
-        delivered = core.bytes_sent - core.unacknowledged
-        if not core.unacknowledged or delivered != arrived[0]:
+        delivered = core.sender.bytes_sent - core.sender.unacknowledged
+        if not core.sender.unacknowledged or delivered != arrived[0]:
             arrived = (delivered, now)
-        if not core.starved or core.bytes_sent != posted[0]:
-            posted = (core.bytes_sent, now)
+        if not core.starved or core.sender.bytes_sent != posted[0]:
+            posted = (core.sender.bytes_sent, now)
         self._progress = (arrived, posted)
         patience = self._user_timeout / 1000
         if now - min(arrived[1], posted[1]) >= patience:

@@ -19,7 +19,7 @@ from trio_smc.streams.smc_socket import SmcSocket
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from trio_smc.streams.group_views import LinkGroup
+    from trio_smc.streams.group_views import LinkGroupView
 
 __all__ = [
     "SmcStream",
@@ -44,7 +44,7 @@ class SmcStream(HalfCloseableStream):
     mode: Mode
     fallback: Fallback | None
     socket: trio.socket.SocketType | SmcSocket
-    link_group: LinkGroup | None
+    link_group: LinkGroupView | None
 
     def statistics(self) -> StreamStatistics:
         """Counters of this connection; all zero over TCP."""

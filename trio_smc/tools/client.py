@@ -198,7 +198,7 @@ def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=root)
         return False
-    _, uid = control.peer_credentials(sock)
+    uid = control.peer_user(sock)
     if uid != os.geteuid():
         raise ProtocolError(f"it is user {uid}'s")
     return True

@@ -12,6 +12,7 @@ from trio_smc.capture.dissection import Event, Unreadable, Write
 from trio_smc.capture.frames import gid_address
 from trio_smc.tools.ladder import Ladder, Peer, Row, address_text
 from trio_smc.wire import cdc, clc, llc
+from trio_smc.wire.ueid import eid_name
 
 __all__ = ["KINDS", "details", "draw", "kind", "peer_name", "title"]
 
@@ -119,10 +120,15 @@ def details(row: Row) -> list[str]:
 
 
 def _proposal(m: clc.Proposal) -> list[str]:
-    lines = [f"GID {address_text(gid_address(m.gid))}"]
+    lines = [f"GID {address_text(gid_address(m.gid))}"] if any(m.gid) else []
     nets = [f"{address_text(m.ipv4_subnet)}/{m.ipv4_mask_length}"] if m.ipv4_mask_length else []
     nets += [f"{address_text(each.prefix)}/{each.length}" for each in m.ipv6_prefixes]
-    return lines + ([f"subnets {', '.join(nets)}"] if nets else [])
+    lines += [f"subnets {', '.join(nets)}"] if nets else []
+    if m.v2 is not None:
+        eids = ", ".join(map(eid_name, m.v2.eids)) or "none"
+        lines.append(f"version 2, release {m.v2.release}, {_limits(m.v2)}")
+        lines.append(f"GID {address_text(gid_address(m.v2.gid))}, EIDs {eids}")
+    return lines
 
 
 def _credentials(m: clc.Accept | clc.Confirm) -> list[str]:
@@ -131,7 +137,23 @@ def _credentials(m: clc.Accept | clc.Confirm) -> list[str]:
         f"GID {address_text(gid_address(m.gid))}, QP {m.qp_number:#x}, PSN {m.initial_psn:#x}",
         f"{_rtoken(m.rkey, m.rmb_address)}, RMBE {m.rmbe_index} of {size} KiB",
         f"alert token {m.alert_token:#010x}",
+        *([] if m.v2 is None else _agreed(m.v2)),
     ]
+
+
+def _agreed(v2: clc.V2Answer) -> list[str]:
+    lines = [f"version 2, EID {eid_name(v2.eid)}"]
+    if v2.first is not None:
+        way = "direct" if v2.first.direct else "through a gateway"
+        lines.append(f"release {v2.first.release}, {_limits(v2.first)}, {way}")
+        lines.append(f"host {v2.first.host_name}")
+    if v2.gids:
+        lines.append("GIDs " + ", ".join(address_text(gid_address(gid)) for gid in v2.gids))
+    return lines
+
+
+def _limits(v2: clc.V2Offer | clc.FirstContact) -> str:
+    return f"at most {v2.max_connections} connections, {v2.max_links} links"
 
 
 def _cdc(m: cdc.CdcMessage) -> list[str]:
@@ -144,20 +166,27 @@ def _cdc(m: cdc.CdcMessage) -> list[str]:
 def _llc(m: llc.Message) -> list[str]:
     match m:
         case llc.ConfirmLink():
+            most = f"{m.max_links}"
+            if m.max_connections:
+                most += f" links, {m.max_connections} connections"
             return [
-                f"link {m.link_number}, at most {m.max_links}, user ID {m.link_user_id:#010x}",
+                f"link {m.link_number}, at most {most}, user ID {m.link_user_id:#010x}",
                 f"GID {address_text(gid_address(m.gid))}, QP {m.qp_number:#x}",
             ]
         case llc.AddLink():
-            if m.rejected:
-                return [f"reason {_name(llc.AddLinkReason, m.reason)}"]
+            if m.rejected:  # version 2 tells no reason
+                return [f"reason {_name(llc.AddLinkReason, m.reason)}"] if m.reason else []
             gid = address_text(gid_address(m.gid))
-            return [f"GID {gid}, QP {m.qp_number:#x}, PSN {m.initial_psn:#x}"]
+            lines = [f"GID {gid}, QP {m.qp_number:#x}, PSN {m.initial_psn:#x}"]
+            if m.extension is not None:
+                lines.append("direct" if m.extension.direct else "through a gateway")
+                lines += _pairs(m.extension.pairs)
+            return lines
         case llc.AddLinkContinuation():
-            return [
-                f"RKey {p.reference_rkey:#010x} is {_rtoken(p.new_rkey, p.new_address)}"
-                for p in m.pairs
-            ] or ["no RTokens"]
+            return _pairs(m.pairs)
+        case llc.RequestAddLink():
+            gids = ", ".join(address_text(gid_address(gid)) for gid in m.gids)
+            return [f"GIDs {gids}"] if gids else []
         case llc.DeleteLink():
             order = "orderly" if m.orderly else "disorderly"
             return [f"{order}, {_name(llc.DeleteLinkReason, m.reason)}"]
@@ -169,6 +198,13 @@ def _llc(m: llc.Message) -> list[str]:
             return ["RKey " + ", ".join(f"{rkey:#010x}" for rkey in m.rkeys)]
         case _:
             return []
+
+
+def _pairs(pairs: Iterable[llc.RTokenPair]) -> list[str]:
+    return [
+        f"RKey {pair.reference_rkey:#010x} is {_rtoken(pair.new_rkey, pair.new_address)}"
+        for pair in pairs
+    ] or ["no RTokens"]
 
 
 def _others(tokens: Iterable[llc.LinkRToken]) -> list[str]:

@@ -3,7 +3,7 @@
 Every RDMA write is followed by one of these 44-byte messages, so this codec is on the hot path:
 :func:`pack` and :func:`unpack_untrusted` are one ``struct`` call on plain integers each, and
 that is what senders and receivers use.  :class:`CdcMessage` is the same message as a value, for
-captures, tests and whoever needs the reserved bytes; ``decode_untrusted`` makes one.
+captures and tests; ``decode_untrusted`` makes one.
 
 ========  ==========================================================================
 offset    field (big-endian)
@@ -28,6 +28,7 @@ lie in the ring and whether the token is anybody's is not the codec's to know: s
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 
@@ -75,8 +76,6 @@ SENDING_DONE = 0x80  # D
 CONNECTION_CLOSED = 0x40  # C
 ABNORMAL_CLOSE = 0x20  # A
 
-_RESERVED = struct.Struct(">8x2s6x2s8x18s")
-_RESERVED_SIZE = 22
 _pack = LAYOUT.pack
 _unpack = LAYOUT.unpack
 
@@ -145,97 +144,29 @@ def unpack_untrusted(
     return items
 
 
-class CdcMessage:
-    """One CDC message as a value (RFC 7609, A.4, figure 41).
+class CdcMessage(NamedTuple):
+    """One CDC message as a value (RFC 7609, A.4, figure 41); fields as in :func:`pack`."""
 
-    Parameters:
-      sequence, alert_token, producer_wrap, producer_cursor, consumer_wrap, consumer_cursor,
-        producer_flags, connection_flags: as in :func:`pack`.
-      reserved: the 22 reserved bytes (8-9, 16-17, 26-43) as a peer sent them.
-    """
-
-    __slots__ = (
-        "alert_token",
-        "connection_flags",
-        "consumer_cursor",
-        "consumer_wrap",
-        "producer_cursor",
-        "producer_flags",
-        "producer_wrap",
-        "reserved",
-        "sequence",
-    )
-
-    def __init__(
-        self,
-        sequence: int,
-        alert_token: int,
-        producer_wrap: int = 0,
-        producer_cursor: int = 0,
-        consumer_wrap: int = 0,
-        consumer_cursor: int = 0,
-        producer_flags: int = 0,
-        connection_flags: int = 0,
-        reserved: bytes = bytes(_RESERVED_SIZE),
-    ) -> None:
-        self.sequence = sequence
-        self.alert_token = alert_token
-        self.producer_wrap = producer_wrap
-        self.producer_cursor = producer_cursor
-        self.consumer_wrap = consumer_wrap
-        self.consumer_cursor = consumer_cursor
-        self.producer_flags = producer_flags
-        self.connection_flags = connection_flags
-        self.reserved = reserved
-
-    def _items(self) -> tuple[int, int, int, int, int, int, int, int]:
-        return (
-            self.sequence,
-            self.alert_token,
-            self.producer_wrap,
-            self.producer_cursor,
-            self.consumer_wrap,
-            self.consumer_cursor,
-            self.producer_flags,
-            self.connection_flags,
-        )
+    sequence: int
+    alert_token: int
+    producer_wrap: int = 0
+    producer_cursor: int = 0
+    consumer_wrap: int = 0
+    consumer_cursor: int = 0
+    producer_flags: int = 0
+    connection_flags: int = 0
 
     def encode(self) -> bytes:
         """The 44 bytes on the wire.
 
         Raises:
           struct.error: an integer does not fit its field.
-          ValueError: ``reserved`` is not 22 bytes.
         """
-        message = pack(*self._items())
-        reserved = self.reserved
-        if len(reserved) != _RESERVED_SIZE:
-            raise ValueError(f"a CDC message has {_RESERVED_SIZE} reserved bytes")
-        if not any(reserved):
-            return message
-        return b"".join(
-            (message[:8], reserved[:2], message[10:16], reserved[2:4], message[18:26], reserved[4:])
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CdcMessage):
-            return NotImplemented
-        return self._items() == other._items() and self.reserved == other.reserved
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __repr__(self) -> str:
-        return (
-            f"CdcMessage(sequence={self.sequence}, alert_token={self.alert_token:#x}, "
-            f"producer={self.producer_wrap}:{self.producer_cursor}, "
-            f"consumer={self.consumer_wrap}:{self.consumer_cursor}, "
-            f"producer_flags={self.producer_flags:#04x}, "
-            f"connection_flags={self.connection_flags:#04x})"
-        )
+        return _pack(HEADER, *self)
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
-    """Decode one CDC message; ``encode`` of the value gives the same bytes again.
+    """Decode one CDC message; ``encode`` of the value gives the same bytes but for reserved ones.
 
     Parameters:
       data: exactly the message, 44 bytes.
@@ -243,5 +174,4 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
     Raises:
       ProtocolError: not 44 bytes, or not type 0xFE with length 44.
     """
-    items = unpack_untrusted(data)
-    return CdcMessage(*items[1:], reserved=b"".join(_RESERVED.unpack(data)))
+    return CdcMessage(*unpack_untrusted(data)[1:])

@@ -1,35 +1,33 @@
-"""How fields lie in the fixed-size messages of RFC 7609, appendices A.2 and A.3.
+"""Where the fields of an LLC message lie, read from the annotations of its class.
 
-Theory of operation.  A message class is a frozen dataclass whose annotations say where each
-field lies, in the words of the RFC's figures::
+A message class is a frozen dataclass whose annotations say where each field lies, in the words of
+the figures of RFC 7609, A.3::
 
-    qp_number: Annotated[int, Span(26, 3)]     # bytes 26-28
-    reply: Annotated[bool, Bits(3, 0x80)]      # one bit of byte 3
+    qp_number: Annotated[int, Span(26, 3)]            # bytes 26-28
+    reply: Annotated[bool, Bits(3, 0x80)]             # one bit of byte 3
+    max_connections: Annotated[int, Span(35, 1, 2)]   # byte 35, in version 2 only
 
-:func:`laid_out` reads them once, at import, into a :class:`Layout`, which treats a message as
-one big-endian integer: every field is a shift and a mask in it.  So the annotation is the only
-place that knows a layout, and encoder, decoder and range checks cannot disagree about it.  For
-messages of plain fields and zeros between them, as a connection exchanges them, `_wire_code` writes
-the same out.
-
-"Reserved fields must be set to zero and not validated" (A.2), but what decodes must encode back
-to the same bytes.  So all bits that no field owns are kept together in the value's ``reserved``:
-the message with every field's bits cleared, trailing zero bytes dropped, b"" for ours.
-
-Two kinds of field need a little more.  A flag of several bits (``Bits(3, 0x03)`` on a bool) is
-set when any of them is; bits a peer left out of it are noted in ``reserved``.  A list fills as
-many of its ``Slots`` as the count byte says; unused slots are reserved bits like any other.
+:func:`laid_out` reads them once, at import, into a :class:`Layout`, which packs, unpacks and checks
+values.  So the annotation is the only place that knows a layout, and encoder, decoder and range
+checks cannot disagree about it.  Bits that no field of the version owns are reserved: zero from us,
+and never looked at (A.3).  Numbers are big-endian.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)  # fmt: skip
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.layout_code import Code, Place, write_code
 
 __all__ = [
     "Bits",
@@ -43,276 +41,180 @@ __all__ = [
 _T = TypeVar("_T", bound="type[Any]")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """``size`` whole bytes from ``offset`` on: a big-endian int, or bytes."""
+class Span(NamedTuple):
+    """``size`` whole bytes from ``offset`` on: an int, or bytes; ``version`` 0 is every one."""
 
     offset: int
     size: int
+    version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Bits:
-    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool."""
+class Bits(NamedTuple):
+    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool, which is set when
+    any of them is."""
 
     offset: int
     mask: int
+    version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """``slots`` places of ``size`` bytes each from ``offset`` on: a tuple.
+class Slots(NamedTuple):
+    """``slots`` places of ``size`` bytes each from ``offset`` on: a tuple of ints, bytes or items.
 
-    The byte at ``count_at`` tells how many items the sender has in all.  Where that byte is a
-    field of its own it may exceed ``slots`` (the rest follows in a continuation message);
-    otherwise it is the length of the tuple.
+    Slots beyond the layout's size are there when the message is long enough.
+
+    ``count_in`` tells how many items the sender has in all.  It is the name of a field, which may
+    exceed ``slots`` (the rest follows in a continuation message), or the offset of a byte, which
+    is the length of the tuple.
     """
 
     offset: int
     size: int
     slots: int
-    count_at: int
+    count_in: str | int
+    version: int = 0
 
 
-class _Item(Protocol):
-    LAYOUT: ClassVar[Layout]
+class _Field(NamedTuple):
+    name: str
+    kind: type
+    start: int
+    size: int
+    low: int  # of the field's bits: the lowest
+    largest: int  # number that fits
 
+    def read_untrusted(self, data: bytes, _: dict[str, Any]) -> int | bytes:
+        piece = data[self.start : self.start + self.size]
+        if self.kind is bytes:
+            return piece
+        number = int.from_bytes(piece, "big") >> self.low & self.largest
+        return number != 0 if self.kind is bool else number
 
-class _Field:
-    """One annotated field: where it lies in the integer, and its Python type."""
-
-    __slots__ = ("kind", "mask", "name", "place", "shift", "size")
-
-    def __init__(self, name: str, kind: type, place: Span | Bits, message_size: int) -> None:
-        self.name = name
-        self.kind = kind
-        if isinstance(place, Span):
-            self.size = place.size
-            self.shift = 8 * (message_size - place.offset - place.size)
-            self.mask = (1 << 8 * place.size) - 1
-            self.place = Place(name, kind, place.offset, place.size)
-        else:
-            low = (place.mask & -place.mask).bit_length() - 1
-            self.size = 1
-            self.shift = 8 * (message_size - place.offset - 1) + low
-            self.mask = place.mask >> low
-            self.place = Place(name, kind, place.offset, 1, low, self.mask)
-
-    def write(self, value: int) -> int:
-        """The bits of a number, all of them for a flag that is set."""
+    def write(self, value: Any, body: bytearray) -> None:
         if self.kind is bool:
-            return self.mask << self.shift if value else 0
-        return value << self.shift
+            value = self.largest if value else 0
+        if self.size == 1:
+            body[self.start] |= value << self.low
+        else:
+            piece = value if self.kind is bytes else value.to_bytes(self.size, "big")
+            body[self.start : self.start + self.size] = piece
+
+    def check(self, message: Any) -> None:
+        value = getattr(message, self.name)
+        if self.kind is bytes:
+            if len(value) != self.size:
+                raise ValueError(f"{self.name} has {len(value)} bytes instead of {self.size}")
+        elif not 0 <= value <= self.largest:
+            raise ValueError(f"{self.name} is {value}, beyond 0..{self.largest}")
 
 
-class _List:
-    """One field with :class:`Slots`."""
+class _List(NamedTuple):
+    name: str
+    item: Any  # int, bytes or a class with a layout
+    place: Slots
 
-    __slots__ = ("count_shift", "counted", "item", "name", "place", "shifts")
+    def read_untrusted(self, data: bytes, values: dict[str, Any]) -> tuple[Any, ...]:
+        offset, size, slots, where, _ = self.place
+        room = min(slots, (len(data) - offset) // size)
+        count = values[where] if isinstance(where, str) else data[where]
+        if count > room and not isinstance(where, str):
+            raise ProtocolError(f"{count} {self.name} in a message that holds {room}")
+        ends = range(offset + size, offset + size * min(count, room) + 1, size)
+        pieces = [data[end - size : end] for end in ends]
+        if self.item is int:
+            return tuple(int.from_bytes(piece, "big") for piece in pieces)
+        if self.item is bytes:
+            return tuple(pieces)
+        return tuple(self.item(**self.item.LAYOUT.unpack_untrusted(piece)) for piece in pieces)
 
-    def __init__(self, name: str, item: type, place: Slots, message_size: int) -> None:
-        self.name = name
-        self.place = place
-        self.item: type[_Item] | None = None if item is int else item
-        self.shifts = [
-            8 * (message_size - place.offset - place.size * (i + 1)) for i in range(place.slots)
-        ]
-        self.count_shift = 8 * (message_size - place.count_at - 1)
-        self.counted = ""  # name of the field that is the count, if there is one
+    def write(self, items: tuple[Any, ...], body: bytearray) -> None:
+        offset, size, slots, where, _ = self.place
+        if len(items) > slots:
+            raise ValueError(f"{len(items)} {self.name} where {slots} belong")
+        if not isinstance(where, str):
+            body[where] = len(items)
+        body[offset : offset + size * len(items)] = b"".join(map(self._packed, items))
 
-    @property
-    def item_mask(self) -> int:
-        return (1 << 8 * self.place.size) - 1
-
-    def used(self, count: int) -> int:
-        """All bits of the first ``count`` slots."""
-        return sum(self.item_mask << shift for shift in self.shifts[:count])
-
-    def read_untrusted(self, whole: int) -> tuple[Any, ...]:
-        count = whole >> self.count_shift & 0xFF
-        if count > self.place.slots and not self.counted:
-            raise ProtocolError(f"{count} {self.name} in a message that holds {self.place.slots}")
-        raw = [whole >> shift & self.item_mask for shift in self.shifts[:count]]
-        if self.item is None:
-            return tuple(raw)
-        return tuple(self.item(**self.item.LAYOUT.read_untrusted(number)) for number in raw)
-
-    def write(self, items: tuple[Any, ...]) -> int:
-        whole = 0 if self.counted else len(items) << self.count_shift
-        for shift, item in zip(self.shifts, items, strict=False):
-            whole |= (item if self.item is None else self.item.LAYOUT.write(item)) << shift
-        return whole
+    def _packed(self, item: Any) -> bytes:
+        if self.item is int:
+            return int(item).to_bytes(self.place.size, "big")
+        return bytes(item if self.item is bytes else self.item.LAYOUT.pack(item))
 
     def check(self, value: Any) -> None:
+        _, size, slots, where, _ = self.place
         items = getattr(value, self.name)
-        slots = self.place.slots
-        expected = min(getattr(value, self.counted), slots) if self.counted else len(items)
-        if len(items) != expected or expected > slots:
-            raise ValueError(f"{len(items)} {self.name} where {min(expected, slots)} belong")
-        if self.item is None and any(not 0 <= item <= self.item_mask for item in items):
-            raise ValueError(f"{self.name} beyond 0..{self.item_mask}")
+        count = getattr(value, where) if isinstance(where, str) else len(items)
+        if len(items) != min(count, slots):
+            raise ValueError(f"{len(items)} {self.name} where {min(count, slots)} belong")
+        if self.item is int and any(not 0 <= item < 1 << 8 * size for item in items):
+            raise ValueError(f"{self.name} beyond 0..{(1 << 8 * size) - 1}")
+        if self.item is bytes and any(len(item) != size for item in items):
+            raise ValueError(f"{self.name} of other than {size} bytes")
 
 
 class Layout:
-    """Where the fields of one message class lie.
+    """Where the fields of one message class lie in ``size`` bytes, in versions 1 and 2."""
 
-    Parameters:
-      cls: the dataclass.
-      size: bytes that the layout covers, from the message's first byte on.
-      head: leading bytes that are no field's and not reserved (type, length); the caller of
-        :meth:`pack` gives them.
-    """
-
-    def __init__(self, cls: type, size: int, head: int = 0) -> None:
+    def __init__(self, cls: type, size: int) -> None:
         self.size = size
-        self.head = head
-        self._fields: list[_Field] = []
-        self._lists: list[_List] = []
-        # Bits that a value of this class tells exactly, but for lists; a flag of several bits
-        # is "loose": the field only tells whether any of them is set.
-        self._owned = ((1 << 8 * head) - 1) << 8 * (size - head)
-        self._loose: list[_Field] = []
+        self._all: dict[str, _Field | _List] = {}
+        self._of_version: dict[int, list[_Field | _List]] = {1: [], 2: []}
         hints = get_type_hints(cls, include_extras=True)
-        names = [field.name for field in fields(cls)]
-        for name in names:
+        for name in [field.name for field in fields(cls)]:
             if get_origin(hints[name]) is Annotated:
-                kind, place = get_args(hints[name])
-                self._add(name, kind, place)
-        self._keeps_reserved = "reserved" in names
-        # All fields of a kind in one look: messages are made for each connection.
-        of_kind = {
-            kind: [field for field in self._fields if (field.kind is bytes) is kind]
-            for kind in (True, False)
-        }
-        self._bytes = [(field.name, field.shift, field.mask, field.size) for field in of_kind[True]]
-        self._numbers = of_kind[False]
-        self._get_bytes = _getter([field.name for field in of_kind[True]])
-        self._get_numbers = _getter([field.name for field in of_kind[False]])
-        self._code: Code | None = None
-        if self._keeps_reserved and not self._lists and not self._loose:
-            self._code = write_code(cls, [field.place for field in self._fields], size, head)
+                kind, *places = get_args(hints[name])
+                for place in places:
+                    self._add(_placed(name, kind, place), place.version)
 
-    def _add(self, name: str, kind: Any, place: Span | Bits | Slots) -> None:
-        if isinstance(place, Slots):
-            item = _List(name, get_args(kind)[0], place, self.size)
-            for field in self._fields:
-                if field.shift == item.count_shift and field.mask == 0xFF:
-                    item.counted = field.name
-            if not item.counted:
-                self._owned |= 0xFF << item.count_shift
-            self._lists.append(item)
-            return
-        field = _Field(name, kind, place, self.size)
-        self._fields.append(field)
-        if kind is bool and field.mask != 1:
-            self._loose.append(field)
-        else:
-            self._owned |= field.mask << field.shift
+    def _add(self, field: _Field | _List, version: int) -> None:
+        self._all[field.name] = field  # the newer version's, which has more room
+        for each in (version,) if version else self._of_version:
+            self._of_version[each].append(field)
 
-    def read_untrusted(self, whole: int) -> dict[str, Any]:
-        """The fields of a message given as an integer.  ProtocolError: a list is too long."""
-        values: dict[str, Any] = {}
-        for name, shift, mask, size in self._bytes:
-            values[name] = (whole >> shift & mask).to_bytes(size, "big")
-        for field in self._numbers:
-            number = whole >> field.shift & field.mask
-            values[field.name] = number != 0 if field.kind is bool else number
-        owned = self._owned
-        for item in self._lists:
-            values[item.name] = item.read_untrusted(whole)
-            owned |= item.used(len(values[item.name]))
-        if self._keeps_reserved:
-            rest = whole & ~owned
-            for field in self._loose:
-                rest ^= field.write(values[field.name])
-            values["reserved"] = rest.to_bytes(self.size, "big").rstrip(b"\0")
-        return values
-
-    def unpack_untrusted(self, data: bytes) -> dict[str, Any]:
-        """The fields of the first ``size`` bytes of ``data``, by name.
+    def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
+        """The fields of a message of at least ``size`` bytes, by name.
 
         Any bit pattern fits a field; what a class forbids beyond that, its constructor refuses.
 
         Raises:
-          ProtocolError: a list is longer than its slots.
+          ProtocolError: a list is longer than its slots, or than the message.
         """
-        if self._code is not None:
-            values = self._code.unpack(data)
-            if values is not None:
-                return values
-        return self.read_untrusted(int.from_bytes(data[: self.size], "big"))
+        values: dict[str, Any] = {}
+        for field in self._of_version[version]:
+            values[field.name] = field.read_untrusted(data, values)
+        return values
 
-    def make_untrusted(self, data: bytes) -> Any | None:
-        """A message of the first ``size`` bytes of ``data``, as `unpack_untrusted` and the class
-        would make it, but for what ``_check`` says; None where those two are to make it."""
-        code = self._code
-        return code.make(data) if code is not None and code.make is not None else None
+    def pack(self, value: Any, version: int = 1) -> bytearray:
+        """The bytes of ``value``, at least ``size``.
 
-    def write(self, value: Any) -> int:
-        """The message as an integer, without its head."""
-        whole = 0
-        for (_, shift, _, _), data in zip(self._bytes, self._get_bytes(value), strict=True):
-            whole |= int.from_bytes(data, "big") << shift
-        for field, number in zip(self._numbers, self._get_numbers(value), strict=True):
-            whole |= field.write(number) if field.kind is bool else number << field.shift
-        for item in self._lists:
-            whole |= item.write(getattr(value, item.name))
-        if self._keeps_reserved:
-            whole ^= self._reserved(value)
-        return whole
-
-    def pack(self, value: Any, head: bytes) -> bytes:
-        """The ``size`` bytes of ``value``; ``head`` are the first of them."""
-        if self._code is not None and not value.reserved:
-            return self._code.pack(value, head)
-        body = self.write(value).to_bytes(self.size, "big")
-        return head + body[self.head :]
+        Raises:
+          ValueError: a list is longer than this version can say.
+        """
+        body = bytearray(self.size)
+        for field in self._of_version[version]:
+            field.write(getattr(value, field.name), body)
+        return body
 
     def check(self, value: Any) -> None:
-        """Raise ValueError where a value does not fit its field, or ``reserved`` meets a field."""
-        if self._code is not None and not value.reserved and self._code.fits(value):
-            return
-        for (name, _, _, size), data in zip(self._bytes, self._get_bytes(value), strict=True):
-            if len(data) != size:
-                raise ValueError(f"{name} has {len(data)} bytes instead of {size}")
-        for field, number in zip(self._numbers, self._get_numbers(value), strict=True):
-            if not 0 <= number <= field.mask:
-                raise ValueError(f"{field.name} is {number}, beyond 0..{field.mask}")
-        for item in self._lists:
-            item.check(value)
-        if self._keeps_reserved and value.reserved:
-            self._check_reserved(value)
-
-    def _reserved(self, value: Any) -> int:
-        return int.from_bytes(value.reserved.ljust(self.size, b"\0"), "big")
-
-    def _check_reserved(self, value: Any) -> None:
-        if len(value.reserved) > self.size or value.reserved.endswith(b"\0"):
-            raise ValueError("reserved is longer than the message or ends with a zero byte")
-        rest = self._reserved(value)
-        owned = self._owned
-        for item in self._lists:
-            owned |= item.used(len(getattr(value, item.name)))
-        for field in self._loose:
-            missing = rest >> field.shift & field.mask
-            if missing and (not getattr(value, field.name) or missing == field.mask):
-                owned |= field.mask << field.shift
-        if rest & owned:
-            raise ValueError("reserved has bits that belong to a field")
+        """Raise ValueError where a value does not fit its field."""
+        for field in self._all.values():
+            field.check(value)
 
 
-def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a tuple of these attributes of an object."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
+def _placed(name: str, kind: Any, place: Span | Bits | Slots) -> _Field | _List:
+    if isinstance(place, Slots):
+        return _List(name, get_args(kind)[0], place)
+    if isinstance(place, Span):
+        return _Field(name, kind, place.offset, place.size, 0, (1 << 8 * place.size) - 1)
+    low = (place.mask & -place.mask).bit_length() - 1
+    return _Field(name, kind, place.offset, 1, low, place.mask >> low)
 
 
-def laid_out(size: int, head: int = 0) -> Callable[[_T], _T]:
-    """Class decorator, above ``@dataclass``: sets ``LAYOUT``.  Parameters as :class:`Layout`."""
+def laid_out(size: int) -> Callable[[_T], _T]:
+    """Class decorator, above ``@dataclass``: sets ``LAYOUT``, of a message of ``size`` bytes."""
 
     def decorate(cls: _T) -> _T:
-        cls.LAYOUT = Layout(cls, size, head)
+        cls.LAYOUT = Layout(cls, size)
         return cls
 
     return decorate

@@ -1,10 +1,25 @@
-"""Link Layer Control messages (RFC 7609, A.3): 44 bytes each, sent by RoCE SEND on a link.
+"""Link Layer Control messages (RFC 7609, A.3): how two RNICs manage their links and RMBs.
 
-Every message is a frozen value with ``encode() -> bytes``; :func:`decode_untrusted` makes one
-out
-of what a peer sent.  A field's annotation says where it lies (byte offsets from the start of the
-message, big-endian); ``trio_smc.wire.layout`` explains how.  A constructor raises ValueError
-for a value that does not fit its field, so every value that exists can be encoded.
+Sent by RoCE SEND on a link.  Every message is a frozen value; `V1` and `V2` encode and decode them
+for a link group of version 1 (the RFC's) or version 2.  A field's annotation says where it lies
+(byte offsets from the start of the message); ``trio_smc.wire.layout`` explains how.  A constructor
+raises ValueError for a value that does not fit its field.
+
+The versions differ in framing, and little in what the messages mean:
+
+=======================  ==========================  ===============================================
+..                       version 1                   version 2
+=======================  ==========================  ===============================================
+byte 0                   type                        0x20 | type
+length                   byte 1: 44                  bytes 1-2, in the *sender's* byte order
+size                     44 bytes                    44; three types may be longer
+RTokens of a new link    ADD LINK CONTINUATION       in ADD LINK and its reply: `AddLinkExtension`
+client has a new RNIC    ADD LINK without a QP       REQUEST ADD LINK
+limits of the group      links                       links, and from release 1 on connections
+=======================  ==========================  ===============================================
+
+Version 2 is as Linux 6.12 speaks it.  That a length or the count of RTokens is in the sender's byte
+order leaves nothing to believe but the size that was received; so that is what counts here.
 
 The two high bits of the type say what to do with a type that is not known (A.3):
 
@@ -15,8 +30,6 @@ b11   a CDC message (``trio_smc.wire.cdc``), never an LLC message: ProtocolError
 b01   not defined: ProtocolError
 ====  =========================================================================
 
-Messages about RKeys are in ``trio_smc.wire.llc``, all others here.
-
 The codec judges form only.  Reasons, MTUs, link numbers and counts a peer made up survive
 decoding as plain integers; whether they make sense is for the exchange that gets them, which may
 still have to answer (a negative CONFIRM RKEY reply, an ADD LINK rejection).
@@ -26,6 +39,9 @@ An answer repeats its request with the reply flag: ``dataclasses.replace(request
 
 from __future__ import annotations
 
+import struct
+import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, ClassVar, TypeAlias
@@ -34,10 +50,12 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.wire.layout import Bits, Layout, Slots, Span, laid_out
 
 __all__ = [
-    "HEAD",
     "MESSAGE_SIZE",
+    "V1",
+    "V2",
     "AddLink",
     "AddLinkContinuation",
+    "AddLinkExtension",
     "AddLinkReason",
     "ConfirmLink",
     "ConfirmRkey",
@@ -45,33 +63,37 @@ __all__ = [
     "DeleteLink",
     "DeleteLinkReason",
     "DeleteRkey",
+    "Framing",
     "LinkRToken",
     "LlcMessage",
     "Message",
     "MessageType",
     "OptionalMessage",
     "RTokenPair",
+    "RequestAddLink",
     "TestLink",
     "decode_untrusted",
 ]
 
 
 MESSAGE_SIZE = 44
-"""Bytes in an LLC message, always: it fits where a CDC message fits."""
+"""Bytes in an LLC message of version 1, always, and at least those of one of version 2."""
 
-HEAD = 2  # type and length
+_MOST = 255  # items that a message of version 2 tells of: RTokens, GIDs, RKeys
+_NATIVE = sys.byteorder
 
 
 class MessageType(IntEnum):
-    """First byte of an LLC message.  There is no type 5."""
+    """First byte of an LLC message, in version 2 its low bits."""
 
     CONFIRM_LINK = 1
     ADD_LINK = 2
-    ADD_LINK_CONTINUATION = 3
+    ADD_LINK_CONTINUATION = 3  # version 1
     DELETE_LINK = 4
+    REQUEST_ADD_LINK = 5  # version 2
     CONFIRM_RKEY = 6
     TEST_LINK = 7
-    CONFIRM_RKEY_CONTINUATION = 8
+    CONFIRM_RKEY_CONTINUATION = 8  # version 1
     DELETE_RKEY = 9
 
 
@@ -81,22 +103,56 @@ class LlcMessage:
 
     Fields:
       reply: the R bit; clear in a request.
-      reserved: the message's reserved bits as a peer set them, at their offsets, without
-        trailing zero bytes; b"" from us.
     """
 
     TYPE: ClassVar[MessageType]
     LAYOUT: ClassVar[Layout]
+    LARGEST: ClassVar[int] = MESSAGE_SIZE
+    """Bytes of the longest, in version 2."""
 
     reply: Annotated[bool, Bits(3, 0x80)] = False
-    reserved: bytes = b""
 
     def __post_init__(self) -> None:
         self.LAYOUT.check(self)
 
     def encode(self) -> bytes:
-        """The 44 bytes on the wire."""
-        return self.LAYOUT.pack(self, bytes((self.TYPE, MESSAGE_SIZE)))
+        """The 44 bytes on the wire in version 1."""
+        return V1.encode(self)
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmLink(LlcMessage):
+    """CONFIRM LINK, figure 31: the first message on a new link, to show that it works.
+
+    Fields:
+      no_eye_catcher: the sender's RMBEs have no eye catcher and their data starts at offset 0.
+        Not in the RFC: Linux announces it in the two low flag bits and insists on it.
+      mac, gid, qp_number: the sender's end of this link: 6 and 16 bytes, 24 bits.
+      link_number: given by the server, echoed by the client.
+      link_user_id: opaque, for display only.
+      max_links: the most links the sender supports in the group; the smaller value counts.  In
+        version 2 what CLC agreed on.
+      max_connections: of the group, from version 2, release 1, on; else 0.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_LINK
+
+    no_eye_catcher: Annotated[bool, Bits(3, 0x03)] = False
+    mac: Annotated[bytes, Span(4, 6)]
+    gid: Annotated[bytes, Span(10, 16)]
+    qp_number: Annotated[int, Span(26, 3)]
+    link_number: Annotated[int, Span(29, 1)]
+    link_user_id: Annotated[int, Span(30, 4)]
+    max_links: Annotated[int, Span(34, 1)]
+    max_connections: Annotated[int, Span(35, 1, 2)] = 0
+
+
+class AddLinkReason(IntEnum):
+    """Why a client rejected ADD LINK (RFC 7609, A.3.2)."""
+
+    NO_ALTERNATE_PATH = 1
+    INVALID_MTU = 2
 
 
 @laid_out(16)
@@ -119,7 +175,102 @@ class RTokenPair:
         self.LAYOUT.check(self)
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddLinkExtension:
+    """What version 2 adds to ADD LINK and to its reply: the RTokens on the new link.
+
+    Fields:
+      direct: no gateway is between the two RNICs.
+      target_gid: 16 bytes.  Linux puts its own new GID there in both directions and never reads it.
+      pairs: of all RMBs, in any order, at most 255.
+    """
+
+    direct: bool
+    target_gid: bytes
+    pairs: tuple[RTokenPair, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.target_gid) != 16:
+            raise ValueError(f"target_gid has {len(self.target_gid)} bytes instead of 16")
+        if len(self.pairs) > _MOST:
+            raise ValueError(f"{len(self.pairs)} pairs where {_MOST} belong")
+
+    def encode(self) -> bytes:
+        """The bytes from offset 44 on."""
+        head = _EXTENSION.pack(0x80 if self.direct else 0, self.target_gid)
+        count = len(self.pairs).to_bytes(2, _NATIVE)
+        return b"".join((head, count, *(pair.LAYOUT.pack(pair) for pair in self.pairs)))
+
+    @classmethod
+    def decode_untrusted(cls, data: bytes) -> AddLinkExtension:
+        """What `encode` makes; how many RTokens there are, its size says, and not its count.
+
+        Raises:
+          ProtocolError: it ends before the RTokens do.
+        """
+        if len(data) < _EXTENSION.size + 2 or (len(data) - _EXTENSION.size - 2) % _PAIR_SIZE:
+            raise ProtocolError(f"LLC ADD_LINK with an extension of {len(data)} bytes")
+        flags, gid = _EXTENSION.unpack_from(data)
+        starts = range(_EXTENSION.size + 2, len(data), _PAIR_SIZE)
+        pairs = (RTokenPair.LAYOUT.unpack_untrusted(data[at : at + _PAIR_SIZE]) for at in starts)
+        direct = flags & 0x80 != 0
+        return cls(direct=direct, target_gid=gid, pairs=tuple(RTokenPair(**pair) for pair in pairs))
+
+
+_EXTENSION = struct.Struct(">Bx16s8x")  # then the count of RTokens, 2 bytes
+_PAIR_SIZE = 16
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddLink(LlcMessage):
+    """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
+
+    Two reserved bytes (10-11) lie between MAC and GID.  Figure 32 draws the message without
+    them, but that is what deployed peers send and what their readers expect.
+
+    Fields:
+      rejected: the Z bit of a reply; then ``reason`` says why (:class:`AddLinkReason`, 4 bits),
+        in version 1 only.
+      mac, gid, qp_number: the sender's end of the new link: 6 and 16 bytes, 24 bits.
+      link_number: number of the new link, given by the server, echoed by the client.
+      qp_mtu: enumerated path MTU, 4 bits (``trio_smc.wire.clc.QpMtu``).
+      initial_psn: the first packet sequence number the sender will use, 24 bits.
+      extension: version 2's RTokens; None in a rejection, which has 44 bytes.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ADD_LINK
+    LARGEST: ClassVar[int] = MESSAGE_SIZE + _EXTENSION.size + 2 + _MOST * _PAIR_SIZE
+
+    rejected: Annotated[bool, Bits(3, 0x40)] = False
+    reason: Annotated[int, Bits(2, 0x0F, 1)] = 0
+    mac: Annotated[bytes, Span(4, 6)]
+    gid: Annotated[bytes, Span(12, 16)]
+    qp_number: Annotated[int, Span(28, 3)] = 0
+    link_number: Annotated[int, Span(31, 1)] = 0
+    qp_mtu: Annotated[int, Bits(32, 0x0F)] = 0
+    initial_psn: Annotated[int, Span(33, 3)] = 0
+    extension: AddLinkExtension | None = None
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAddLink(LlcMessage):
+    """REQUEST ADD LINK, version 2: a client that has another RNIC asks for a link.
+
+    ADD LINK is the answer, or if the server adds none, a reply without GIDs.
+
+    Fields:
+      gids: of the client's RNICs, 16 bytes each, at most 255.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.REQUEST_ADD_LINK
+    LARGEST: ClassVar[int] = 28 + _MOST * 16
+
+    gids: Annotated[tuple[bytes, ...], Slots(28, 16, slots=_MOST, count_in=24, version=2)] = ()
+
+
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddLinkContinuation(LlcMessage):
     """ADD LINK CONTINUATION, figure 33: the RTokens that existing RMBs have on the new link.
@@ -134,7 +285,50 @@ class AddLinkContinuation(LlcMessage):
 
     link_number: Annotated[int, Span(4, 1)]
     tokens_left: Annotated[int, Span(5, 1)]
-    pairs: Annotated[tuple[RTokenPair, ...], Slots(8, 16, slots=2, count_at=5)] = ()
+    pairs: Annotated[tuple[RTokenPair, ...], Slots(8, 16, slots=2, count_in="tokens_left")] = ()
+
+
+class DeleteLinkReason(IntEnum):
+    """Why a link or all links go (RFC 7609, A.3.4); UNKNOWN_* are a reply's."""
+
+    LOST_PATH = 0x00010000
+    OPERATOR = 0x00020000
+    PROGRAM = 0x00030000
+    PROTOCOL_VIOLATION = 0x00040000
+    ASYMMETRIC_NOT_NEEDED = 0x00050000
+    UNKNOWN_LINK = 0x00100000
+    UNKNOWN_LINK_GROUP = 0x00200000  # Linux only
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteLink(LlcMessage):
+    """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
+
+    Fields:
+      all_links: the A bit; ``link_number`` is then 0 and means nothing.
+      orderly: the O bit; not because of an error.
+      link_number: the link that goes.
+      reason: 32 bits, :class:`DeleteLinkReason` or anything else a peer thinks of.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DELETE_LINK
+
+    all_links: Annotated[bool, Bits(3, 0x40)] = False
+    orderly: Annotated[bool, Bits(3, 0x20)] = False
+    link_number: Annotated[int, Span(4, 1)] = 0
+    reason: Annotated[int, Span(5, 4)]
+
+
+@laid_out(MESSAGE_SIZE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestLink(LlcMessage):
+    """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
+
+    __test__: ClassVar[bool] = False  # not a test case, whatever its name says to pytest
+    TYPE: ClassVar[MessageType] = MessageType.TEST_LINK
+
+    user_data: Annotated[bytes, Span(4, 16)] = bytes(16)
 
 
 @laid_out(13)
@@ -152,7 +346,7 @@ class LinkRToken:
         self.LAYOUT.check(self)
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmRkey(LlcMessage):
     """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
@@ -174,10 +368,10 @@ class ConfirmRkey(LlcMessage):
     other_tokens: Annotated[int, Span(4, 1)] = 0
     rkey: Annotated[int, Span(5, 4)]
     address: Annotated[int, Span(9, 8)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(17, 13, slots=2, count_at=4)] = ()
+    others: Annotated[tuple[LinkRToken, ...], Slots(17, 13, slots=2, count_in="other_tokens")] = ()
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmRkeyContinuation(LlcMessage):
     """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
@@ -194,128 +388,32 @@ class ConfirmRkeyContinuation(LlcMessage):
 
     negative: Annotated[bool, Bits(3, 0x20)] = False
     tokens_left: Annotated[int, Span(4, 1)]
-    others: Annotated[tuple[LinkRToken, ...], Slots(5, 13, slots=3, count_at=4)] = ()
+    others: Annotated[tuple[LinkRToken, ...], Slots(5, 13, slots=3, count_in="tokens_left")] = ()
 
 
-@laid_out(MESSAGE_SIZE, head=HEAD)
+@laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteRkey(LlcMessage):
     """DELETE RKEY, figure 39: RMBs that are no more.
 
     Fields:
       negative: the Z bit of a reply; then ``error_mask`` tells which RKeys were not deleted,
-        0x80 being the first.
-      rkeys: at most 8, as known on the link the message travels on.
+        0x80 being the first, or in version 2 ``unknown`` how many.
+      rkeys: at most 8, or 255 in version 2, as known on the link the message travels on.  Linux
+        tells one at a time, and its replies of version 2 have zeros in their place.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
+    LARGEST: ClassVar[int] = 8 + _MOST * 4
 
     negative: Annotated[bool, Bits(3, 0x20)] = False
-    error_mask: Annotated[int, Span(5, 1)] = 0
-    rkeys: Annotated[tuple[int, ...], Slots(8, 4, slots=8, count_at=4)]
-
-
-class AddLinkReason(IntEnum):
-    """Why a client rejected ADD LINK (RFC 7609, A.3.2)."""
-
-    NO_ALTERNATE_PATH = 1
-    INVALID_MTU = 2
-
-
-class DeleteLinkReason(IntEnum):
-    """Why a link or all links go (RFC 7609, A.3.4); UNKNOWN_* are a reply's."""
-
-    LOST_PATH = 0x00010000
-    OPERATOR = 0x00020000
-    PROGRAM = 0x00030000
-    PROTOCOL_VIOLATION = 0x00040000
-    ASYMMETRIC_NOT_NEEDED = 0x00050000
-    UNKNOWN_LINK = 0x00100000
-    UNKNOWN_LINK_GROUP = 0x00200000  # Linux only
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmLink(LlcMessage):
-    """CONFIRM LINK, figure 31: the first message on a new link, to show that it works.
-
-    Fields:
-      no_eye_catcher: the sender's RMBEs have no eye catcher and their data starts at offset 0.
-        Not in the RFC: Linux announces it in the two low flag bits and insists on it.
-      mac, gid, qp_number: the sender's end of this link: 6 and 16 bytes, 24 bits.
-      link_number: given by the server, echoed by the client.
-      link_user_id: opaque, for display only.
-      max_links: the most links the sender supports in the group; the smaller value counts.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.CONFIRM_LINK
-
-    no_eye_catcher: Annotated[bool, Bits(3, 0x03)] = False
-    mac: Annotated[bytes, Span(4, 6)]
-    gid: Annotated[bytes, Span(10, 16)]
-    qp_number: Annotated[int, Span(26, 3)]
-    link_number: Annotated[int, Span(29, 1)]
-    link_user_id: Annotated[int, Span(30, 4)]
-    max_links: Annotated[int, Span(34, 1)]
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddLink(LlcMessage):
-    """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
-
-    Two reserved bytes (10-11) lie between MAC and GID.  Figure 32 draws the message without
-    them, but that is what deployed peers send and what their readers expect.
-
-    Fields:
-      rejected: the Z bit of a reply; then ``reason`` says why (:class:`AddLinkReason`, 4 bits).
-      mac, gid, qp_number: the sender's end of the new link: 6 and 16 bytes, 24 bits.
-      link_number: number of the new link, given by the server, echoed by the client.
-      qp_mtu: enumerated path MTU, 4 bits (``trio_smc.wire.clc.QpMtu``).
-      initial_psn: the first packet sequence number the sender will use, 24 bits.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.ADD_LINK
-
-    rejected: Annotated[bool, Bits(3, 0x40)] = False
-    reason: Annotated[int, Bits(2, 0x0F)] = 0
-    mac: Annotated[bytes, Span(4, 6)]
-    gid: Annotated[bytes, Span(12, 16)]
-    qp_number: Annotated[int, Span(28, 3)] = 0
-    link_number: Annotated[int, Span(31, 1)] = 0
-    qp_mtu: Annotated[int, Bits(32, 0x0F)] = 0
-    initial_psn: Annotated[int, Span(33, 3)] = 0
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteLink(LlcMessage):
-    """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
-
-    Fields:
-      all_links: the A bit; ``link_number`` is then 0 and means nothing.
-      orderly: the O bit; not because of an error.
-      link_number: the link that goes.
-      reason: 32 bits, :class:`DeleteLinkReason` or anything else a peer thinks of.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.DELETE_LINK
-
-    all_links: Annotated[bool, Bits(3, 0x40)] = False
-    orderly: Annotated[bool, Bits(3, 0x20)] = False
-    link_number: Annotated[int, Span(4, 1)] = 0
-    reason: Annotated[int, Span(5, 4)]
-
-
-@laid_out(MESSAGE_SIZE, head=HEAD)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestLink(LlcMessage):
-    """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
-
-    __test__: ClassVar[bool] = False  # not a test case, whatever its name says to pytest
-    TYPE: ClassVar[MessageType] = MessageType.TEST_LINK
-
-    user_data: Annotated[bytes, Span(4, 16)] = bytes(16)
+    error_mask: Annotated[int, Span(5, 1, 1)] = 0
+    unknown: Annotated[int, Span(5, 1, 2)] = 0
+    rkeys: Annotated[
+        tuple[int, ...],
+        Slots(8, 4, slots=8, count_in=4, version=1),
+        Slots(8, 4, slots=_MOST, count_in=4, version=2),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,13 +421,13 @@ class OptionalMessage:
     """A message of an optional type that we do not know, to be discarded silently (A.3).
 
     Fields:
-      data: its 44 bytes; the first is the type, 0x80-0xBF.
+      data: its bytes; the first is the type, 0x80-0xBF.
     """
 
     data: bytes
 
     def encode(self) -> bytes:
-        """The 44 bytes as they came."""
+        """The bytes as they came."""
         return self.data
 
 
@@ -337,6 +435,7 @@ Message: TypeAlias = (
     ConfirmLink
     | AddLink
     | AddLinkContinuation
+    | RequestAddLink
     | DeleteLink
     | ConfirmRkey
     | ConfirmRkeyContinuation
@@ -345,42 +444,123 @@ Message: TypeAlias = (
     | OptionalMessage
 )
 
-_CLASSES: dict[int, type[LlcMessage]] = {
-    cls.TYPE: cls
-    for cls in (
-        ConfirmLink,
-        AddLink,
-        AddLinkContinuation,
-        DeleteLink,
-        ConfirmRkey,
-        ConfirmRkeyContinuation,
-        DeleteRkey,
-        TestLink,
-    )
-}
+_BOTH: tuple[type[LlcMessage], ...] = (
+    *(ConfirmLink, AddLink, DeleteLink, ConfirmRkey, DeleteRkey, TestLink),
+)
+
+
+class Framing(ABC):
+    """How the messages of a link group are cut and labelled: `V1` or `V2`, as CLC agreed.
+
+    What a version has no field for is not sent, and is the default in what is read: the RTokens of
+    an ADD LINK in version 1, the reason of its rejection in version 2.
+
+    Attributes:
+      version: of SMC-R.
+      types: first bytes of the messages that must be supported.
+      largest: bytes of the longest message, for which receives must have room.
+    """
+
+    version: ClassVar[int]
+    largest: ClassVar[int]
+    _MARK: ClassVar[int]
+    _ONLY: ClassVar[tuple[type[LlcMessage], ...]]
+
+    def __init__(self) -> None:
+        self._classes = {self._MARK | cls.TYPE: cls for cls in (*_BOTH, *self._ONLY)}
+        self.types = frozenset(self._classes)
+
+    def encode(self, message: LlcMessage | OptionalMessage) -> bytes:
+        """The message on the wire.
+
+        Raises:
+          ValueError: this version has no such message, or the message is too long for it.
+        """
+        if isinstance(message, OptionalMessage):
+            return message.data
+        kind = self._MARK | message.TYPE
+        if kind not in self._classes:
+            raise ValueError(f"{message.TYPE.name} is no message of version {self.version}")
+        body = message.LAYOUT.pack(message, self.version)
+        if self.version > 1 and isinstance(message, AddLink) and message.extension is not None:
+            body += message.extension.encode()
+        return self._labelled(kind, body)
+
+    def decode_untrusted(self, data: bytes | bytearray | memoryview) -> Message:
+        """Decode one message; `encode` of the value gives the same bytes but for reserved bits.
+
+        Parameters:
+          data: exactly the message, as long as it was received.
+
+        Raises:
+          ProtocolError: a size that no message of its type has, another length than that, a type
+            that must be supported and is not, or a list that is longer than the message.
+        """
+        raw = bytes(data)
+        self._check_size_untrusted(raw, self.largest)
+        if raw[0] & 0xC0 == 0x80:
+            return OptionalMessage(data=raw)
+        cls = self._classes.get(raw[0])
+        if cls is None:
+            raise ProtocolError(f"LLC message of unknown type {raw[0]:#04x}")
+        self._check_size_untrusted(raw, cls.LARGEST)
+        self._check_length_untrusted(raw)
+        try:
+            values = cls.LAYOUT.unpack_untrusted(raw, self.version)
+            if cls is AddLink and len(raw) > MESSAGE_SIZE:
+                values["extension"] = AddLinkExtension.decode_untrusted(raw[MESSAGE_SIZE:])
+            return cls(**values)  # type: ignore[return-value]  # the classes are Message
+        except ValueError as error:
+            raise ProtocolError(f"LLC {cls.TYPE.name}: {error}") from None
+
+    def _check_size_untrusted(self, raw: bytes, largest: int) -> None:
+        if not MESSAGE_SIZE <= len(raw) <= largest:
+            wanted = f"{MESSAGE_SIZE} to {largest}" if largest > MESSAGE_SIZE else MESSAGE_SIZE
+            raise ProtocolError(f"LLC message of {len(raw)} bytes instead of {wanted}")
+
+    @abstractmethod
+    def _labelled(self, kind: int, body: bytearray) -> bytes:
+        """The message with its type and length."""
+
+    @abstractmethod
+    def _check_length_untrusted(self, raw: bytes) -> None:
+        """ProtocolError: it is not as long as it says."""
+
+
+class _Version1(Framing):
+    version = 1
+    largest = MESSAGE_SIZE
+    _MARK = 0
+    _ONLY = (AddLinkContinuation, ConfirmRkeyContinuation)
+
+    def _labelled(self, kind: int, body: bytearray) -> bytes:
+        body[:2] = bytes((kind, MESSAGE_SIZE))
+        return bytes(body)
+
+    def _check_length_untrusted(self, raw: bytes) -> None:
+        if raw[1] != MESSAGE_SIZE:
+            raise ProtocolError(f"LLC message with length byte {raw[1]} instead of {MESSAGE_SIZE}")
+
+
+class _Version2(Framing):
+    version = 2
+    largest = AddLink.LARGEST
+    _MARK = 0x20
+    _ONLY = (RequestAddLink,)
+
+    def _labelled(self, kind: int, body: bytearray) -> bytes:
+        body[:3] = bytes((kind,)) + len(body).to_bytes(2, _NATIVE)
+        return bytes(body)
+
+    def _check_length_untrusted(self, raw: bytes) -> None:
+        if len(raw) not in (int.from_bytes(raw[1:3], "little"), int.from_bytes(raw[1:3], "big")):
+            raise ProtocolError(f"LLC message of {len(raw)} bytes with length {raw[1:3].hex()}")
+
+
+V1 = _Version1()
+V2 = _Version2()
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
-    """Decode one LLC message; ``encode`` of the value gives the same bytes again.
-
-    Parameters:
-      data: exactly the message, 44 bytes.
-
-    Raises:
-      ProtocolError: not 44 bytes, a length byte other than 44, a type that must be supported
-        and is not, or more deleted RKeys than fit.
-    """
-    raw = bytes(data)
-    if len(raw) != MESSAGE_SIZE:
-        raise ProtocolError(f"LLC message of {len(raw)} bytes instead of {MESSAGE_SIZE}")
-    if raw[0] & 0xC0 == 0x80:
-        return OptionalMessage(data=raw)
-    cls = _CLASSES.get(raw[0])
-    if cls is None:
-        raise ProtocolError(f"LLC message of unknown type {raw[0]:#04x}")
-    if raw[1] != MESSAGE_SIZE:
-        raise ProtocolError(f"LLC message with length byte {raw[1]} instead of {MESSAGE_SIZE}")
-    try:
-        return cls(**cls.LAYOUT.unpack_untrusted(raw))  # type: ignore[return-value]  # _CLASSES is Message
-    except ValueError as error:
-        raise ProtocolError(f"LLC {MessageType(raw[0]).name}: {error}") from None
+    """Decode one message of version 1, as `Framing.decode_untrusted`."""
+    return V1.decode_untrusted(data)

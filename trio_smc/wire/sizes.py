@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
-
 RMBE_SIZE_UNIT = 16 * 1024
 """Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
 

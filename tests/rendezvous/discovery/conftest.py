@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,11 @@ def all_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Discovery]]:
     made: list[Discovery] = []
     create = Discovery.__init__
 
-    def note(self: Discovery, private: Path) -> None:
-        create(self, private)
+    def note(self: Discovery, *args: Any) -> None:
+        create(self, *args)
         made.append(self)
 
     monkeypatch.setattr(Discovery, "__init__", note)
     yield made
     for each in made:
-        each._channels.abandon()
+        each._announcer.abandon()

@@ -26,9 +26,7 @@ from tests.rendezvous.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import messages as _local_protocol
-from trio_smc.rendezvous.discovery import publication as _claims
-from trio_smc.rendezvous.discovery import publication as _publication
+from trio_smc.rendezvous.discovery import messages, publication
 from trio_smc.rendezvous.discovery.messages import Kind
 from trio_smc.rendezvous.discovery.same_host import Discovery
 
@@ -54,9 +52,9 @@ async def hear(raw: socket.socket) -> bytes:
         b"TSMC",
         b"GET / HTTP/1.0\r\n\r\n",
         bytes(44),
-        _local_protocol.announce(bytes(36))[:-1],
-        _local_protocol.accepted(bytes(36)),
-        _local_protocol.refused(FallbackReason.NO_RNIC),
+        messages.announce(bytes(36))[:-1],
+        messages.accepted(bytes(36)),
+        messages.refused(FallbackReason.NO_RNIC),
         struct.pack(">4sBBBB", b"TSMC", 3, 2, 1, 0) + bytes(36),
         struct.pack(">4sBBBB", b"TSMC", 2, 2, 99, 0) + bytes(36),
         random.Random(7).randbytes(50_000),
@@ -74,7 +72,7 @@ async def test_garbage_costs_its_sender_only(packet: bytes, private: Path) -> No
 async def test_clients_that_say_nothing_are_dropped(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_claims, "_ANNOUNCE_TIMEOUT", SHORT)
+    monkeypatch.setattr(publication, "_ANNOUNCE_TIMEOUT", SHORT)
     async with serving(private) as server:
         with dial(private) as raw:
             await agree(private, server, server.address)
@@ -95,17 +93,17 @@ async def test_a_withdrawal_of_what_another_client_announced(private: Path) -> N
     async with serving(private) as server, bound() as client:
         announcement = await announce(private, client, server.address)
         with dial(private) as raw:
-            raw.send(_local_protocol.withdraw(announcement.key))
+            raw.send(messages.withdraw(announcement.key))
             await client.connect(server.address)
             connection, claim = await server.accept()
             with connection:
                 assert claim is not None
-                raw.send(_local_protocol.withdraw(announcement.key))
+                raw.send(messages.withdraw(announcement.key))
                 await both_go(Both(client, announcement, connection, claim))
 
 
 async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_publication, "_MAX_CLIENTS", 2)
+    monkeypatch.setattr(publication, "_MAX_CLIENTS", 2)
     async with serving(private) as server, bound() as one, bound() as two, bound() as three:
         first, second = Discovery(private), Discovery(private)
         held = [
@@ -123,7 +121,7 @@ async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_claims, "_MAX_PENDING", 2)
+    monkeypatch.setattr(publication, "_MAX_PENDING", 2)
     asking = Discovery(private)
     async with serving(private) as server, contextlib.AsyncExitStack() as opened:
         held = []
@@ -142,13 +140,13 @@ async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyP
 async def test_accept_without_descriptors_waits_for_better_times(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_publication, "_EXHAUSTED_INTERVAL", 0.001)
+    monkeypatch.setattr(publication, "_EXHAUSTED_INTERVAL", 0.001)
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serving(private) as server, bound() as client:
         with dial(private) as raw:
-            raw.send(_local_protocol.announce(bytes(36)))
+            raw.send(messages.announce(bytes(36)))
             highest = max(map(int, os.listdir("/proc/self/fd")))
             filler = []
             try:
@@ -166,7 +164,7 @@ async def test_accept_without_descriptors_waits_for_better_times(
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 for each in filler:
                     os.close(each)
-            raw.send(_local_protocol.announce(bytes(36)))
+            raw.send(messages.announce(bytes(36)))
             await agree(private, server, server.address)
             assert bytes(36) in server.publication.claims.pending
 
@@ -175,7 +173,7 @@ async def test_a_newer_client_learns_that_no_version_is_common(private: Path) ->
     async with serving(private):
         with dial(private) as raw:
             raw.send(struct.pack(">4sBBBB", b"TSMC", 3, 5, Kind.ANNOUNCE, 0) + b"whatever")
-            answer = _local_protocol.decode_untrusted(await hear(raw))
+            answer = messages.decode_untrusted(await hear(raw))
             assert answer.kind is Kind.REFUSED
             assert answer.reason is FallbackReason.LOCAL_VERSION_MISMATCH
 

@@ -12,23 +12,14 @@ import trio
 
 from tests.rendezvous.discovery.world import agree, serving, sockets_below, soon
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import announcing as _places
-from trio_smc.rendezvous.discovery import (
-    directory as _local_directory,
-)
-from trio_smc.rendezvous.discovery import (
-    messages as _local_protocol,
-)
-from trio_smc.rendezvous.discovery import (
-    publication as _publication,
-)
+from trio_smc.rendezvous.discovery import announcing, directory, messages, publication
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
 async def test_a_client_of_another_user_is_refused(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_publication, "is_same_user", lambda connection: False)
+    monkeypatch.setattr(publication, "is_same_user", lambda connection: False)
     async with serving(private) as server:
         outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
         assert isinstance(outcome, Announcement)
@@ -38,7 +29,7 @@ async def test_a_client_of_another_user_is_refused(
 async def test_a_listener_of_another_user_is_not_believed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_places, "is_same_user", lambda connection: False)
+    monkeypatch.setattr(announcing, "is_same_user", lambda connection: False)
     async with serving(private) as server:
         outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
         assert outcome is FallbackReason.OTHER_USER
@@ -56,7 +47,7 @@ def announce_as_nobody(path: str) -> bytes:
                 os.setuid(65534)
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
                     raw.connect(path)
-                    raw.send(_local_protocol.announce(bytes(36)))
+                    raw.send(messages.announce(bytes(36)))
                     theirs.send(raw.recv(100))
             finally:
                 os._exit(0)
@@ -76,7 +67,7 @@ async def test_the_kernel_tells_who_a_client_is(private: Path) -> None:
             if directory.is_relative_to(private.parent.parent):
                 directory.chmod(0o755)
         answer = await trio.to_thread.run_sync(announce_as_nobody, str(name))
-        assert answer == _local_protocol.refused(FallbackReason.OTHER_USER)
+        assert answer == messages.refused(FallbackReason.OTHER_USER)
 
 
 async def unavailable(private: Path) -> FallbackReason:
@@ -159,7 +150,7 @@ async def test_publishers_that_come_and_go_do_not_disturb_each_other(private: Pa
 
     def come_and_go() -> None:
         for _ in range(200):
-            made = _local_directory.NewSocket(private, "4-127.0.0.1-9", 1)
+            made = directory.NewSocket(private, "4-127.0.0.1-9", 1)
             made.remove()
             made.listener.close()
 

@@ -21,8 +21,7 @@ from tests.rendezvous.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import messages as _local_protocol
-from trio_smc.rendezvous.discovery import publication as _claims
+from trio_smc.rendezvous.discovery import messages, publication
 from trio_smc.rendezvous.discovery.same_host import Discovery
 
 
@@ -80,12 +79,12 @@ async def test_bytes_of_an_application_come_after_a_withdrawal(private: Path) ->
 
 async def test_a_client_whose_queue_is_full_ends_its_unix_connection(private: Path) -> None:
     async with claimed(private) as both:
-        (channel,) = both.announcement.asked
+        (server,) = both.announcement.asked
         with contextlib.suppress(BlockingIOError):
             while True:
-                channel.connection.send(_local_protocol.withdraw(bytes(36)))
+                server.connection.send(messages.withdraw(bytes(36)))
         assert await both.client_says(0) is FallbackReason.PEER_NOT_CAPABLE
-        assert not channel.is_open
+        assert not server.is_open
         assert not await both.server_says()
 
 
@@ -133,7 +132,7 @@ async def test_a_publication_closed_before_its_task_ran(private: Path) -> None:
 async def test_an_announcement_that_no_connection_follows_is_forgotten(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_claims, "_PENDING_TIMEOUT", 0)
+    monkeypatch.setattr(publication, "_PENDING_TIMEOUT", 0)
     asking = Discovery(private)
     async with serving(private) as server, bound() as one, bound() as two:
         first = await announce(asking, one, server.address)

@@ -21,7 +21,7 @@ from tests.rendezvous.discovery.world import (
     soon,
 )
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import announcing as _channels
+from trio_smc.rendezvous.discovery import announcing
 from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery
 
 
@@ -66,7 +66,7 @@ async def test_a_unix_connection_is_made_once_and_kept(private: Path) -> None:
 async def test_only_idle_unix_connections_make_room_for_others(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_channels, "_MOST_CHANNELS", 1)
+    monkeypatch.setattr(announcing, "_MOST_SERVERS", 1)
     asking = Discovery(private)
     async with serving(private) as one, serving(private) as other, bound() as client:
         announcement = await announce(asking, client, one.address)
@@ -76,7 +76,7 @@ async def test_only_idle_unix_connections_make_room_for_others(
         with connection:
             assert claim is not None
             await both_go(Both(client, announcement, connection, claim))
-        assert len(asking._channels._channels) == 2
+        assert len(asking._announcer._servers) == 2
         async with serving(private) as third:
             await agree(asking, third, third.address)
             await trio.testing.wait_all_tasks_blocked()
@@ -105,8 +105,8 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
         publication = publishing.publish(("127.0.0.1", 9), nursery)
         await trio.testing.wait_all_tasks_blocked()
         assert publication._listener is not None
-        (channel,) = asking._channels._channels.values()
-        held = [channel.connection.fileno(), publication._listener.fileno()]
+        (kept,) = asking._announcer._servers.values()
+        held = [kept.connection.fileno(), publication._listener.fileno()]
         assert left_in_a_child([asking, publishing], held) == 0
         await agree(asking, server, server.address)
         assert len(server.publication._clients) == 1, "the parent's is as it was"
@@ -117,14 +117,14 @@ async def test_what_is_remembered_of_a_directory_ends_with_its_next_change(priva
     asking = Discovery(private)
     async with serving(private, "0.0.0.0") as server:
         there = ("127.0.0.1", server.address[1])
-        while not asking._channels._places.known:
+        while not asking._announcer._lookups.known:
             await agree(asking, server, there)
             await trio.sleep(0.01)
-        (place,) = asking._channels._places.known.values()
-        assert place.holds()
+        (found,) = asking._announcer._lookups.known.values()
+        assert found.holds()
         async with trio.open_nursery() as nursery:
             more = Discovery(private).publish(there, nursery)
-            assert not place.holds()
+            assert not found.holds()
             outcome = await asking.announce(("127.0.0.1", 1), there, soon())
             assert isinstance(outcome, Announcement)
             assert len(outcome.asked) == 2, "the new listener is asked as well"

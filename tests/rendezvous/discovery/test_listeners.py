@@ -12,8 +12,7 @@ import trio
 
 from tests.rendezvous.discovery.world import SHORT, sockets_below, soon
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import directory as _local_directory
-from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
@@ -22,8 +21,8 @@ class FakeListener:
     """A raw socket in the place of a publication, answering one client with given packets."""
 
     def __init__(self, private: Path, *answers: bytes, backlog: int = 5) -> None:
-        self.name = _local_directory.listener_name("127.0.0.1", 9, dual_stack=False)
-        self.made = _local_directory.NewSocket(private, self.name, backlog)
+        self.name = directory.listener_name("127.0.0.1", 9, dual_stack=False)
+        self.made = directory.NewSocket(private, self.name, backlog)
         self.answers = answers
 
     async def serve(self) -> None:
@@ -42,7 +41,7 @@ class FakeListener:
         self.made.listener.close()
 
 
-NAME = _local_protocol.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
+NAME = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ NAME = _local_protocol.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
     [
         (b"", FallbackReason.PEER_NOT_CAPABLE),
         (b"HTTP/1.0 400 Bad Request", FallbackReason.PEER_NOT_CAPABLE),
-        (_local_protocol.announce(NAME), FallbackReason.PEER_NOT_CAPABLE),
-        (_local_protocol.accepted(NAME)[:-1], FallbackReason.PEER_NOT_CAPABLE),
+        (messages.announce(NAME), FallbackReason.PEER_NOT_CAPABLE),
+        (messages.accepted(NAME)[:-1], FallbackReason.PEER_NOT_CAPABLE),
         (
             struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.ACCEPTED, 0) + NAME,
             FallbackReason.LOCAL_VERSION_MISMATCH,
@@ -60,8 +59,8 @@ NAME = _local_protocol.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 9))
             struct.pack(">4sBBBB", b"TSMC", 7, 9, Kind.REFUSED, 1),
             FallbackReason.LOCAL_VERSION_MISMATCH,
         ),
-        (_local_protocol.refused(FallbackReason.NO_RNIC), FallbackReason.NO_RNIC),
-        (_local_protocol.refused(FallbackReason.NO_RNIC, NAME), FallbackReason.NO_RNIC),
+        (messages.refused(FallbackReason.NO_RNIC), FallbackReason.NO_RNIC),
+        (messages.refused(FallbackReason.NO_RNIC, NAME), FallbackReason.NO_RNIC),
     ],
 )
 async def test_what_a_listener_may_answer(
@@ -79,8 +78,8 @@ async def test_what_a_listener_may_answer(
 
 
 async def test_an_answer_for_a_connection_that_was_not_announced_is_ignored(private: Path) -> None:
-    other = _local_protocol.four_tuple(("127.0.0.1", 2), ("127.0.0.1", 9))
-    fake = FakeListener(private, _local_protocol.accepted(other), _local_protocol.accepted(NAME))
+    other = messages.four_tuple(("127.0.0.1", 2), ("127.0.0.1", 9))
+    fake = FakeListener(private, messages.accepted(other), messages.accepted(NAME))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(fake.serve)
         outcome = await Discovery(private).announce(("127.0.0.1", 1), ("127.0.0.1", 9), soon())

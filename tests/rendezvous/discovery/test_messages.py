@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous.discovery import messages as _local_protocol
+from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.messages import Kind
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"TSMC\x02\x02" + tail))
 def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        message = _local_protocol.decode_untrusted(data)
+        message = messages.decode_untrusted(data)
         assert (message.kind is Kind.REFUSED) == (message.reason is not None)
         everything = message.kind in (None, Kind.REFUSED)
         assert len(message.connection) in ((0, 36) if everything else (36,))
@@ -25,25 +25,25 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
 def test_an_announcement_names_its_connection(
     source: object, source_port: int, destination: object, port: int
 ) -> None:
-    name = _local_protocol.four_tuple((str(source), source_port), (str(destination), port))
-    message = _local_protocol.decode_untrusted(_local_protocol.announce(name))
+    name = messages.four_tuple((str(source), source_port), (str(destination), port))
+    message = messages.decode_untrusted(messages.announce(name))
     assert message.kind is Kind.ANNOUNCE
     assert message.connection == name
-    other = _local_protocol.four_tuple((str(source), source_port), (str(destination), port ^ 1))
+    other = messages.four_tuple((str(source), source_port), (str(destination), port ^ 1))
     assert other != name
 
 
 def test_the_layout_of_an_announcement() -> None:
-    name = _local_protocol.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
+    name = messages.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
     expected = (
         "54534d43 02 02 01 00"
         "00000000000000000000ffffc0000201 1234"
         "20010db8000000000000000000000001 5678"
     )
-    assert _local_protocol.announce(name) == bytes.fromhex(expected)
+    assert messages.announce(name) == bytes.fromhex(expected)
 
 
 def test_every_reason_with_a_code_arrives() -> None:
-    for reason in _local_protocol._REASONS.values():
-        message = _local_protocol.decode_untrusted(_local_protocol.refused(reason))
+    for reason in messages._REASONS.values():
+        message = messages.decode_untrusted(messages.refused(reason))
         assert message.reason is reason

@@ -320,9 +320,9 @@ async def test_a_client_that_did_not_see_the_answer(option: TcpOption) -> None:
 async def test_a_client_that_lost_its_rnic_declines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The option promised a message: a Decline in place of the Proposal (C.1)."""
     async with listening() as (_, listener), trio_smc.open_stack(STRICT) as stack:
-        real = stack.rnic_set.serving
+        real = stack.runtime.rnic_set.serving
         answers = iter([real(HOST, HOST), Reason.RNIC_DOWN])
-        monkeypatch.setattr(stack.rnic_set, "serving", lambda local, remote: next(answers))
+        monkeypatch.setattr(stack.runtime.rnic_set, "serving", lambda local, remote: next(answers))
         mine, other = await connect(stack, listener)
         assert mine.fallback == Fallback.local(Reason.RNIC_DOWN)
         assert other.fallback is not None
@@ -372,7 +372,7 @@ AS_NOBODY = """
     sys.path[:0] = {path!r}
     import logging, socket
     from pathlib import Path
-    from trio_smc.rendezvous.tcp_option import TcpOption
+    from trio_smc.rendezvous.discovery.tcp_option import TcpOption
     os.setgroups({groups!r})
     os.setgid({nobody})
     os.setuid({nobody})

@@ -135,7 +135,7 @@ def _check_stream(stream: Stream, pairs: Sequence[tuple[LinkGroup, LinkGroup]]) 
         assert link.state in ("ACTIVE", "TESTING"), f"{mine!r} sends on {link!r}"
         pair = next(pair for pair in pairs if pair[place] is link.group)
         region = pair[1 - place].own_rmbs._regions[other.rmbe.rmb][link.number]
-        writes_to = (mine._address - mine._peer_first, mine._rkey)
+        writes_to = (mine.sender.address - mine.messenger.peer_first, mine.messenger.rkey)
         right = (region.address + other.rmbe.offset, region.rkey)
         assert writes_to == right, f"{mine!r} writes to {writes_to}, not {right}"
 

@@ -106,7 +106,7 @@ class Stream:
         if connection is None or self.closed[place] or self.failed[place]:
             return 0
         try:
-            data = connection.receive(length)
+            data = connection.receiver.receive(length)
         except OSError:
             self.failed[place] = True
             return 0
@@ -156,7 +156,7 @@ class GroupWorld(World):
         if write is not None:
             self._trace = Trace("world", self, write)
             for side, name in ((self.client, "client"), (self.server, "server")):
-                side.stack.observer = Trace(name, self, write)
+                side.stack.groups.observer = Trace(name, self, write)
 
     @property
     def client_groups(self) -> list[LinkGroup]:

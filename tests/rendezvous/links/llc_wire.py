@@ -152,7 +152,7 @@ class Stage:
         for end in self.call.ends:
             connection = end.connection
             with pytest.raises(OSError, match=r"abort|reset|no link"):
-                connection.receive(1)
+                connection.receiver.receive(1)
         return not (
             self.client.groups or self.server.groups or any(self.world.fabric.held.values())
         )

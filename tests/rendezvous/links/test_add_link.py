@@ -229,7 +229,7 @@ def test_data_flows_while_a_later_link_is_added() -> None:
             call.client.connection.send(memoryview(b"x"))
             if not world.step():
                 break
-            call.server.connection.receive(100)
+            call.server.connection.receiver.receive(100)
         assert {"ADD_LINK", "ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM", "DELETE_LINK"} <= seen
         assert server.group.kind == "symmetric"
 
@@ -332,8 +332,8 @@ def test_a_client_that_asked_and_then_rejects_is_asked_again(
         client, server = world.side(rnics=2), world.side()
         client.rnics[1].port_down()
         world.connect(client, server)
-        client.group.seeking.close()
-        monkeypatch.setattr(client.group.seeking, "retry_failed", lambda: None)
+        client.group.demand.close()
+        monkeypatch.setattr(client.group.demand, "retry_failed", lambda: None)
         client.rnics[1].most_qps = 0
         client.record()
         client.rnics[1].port_up()
@@ -488,7 +488,7 @@ def test_a_reply_that_comes_too_late_withdraws_the_link() -> None:
             "IDLE",
             "ADD_LINK_CONTINUATION",
         )
-        server.group.on_llc_untrusted(server.group.any_active_link(), late[0])  # type: ignore[arg-type]
+        server.group.on_llc_untrusted(server.group.links.oldest(), late[0])  # type: ignore[arg-type]
         world.settle()
         assert client.group.exchanges.state == "IDLE"
         assert list(client.group.links) == list(server.group.links)

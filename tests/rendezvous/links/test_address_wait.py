@@ -15,7 +15,7 @@ from tests.rnic.memory_rnic import Fabric, MemoryRnic
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.config.config import Config
-from trio_smc.rendezvous.links.add_link import PATIENCE, AddressWait
+from trio_smc.rendezvous.links.address_wait import PATIENCE, AddressWait
 from trio_smc.rendezvous.negotiation import Failed, FellBack
 from trio_smc.wire import llc
 
@@ -161,7 +161,7 @@ def test_everything_ends_while_a_first_contact_waits(
         world.finish()
         for end in call.ends:
             assert isinstance(end.outcome, (Failed, FellBack))
-            assert end.negotiation._address is None, "it still looks for the address"
+            assert end.negotiation._wait is None, "it still looks for the address"
         world.pass_time(2 * PATIENCE)
 
 

@@ -17,7 +17,9 @@ A, B = RToken(0x11, 0x1000), RToken(0x22, 0x2000)
 
 def link(number: int, *, confirmed: bool = True) -> Any:
     peer = SimpleNamespace(gid=bytes(16), mac=bytes(6), qp_number=100 + number)
-    return SimpleNamespace(number=number, peer=peer, confirmed=confirmed)
+    return SimpleNamespace(
+        number=number, peer=peer, confirmed=confirmed, usable=confirmed, load=0, users={}
+    )
 
 
 def find(links: Links, number: int) -> Any:
@@ -90,15 +92,12 @@ def test_an_rmb_without_any_link_is_gone() -> None:
 def test_an_rmb_that_nobody_told_of_is_not_learned_on_a_gone_link() -> None:
     gone = link(1)
     group: Any = SimpleNamespace(peer_rmbs=PeerRmbs(), links=Links())
-    members = GroupConnections(group, lambda: None)
+    connections = GroupConnections(group, lambda: None)
     user: Any = object()
+    peer: Any = SimpleNamespace(rkey=A.rkey, rmb_address=A.address, rmbe_index=1, buffer_size=16384)
     with pytest.raises(ProtocolError, match="gone"):
-        members.take_peer_element_untrusted(
-            gone, rkey=A.rkey, address=A.address, index=1, size=16384, user=user
-        )
+        connections.attach_untrusted(user, peer, gone)
     assert not len(group.peer_rmbs)
     group.links[1] = gone
-    members.take_peer_element_untrusted(
-        gone, rkey=A.rkey, address=A.address, index=1, size=16384, user=user
-    )
+    assert connections.attach_untrusted(user, peer, gone) == (gone, A.address, A.rkey)
     assert len(group.peer_rmbs) == 1

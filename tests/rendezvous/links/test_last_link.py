@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,7 +86,7 @@ def test_connections_that_leave_a_link_stay_when_the_other_one_fails(
     other.qp.to_err()
     world.settle()
     peer = stage.call.connections[1 - place]
-    assert peer.receive(100) == b"under way"
+    assert peer.receiver.receive(100) == b"under way"
     assert stage.works()
     side.stack.rnic_set.undrain(leaving.rnic)
     world.settle()
@@ -115,9 +117,9 @@ def test_a_link_that_goes_in_order_gives_what_it_brought(world: World, place: in
     link = channel(there)
     there.send(memoryview(b"the last it brought"))
     world.fabric.deliver()
-    assert here.receive(100) == b""
+    assert here.receiver.receive(100) == b""
     stage.end(place).group.remove_link(link.number)
-    assert here.receive(100) == b"the last it brought"
+    assert here.receiver.receive(100) == b"the last it brought"
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -134,13 +136,14 @@ def test_an_element_used_again_before_its_last_words_were_heard(world: World, pl
     assert there.state == "CLOSED"
     assert here.state != "CLOSED"
 
-    members = stage.end(place).group.members
-    element = members._peer_elements[here]
+    connections = stage.end(place).group.connections
+    element = connections._peer_elements[here]
     number, token = next(iter(element.rmb.tokens.items()))
-    members.take_peer_element_untrusted(
-        stage.end(place).group.links[number], rkey=token.rkey, address=token.address,
-        index=element.number, size=element.size, user=here,
+    again: Any = SimpleNamespace(
+        rkey=token.rkey, rmb_address=token.address, rmbe_index=element.number,
+        buffer_size=element.size,
     )  # fmt: skip
+    connections.attach_untrusted(here, again, stage.end(place).group.links[number])
     assert here.state == "CLOSED"
     assert [tcp.cut for tcp in stage.call.tcp] == ["fin", "fin"]
 

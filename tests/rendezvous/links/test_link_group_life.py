@@ -35,7 +35,7 @@ def lose(kind: llc.MessageType, *, reply: bool) -> Callable[[PlainQueuePair, byt
 
 def is_broken(connection: Connection) -> bool:
     with pytest.raises(OSError, match=r"abort|reset|no link"):
-        connection.receive(1)
+        connection.receiver.receive(1)
     return connection.state == "CLOSED"
 
 
@@ -266,8 +266,8 @@ def test_a_connection_that_was_closed_on_both_sides_never_breaks() -> None:
         link_of(client).machine.send("failed")
         world.settle()
         assert not server.groups
-        assert connection.receive(100) == b"all of it"
-        assert connection.receive(100) == b""
+        assert connection.receiver.receive(100) == b"all of it"
+        assert connection.receiver.receive(100) == b""
 
 
 # --- DELETE LINK of one link ----------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_a_server_may_offer_a_link_later() -> None:
         client, server = world.side(), world.side()
         call = world.connect(client, server)
         server.record()
-        server.group.seeking.seek()
+        server.group.demand.want()
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         assert "in ADD_LINK reply" in transcript(server)
 
@@ -515,7 +515,7 @@ def test_the_peers_256th_rmb_gets_a_negative_reply() -> None:
         server.record()
         for number in range(255):
             message = llc.ConfirmRkey(other_tokens=0, rkey=number, address=number << 20)
-            server.group.rkeys.on_request_untrusted(link_of(server), message)
+            server.group.rkey_exchanges.on_request_untrusted(link_of(server), message)
             world.fabric.deliver()
             server.stack.pump.drain()
             client.rnic.done.clear()

@@ -10,6 +10,7 @@ from tests.rendezvous.rendezvous_pair import SIZE, Side, World, exchange
 from tests.rendezvous.transcripts import messages, transcript
 from trio_smc.config.config import Config
 from trio_smc.rendezvous.links.link_set import Links
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.wire import llc
 
 NOTICE = "out ADD_LINK"
@@ -88,7 +89,7 @@ def test_at_the_maximum_nobody_asks_or_offers() -> None:
         world.pass_time(1.0)
         assert transcript(client) == []
         # A client that asks all the same is not answered.
-        link = client.group.any_active_link()
+        link = client.group.links.oldest()
         assert link is not None
         link.send_llc(llc.AddLink(mac=bytes(6), gid=bytes(range(16))))
         world.pass_time(1.0)
@@ -237,7 +238,7 @@ def test_new_connections_send_on_the_least_loaded_link() -> None:
         calls = [world.connect(client, server) for _ in range(7)]
         for side in (client, server):
             assert sorted(link.load for link in side.group.links.values()) == [2, 2, 3]
-            view = side.stack.view(side.group)
+            view = LinkGroupView(side.group, side.stack.check_not_forked)
             assert [each.connections for each in view.links] == [3, 2, 2]
         for call in calls:
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
@@ -253,7 +254,7 @@ def test_the_two_sides_choose_their_links_independently() -> None:
         client, server = world.side(rnics=2), world.side(rnics=2)
         first = world.connect(client, server)
         link = client.group.links[1]
-        client.group.place(first.client.connection, client.group.links[2])
+        client.group.connections.move(first.client.connection, client.group.links[2])
         second = world.connect(client, server)
         assert second.client.connection in link.users
         assert second.server.connection in server.group.links[2].users

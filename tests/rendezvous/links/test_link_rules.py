@@ -123,7 +123,7 @@ def test_connections_move_before_the_peer_is_told(world: World, place: int) -> N
         or (what == "llc" and who == "out" and names[0] == llc.MessageType.DELETE_LINK)
     ]
     assert events[:2] == ["moved", "told"]
-    assert peer.receive(100) == b"into the void"
+    assert peer.receiver.receive(100) == b"into the void"
     assert stage.works()
 
 
@@ -140,7 +140,7 @@ def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: b
     for connection, text in zip(stage.call.connections, (b"two", b"one"), strict=True):
         assert connection.channel is not None
         assert connection.channel.number == 2
-        assert connection.receive(100) == text
+        assert connection.receiver.receive(100) == text
     assert stage.works()
 
 

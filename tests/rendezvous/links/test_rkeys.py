@@ -280,7 +280,7 @@ def test_a_confirm_rkey_without_reply_costs_its_link_and_begins_anew(end: int) -
         side, peer = (client, server) if end == 0 else (server, client)
         assert len(side.group.links) == 2
         done = elements(side, 1)
-        link = side.group.exchanges.of_rkeys._rkeys_link
+        link = side.group.rkey_exchanges._rkeys_link
         assert link is not None
         world.fabric.tamper = lambda qp, m: (
             [] if qp is link.qp and m[0] == llc.MessageType.CONFIRM_RKEY else [m]
@@ -351,7 +351,7 @@ def test_parts_that_do_not_fit_together_cost_the_link(end: int, received: list[A
             side.group.on_llc_untrusted(link, message.encode())
         assert link.state == "ACTIVE"
         with pytest.raises(ProtocolError):
-            side.group.rkeys.on_request_untrusted(link, received[-1])
+            side.group.rkey_exchanges.on_request_untrusted(link, received[-1])
         side.group.on_llc_untrusted(link, received[-1].encode())
         assert link.state == "DOWN"
         side.group.rkeys.forget_link(1)
@@ -406,7 +406,9 @@ def test_an_echo_of_the_wrong_kind_costs_the_link() -> None:
         elements(client, 1)
         link = client.group.links[1]
         with pytest.raises(ProtocolError, match="without a request"):
-            client.group.exchanges.on_reply_untrusted(link, llc.DeleteRkey(reply=True, rkeys=(1,)))
+            client.group.rkey_exchanges.on_reply_untrusted(
+                link, llc.DeleteRkey(reply=True, rkeys=(1,))
+            )
 
 
 # --- ADD LINK CONTINUATION ----------------------------------------------------------------------

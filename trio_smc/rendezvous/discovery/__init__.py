@@ -1,1 +1,1 @@
-"""Who speaks SMC-R: the TCP option, and same-host discovery."""
+"""Who speaks SMC-R, agreed before CLC begins: the TCP option, and same-host discovery."""

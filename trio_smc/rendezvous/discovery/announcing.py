@@ -1,9 +1,12 @@
-"""The client's half of same-host discovery; `trio_smc.rendezvous.discovery.same_host` explains it.
+"""Announcing TCP connections to other processes of this host: the client's half of discovery.
 
-Theory of operation: a Unix connection to each listening process is made once and kept.  Which of
-them may be behind a TCP address the directories of `_local_directory` say; what they said is kept
-as long as they have not changed: looking at their time of change is all that a connection costs
-then.
+What is said, and why both sides come to one answer, `trio_smc.rendezvous.discovery.same_host`
+tells.
+
+Theory of operation: a Unix connection to each listening process, a `Server`, is made once and kept.
+Which of them may be behind a TCP address the directories of `discovery.directory` say.  What such a
+`Lookup` came to is kept as long as the directories have not changed: looking at their time of
+change is all that a connection costs then.
 
 Whoever waits for an answer reads for all who wait: one of them sleeps on an epoll of all Unix
 connections, hands the others what is theirs, and leaves the reading to one of them when it goes.
@@ -14,43 +17,42 @@ long, to end that wait.
 
 from __future__ import annotations
 
-import math
-import os
 import select
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import is_same_host
-from trio_smc.host.private_directory import open_private
-from trio_smc.rendezvous.discovery import directory
-from trio_smc.rendezvous.discovery import messages as protocol
-from trio_smc.rendezvous.discovery.messages import Kind, Message, is_same_user, take
+from trio_smc.host.private_directory import PrivateDirectory, is_same_user
+from trio_smc.rendezvous.discovery import directory, messages
+from trio_smc.rendezvous.discovery.messages import Kind, Message, take
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
     "Announcement",
+    "Announcer",
     "AnySocket",
-    "Channels",
 ]
 
 
-_MOST_CHANNELS = 256  # Unix connections that are kept, each of them a descriptor
+_MOST_SERVERS = 256  # Unix connections that are kept, each of them a descriptor
 _RETRY_INTERVAL = 0.005  # after a full queue or backlog, seconds
 _EVENTS_AT_ONCE = 64
 _ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
 _MAX_ASKED = 64  # listening processes that a client asks
-_MOST_PLACES = 1024  # TCP addresses that are remembered
+_MOST_LOOKUPS = 1024  # TCP addresses that are remembered
 _SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 
 AnySocket = trio.socket.SocketType | socket.socket
 
 
-class Channel:
-    """A Unix connection to a listening process."""
+class Server:
+    """A process that listens, at the other end of a Unix connection."""
 
     __slots__ = ("announced", "connection", "entry")
 
@@ -76,10 +78,10 @@ class Announcement:
 
     __slots__ = ("_owner", "answered", "asked", "key", "reason")
 
-    def __init__(self, owner: Channels, key: bytes) -> None:
+    def __init__(self, owner: Announcer, key: bytes) -> None:
         self._owner = owner
         self.key = key
-        self.asked: list[Channel] = []  # who may still say that it is theirs
+        self.asked: list[Server] = []  # who may still say that it is theirs
         self.answered = False
         self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
 
@@ -98,23 +100,23 @@ class Announcement:
             self.close()
         return self.reason
 
-    def tell(self, channel: Channel) -> bool:
+    def tell(self, server: Server) -> bool:
         """Announce it there; False when nothing can be sent now, or ever."""
         try:
-            channel.send(protocol.announce(self.key))
+            server.send(messages.announce(self.key))
         except BlockingIOError:
             return False
         except OSError:
-            self._owner.drop(channel)
+            self._owner.drop(server)
             return False
-        self.asked.append(channel)
-        channel.announced.add(self)
+        self.asked.append(server)
+        server.announced.add(self)
         return True
 
-    def heard(self, channel: Channel, message: Message | None) -> None:
+    def heard(self, server: Server, message: Message | None) -> None:
         """What a listening process answered; None: its Unix connection ended."""
-        self.asked.remove(channel)
-        channel.announced.discard(self)
+        self.asked.remove(server)
+        server.announced.discard(self)
         if message is not None and message.kind is Kind.ACCEPTED:
             self.reason = None
         elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
@@ -123,8 +125,8 @@ class Announcement:
 
     def forsake(self) -> None:
         """Another announcement of the same connection takes its place."""
-        for channel in self.asked:
-            channel.announced.discard(self)
+        for server in self.asked:
+            server.announced.discard(self)
         self.asked = []
         self.answered = True
         self._owner.wake(self)
@@ -142,47 +144,47 @@ class Announcement:
         """
         self.answered = True
         asked, self.asked = self.asked, []
-        for channel in asked:
-            channel.announced.discard(self)
+        for server in asked:
+            server.announced.discard(self)
             try:
-                channel.send(protocol.withdraw(self.key))
+                server.send(messages.withdraw(self.key))
             except OSError:
-                # The end of the channel tells the other side the same.
-                self._owner.drop(channel)
+                # The end of the Unix connection tells the other side the same.
+                self._owner.drop(server)
         self._owner.forget(self)
 
 
-class Place:
+class Lookup:
     """Who may be behind a TCP address, while the directories are as they were."""
 
-    __slots__ = ("channels", "stamps")
+    __slots__ = ("servers", "stamps")
 
-    def __init__(self, channels: list[Channel], stamps: list[directory.Stamp]) -> None:
-        self.channels = channels
+    def __init__(self, servers: list[Server], stamps: list[directory.Stamp]) -> None:
+        self.servers = servers
         self.stamps = stamps
 
     def holds(self) -> bool:
         """Whether nobody came or went since."""
-        for channel in self.channels:
-            if not channel.is_open:
+        for server in self.servers:
+            if not server.is_open:
                 return False
         return directory.unchanged(self.stamps)
 
 
-class Places:
+class Lookups:
     """What one stack knows of the TCP addresses that it has connected to.
 
     Attributes:
       known: by namespace, address and port; each to be asked first whether it still holds.
     """
 
-    def __init__(self, private: Path, owner: Channels) -> None:
+    def __init__(self, private: Path, owner: Announcer) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
         self._owner = owner
         self._listings = directory.Listings()
         self._namespaces: dict[bytes, str] = {}
-        self.known: dict[tuple[str, str, int], Place] = {}
+        self.known: dict[tuple[str, str, int], Lookup] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
         """Where the listeners of a socket's network namespace are, below the private directory."""
@@ -202,12 +204,12 @@ class Places:
         return known
 
     async def look_up(
-        self, channels: list[Channel], namespace: str, source: str, destination: tuple[str, int]
+        self, servers: list[Server], namespace: str, source: str, destination: tuple[str, int]
     ) -> FallbackReason:
-        """Add a channel to everyone who might accept the TCP connection; why there is none."""
+        """Add everyone who might accept the TCP connection to ``servers``; why there is none."""
         address, port = destination
         try:
-            root = open_private(self._private, create=False)
+            root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
             return FallbackReason.PEER_NOT_CAPABLE
         listeners: list[directory.Listeners] = []
@@ -225,42 +227,41 @@ class Places:
                 for each in wildcards:
                     each.waiting.clear()
             for each in listeners:
-                self._owner.connect(each, channels, _MAX_ASKED)
-                while each.waiting and len(channels) < _MAX_ASKED:
+                self._owner.connect(each, servers, _MAX_ASKED)
+                while each.waiting and len(servers) < _MAX_ASKED:
                     await trio.sleep(_RETRY_INTERVAL)
-                    self._owner.connect(each, channels, _MAX_ASKED)
+                    self._owner.connect(each, servers, _MAX_ASKED)
         finally:
             for each in listeners:
                 each.close()
-            os.close(root)
-        ours = [channel for channel in channels if is_same_user(channel.connection)]
-        if not others and ours == channels and stamps and directory.settled(stamps):
-            if len(self.known) >= _MOST_PLACES:
+            root.close()
+        ours = [server for server in servers if is_same_user(server.connection)]
+        if not others and ours == servers and stamps and directory.settled(stamps):
+            if len(self.known) >= _MOST_LOOKUPS:
                 self.known.clear()
-            self.known[namespace, address, port] = Place(ours, stamps)
-        foreign = [channel for channel in channels if channel not in ours]
-        for channel in foreign:
-            self._owner.drop(channel)
-        channels[:] = ours
+            self.known[namespace, address, port] = Lookup(ours, stamps)
+        foreign = [server for server in servers if server not in ours]
+        for server in foreign:
+            self._owner.drop(server)
+        servers[:] = ours
         return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
 
 
-class Channels:
+class Announcer:
     """The Unix connections of one stack to listening processes of this host."""
 
     def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._spinner = spinner
-        self._places = Places(private, self)
-        self._channels: dict[int, Channel] = {}  # by descriptor; oldest first
-        self._entries: dict[tuple[int, int, str], Channel] = {}
+        self._lookups = Lookups(private, self)
+        self._servers: dict[int, Server] = {}  # by descriptor; oldest first
+        self._entries: dict[tuple[int, int, str], Server] = {}
         self._announced: dict[bytes, Announcement] = {}
         # Who says something; and who is gone, which is what the task sleeps for.
         self._epoll: select.epoll | None = None
         self._ends: select.epoll | None = None
         self._reading = False
-        # Who waits, and until when.
-        self._deadlines: dict[Announcement, float] = {}
+        self._timers = Timers(trio.current_time, self._timer_is_earlier)  # who waits, until when
         self._nap: trio.CancelScope | None = None  # around the sleep of `run`
         # Who waits while another one reads.
         self._others: dict[Announcement, trio.lowlevel.Task] = {}
@@ -274,38 +275,39 @@ class Channels:
         """Let go of processes that have ended, until cancelled; after `open`."""
         try:
             while self._ends is not None:
-                due = min(self._deadlines.values(), default=math.inf)
-                with trio.CancelScope(deadline=due) as self._nap:
+                with trio.CancelScope(deadline=self._timers.next_deadline()) as self._nap:
                     await trio.lowlevel.wait_readable(self._ends.fileno())
                 self._hear_ends()
-                self._give_up(trio.current_time())
+                self._timers.run_due()
         finally:
             self._nap = None
-            self._give_up(math.inf)
+            self._timers.run_all()
 
-    def _give_up(self, now: float) -> None:
-        """End the waits that have taken too long."""
-        for announcement, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                announcement.close()
-                if announcement in self._others:
-                    self.wake(announcement)
-                elif self._epoll is not None:
-                    trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
+    def _timer_is_earlier(self) -> None:
+        if self._nap is not None:
+            self._nap.deadline = self._timers.next_deadline()
+
+    def _give_up(self, announcement: Announcement) -> None:
+        """End a wait that has taken too long."""
+        announcement.close()
+        if announcement in self._others:
+            self.wake(announcement)
+        elif self._epoll is not None:
+            trio.lowlevel.notify_closing(self._epoll.fileno())  # it is the one that reads
 
     def _hear_ends(self) -> None:
         """Let go of processes that have ended by now."""
         if self._ends is None:
             return
         for number, _ in self._ends.poll(0, _EVENTS_AT_ONCE):
-            channel = self._channels.get(number)
-            while channel is not None and self._hear_one(channel):
+            server = self._servers.get(number)
+            while server is not None and self._hear_one(server):
                 pass  # the end is the last
 
     def close(self) -> None:
         """Withdraw what is not settled and end all Unix connections."""
-        for channel in list(self._channels.values()):
-            self.drop(channel)
+        for server in list(self._servers.values()):
+            self.drop(server)
         for each in (self._epoll, self._ends):
             if each is not None:
                 trio.lowlevel.notify_closing(each.fileno())
@@ -314,8 +316,8 @@ class Channels:
 
     def abandon(self) -> None:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
-        for channel in self._channels.values():
-            channel.connection.close()
+        for server in self._servers.values():
+            server.connection.close()
         for each in (self._epoll, self._ends):
             if each is not None:
                 each.close()
@@ -327,15 +329,15 @@ class Channels:
     ) -> Announcement | FallbackReason | None:
         """Announce a TCP connection; None when that takes looking around, or waiting."""
         address, port = destination
-        places = self._places
-        place = places.known.get((places.namespace(sock), address, port))
-        if place is None or not place.holds():
+        lookups = self._lookups
+        found = lookups.known.get((lookups.namespace(sock), address, port))
+        if found is None or not found.holds():
             return None
-        if not place.channels:
+        if not found.servers:
             return FallbackReason.PEER_NOT_CAPABLE
-        announcement = Announcement(self, protocol.four_tuple(source, destination))
-        for channel in place.channels:
-            if not announcement.tell(channel):
+        announcement = Announcement(self, messages.four_tuple(source, destination))
+        for server in found.servers:
+            if not announcement.tell(server):
                 announcement.close()
                 return None
         return self._register(announcement)
@@ -348,16 +350,16 @@ class Channels:
         Raises:
           DirectoryUnusable, OSError: nobody can be asked.
         """
-        channels: list[Channel] = []
-        announcement = Announcement(self, protocol.four_tuple(source, destination))
+        servers: list[Server] = []
+        announcement = Announcement(self, messages.four_tuple(source, destination))
         # The name of a process that is gone is removed only by who cannot connect to it.
         self._hear_ends()
         try:
-            namespace = self._places.namespace(sock)
-            reason = await self._places.look_up(channels, namespace, source[0], destination)
-            for channel in channels:
+            namespace = self._lookups.namespace(sock)
+            reason = await self._lookups.look_up(servers, namespace, source[0], destination)
+            for server in servers:
                 # Nobody says when its queue has room.
-                while channel.is_open and not announcement.tell(channel):  # noqa: ASYNC110
+                while server.is_open and not announcement.tell(server):  # noqa: ASYNC110
                     await trio.sleep(_RETRY_INTERVAL)
         except BaseException:
             announcement.close()
@@ -383,28 +385,28 @@ class Channels:
         """Whether ``announcement`` is answered within a moment, with nothing else to do."""
         if self._reading or not announcement.asked:
             return False
-        channel = announcement.asked[-1]  # nearly always the only one
+        server = announcement.asked[-1]  # nearly always the only one
 
         def answered() -> bool:
-            return self._hear_one(channel) and announcement.answered
+            return self._hear_one(server) and announcement.answered
 
         return self._spinner.until(answered)
 
     async def wait(self, announcement: Announcement, deadline: float) -> None:
         """Wait until ``announcement`` is answered, or given up at ``deadline``."""
         self._spinner.sleeping += 1
+        timer: Timer | None = None
         try:
             if self._nap is None:
                 with trio.CancelScope(deadline=deadline):
                     await self._wait(announcement)
                 return
-            self._deadlines[announcement] = deadline
-            if deadline < self._nap.deadline:
-                self._nap.deadline = deadline
+            timer = self._timers.call_at(deadline, partial(self._give_up, announcement))
             await self._wait(announcement)
         finally:
             self._spinner.sleeping -= 1
-            self._deadlines.pop(announcement, None)
+            if timer is not None:
+                timer.cancel()
             self._others.pop(announcement, None)
             if not self._reading and self._others:
                 self.wake(next(iter(self._others)))
@@ -440,83 +442,81 @@ class Channels:
             trio.lowlevel.reschedule(task)
 
     def _look(self) -> None:
-        """Take answers; more than one of a channel only while others wait for theirs."""
+        """Take answers; more than one of a process only while others wait for theirs."""
         if self._epoll is None:
             return
         for number, _ in self._epoll.poll(0, _EVENTS_AT_ONCE):
-            channel = self._channels.get(number)
-            while channel is not None and self._hear_one(channel) and self._others:
+            server = self._servers.get(number)
+            while server is not None and self._hear_one(server) and self._others:
                 pass
 
-    def _hear_one(self, channel: Channel) -> bool:
+    def _hear_one(self, server: Server) -> bool:
         """Take one packet, or the end; False: there is nothing."""
-        if not channel.is_open:
+        if not server.is_open:
             return False
         try:
-            message = take(channel.connection)
+            message = take(server.connection)
         except BlockingIOError:
             return False
-        self._hear(channel, message)
+        self._hear(server, message)
         return True
 
-    def _hear(self, channel: Channel, message: Message | None) -> None:
+    def _hear(self, server: Server, message: Message | None) -> None:
         if message is not None and message.connection:
             if message.kind in _ANSWERS:
                 announcement = self._announced.get(message.connection)
-                if announcement is not None and channel in announcement.asked:
-                    self._answer(announcement, channel, message)
+                if announcement is not None and server in announcement.asked:
+                    self._answer(announcement, server, message)
                 return
             message = None  # no listener says so
         if message is not None and message.kind is None:
             message = Message(Kind.REFUSED, FallbackReason.LOCAL_VERSION_MISMATCH)
-        self.drop(channel, message)
+        self.drop(server, message)
 
-    def _answer(
-        self, announcement: Announcement, channel: Channel, message: Message | None
-    ) -> None:
-        announcement.heard(channel, message)
+    def _answer(self, announcement: Announcement, server: Server, message: Message | None) -> None:
+        announcement.heard(server, message)
         if announcement.answered:
             self.wake(announcement)
 
-    def drop(self, channel: Channel, message: Message | None = None) -> None:
+    def drop(self, server: Server, message: Message | None = None) -> None:
         """End a Unix connection; what was announced there is answered by ``message``."""
-        number = channel.connection.fileno()
-        if self._channels.pop(number, None) is None:
+        number = server.connection.fileno()
+        if self._servers.pop(number, None) is None:
             return
         for each in (self._epoll, self._ends):
             if each is not None:
                 each.unregister(number)
-        if self._entries.get(channel.entry) is channel:
-            del self._entries[channel.entry]
-        channel.connection.close()
-        for announcement in list(channel.announced):
-            self._answer(announcement, channel, message)
+        if self._entries.get(server.entry) is server:
+            del self._entries[server.entry]
+        server.connection.close()
+        for announcement in list(server.announced):
+            self._answer(announcement, server, message)
 
-    def connect(self, listeners: directory.Listeners, channels: list[Channel], limit: int) -> None:
-        """Add the channels to ``listeners`` that there are, and that can be made now.
+    def connect(self, listeners: directory.Listeners, servers: list[Server], limit: int) -> None:
+        """Add those of ``listeners`` that are connected to, and that can be now.
 
-        limit: the most that ``channels`` may hold.
+        limit: the most that ``servers`` may hold.
         """
         for name in listeners.waiting.copy():
             known = self._entries.get((*listeners.place, name))
             if known is not None:
                 listeners.waiting.remove(name)
-                channels.append(known)
+                servers.append(known)
         if self._epoll is None:
             self._epoll = select.epoll()
-        for name, connection in listeners.connect(limit - len(channels)):
-            if len(self._channels) >= _MOST_CHANNELS:
-                self._drop_idle(channels)
-            channel = Channel(connection, (*listeners.place, name))
-            self._channels[connection.fileno()] = self._entries[channel.entry] = channel
+        for name, connection in listeners.connect(limit - len(servers)):
+            if len(self._servers) >= _MOST_SERVERS:
+                self._drop_idle(servers)
+            server = Server(connection, (*listeners.place, name))
+            self._servers[connection.fileno()] = self._entries[server.entry] = server
             self._epoll.register(connection, select.EPOLLIN)
             if self._ends is not None:
                 self._ends.register(connection, select.EPOLLRDHUP)
-            channels.append(channel)
+            servers.append(server)
 
-    def _drop_idle(self, wanted: list[Channel]) -> None:
-        """End the oldest channel on which no answer is waited for."""
-        for channel in self._channels.values():
-            if not channel.announced and channel not in wanted:
-                self.drop(channel)
+    def _drop_idle(self, wanted: list[Server]) -> None:
+        """Let go of the oldest of which no answer is waited for."""
+        for server in self._servers.values():
+            if not server.announced and server not in wanted:
+                self.drop(server)
                 return

@@ -19,15 +19,7 @@ import socket
 import time
 from pathlib import Path
 
-from trio_smc.host.private_directory import (
-    FLAGS,
-    DirectoryUnusable,
-    connect_or_remove,
-    listen_as,
-    open_private,
-    sockets_in,
-    unusable,
-)
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, unusable
 
 __all__ = [
     "Listeners",
@@ -82,13 +74,13 @@ class NewSocket:
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
-            root = open_private(private, create=True)
+            root = PrivateDirectory.open(private, create=True)
             try:
-                self._directory = _make(root, self._path)
+                self._directory = root.below(self._path, create=True)
                 try:
-                    self.listener = self._listen(backlog)
+                    self.listener = self._directory.listen(self._name, backlog)
                 except BaseException:
-                    os.close(self._directory)
+                    self._directory.close()
                     raise
             except FileNotFoundError as error:
                 if attempt == _ATTEMPTS - 1:
@@ -98,41 +90,24 @@ class NewSocket:
             else:
                 break
             finally:
-                os.close(root)
-        self._remove_stale()
+                root.close()
+        self._directory.remove_stale()
 
     def remove(self) -> None:
         """Take the name away, and directories that nobody uses; the listener stays open."""
         if self._pid != os.getpid():
-            os.close(self._directory)
+            self._directory.close()
             return  # a forked child; the listener is its parent's
         with contextlib.suppress(OSError):
-            os.unlink(self._name, dir_fd=self._directory)
-        os.close(self._directory)
+            self._directory.remove(self._name)
+        self._directory.close()
         with contextlib.suppress(OSError, DirectoryUnusable):
-            root = open_private(self._private, create=False)
+            root = PrivateDirectory.open(self._private, create=False)
             try:
-                os.rmdir(self._path, dir_fd=root)
-                os.rmdir(os.path.dirname(self._path), dir_fd=root)
+                os.rmdir(self._path, dir_fd=root.descriptor)
+                os.rmdir(os.path.dirname(self._path), dir_fd=root.descriptor)
             finally:
-                os.close(root)
-
-    def _listen(self, backlog: int) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.setblocking(False)
-            listen_as(listener, self._directory, self._name, backlog)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-
-    def _remove_stale(self) -> None:
-        with contextlib.suppress(OSError):
-            for name in sockets_in(self._directory):
-                if name != self._name:
-                    with contextlib.suppress(OSError):
-                        connect_or_remove(self._directory, name).close()
+                root.close()
 
 
 class Listings:
@@ -141,14 +116,14 @@ class Listings:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[int, list[str]]] = {}
 
-    def sockets(self, directory: int) -> list[str]:
+    def sockets(self, directory: PrivateDirectory) -> list[str]:
         """The names of the sockets in an open directory, a list of the caller's own."""
-        found = os.fstat(directory)
+        found = os.fstat(directory.descriptor)
         place, changed = (found.st_dev, found.st_ino), found.st_ctime_ns
         known = self._known.get(place)
         if known is not None and known[0] == changed:
             return known[1].copy()
-        names = sockets_in(directory)
+        names = directory.sockets()
         # The clock of a directory ticks slowly: what changes right after may not show.
         if time.time_ns() - changed > _TICKS_NS:
             if len(self._known) >= _MOST_KNOWN:
@@ -161,13 +136,13 @@ Stamp = tuple[str, int, int, int]
 """Path of a directory, device, inode, and when its names changed last, in ns."""
 
 
-def stamps(private: Path, root: int, path: str) -> list[Stamp]:
+def stamps(private: Path, root: PrivateDirectory, path: str) -> list[Stamp]:
     """The stamp of the directory `path` below `root`, the open private one; none: it is missing.
 
     A directory that is missing shows when the one above it changes.
     """
     try:
-        found = os.stat(path, dir_fd=root)
+        found = os.stat(path, dir_fd=root.descriptor)
     except FileNotFoundError:
         return []
     return [(f"{private}/{path}", found.st_dev, found.st_ino, found.st_ctime_ns)]
@@ -203,14 +178,16 @@ class Listeners:
       place: device and inode of the directory.
     """
 
-    def __init__(self, root: int, namespace: str, name: str, listings: Listings) -> None:
+    def __init__(
+        self, root: PrivateDirectory, namespace: str, name: str, listings: Listings
+    ) -> None:
         """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
-        self._directory = -1
+        self._directory: PrivateDirectory | None = None
         self.waiting: list[str] = []
         self.place = (0, 0)
         try:
-            self._directory = os.open(f"{namespace}/{name}", FLAGS, dir_fd=root)
-            found = os.fstat(self._directory)
+            self._directory = root.below(f"{namespace}/{name}")
+            found = os.fstat(self._directory.descriptor)
             self.place = found.st_dev, found.st_ino
             self.waiting = listings.sockets(self._directory)
         except FileNotFoundError:
@@ -229,9 +206,11 @@ class Listeners:
         """
         connected: list[tuple[str, socket.socket]] = []
         names, self.waiting = self.waiting[:limit], []
+        if self._directory is None:
+            return connected
         for name in names:
             try:
-                connected.append((name, connect_or_remove(self._directory, name)))
+                connected.append((name, self._directory.connect(name)))
             except BlockingIOError:
                 self.waiting.append(name)
             except OSError:
@@ -240,21 +219,10 @@ class Listeners:
 
     def close(self) -> None:
         """Idempotent."""
-        directory, self._directory = self._directory, -1
-        if directory >= 0:
-            os.close(directory)
+        if self._directory is not None:
+            self._directory.close()
 
 
 def namespace_path() -> str:
     """Where addresses of the calling thread's network namespace are, below the private one."""
     return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
-
-
-def _make(root: int, path: str) -> int:
-    """Make and open the directory `path` below `root`."""
-    made = ""
-    for part in path.split("/"):
-        made = f"{made}/{part}" if made else part
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(made, mode=0o700, dir_fd=root)
-    return os.open(path, FLAGS, dir_fd=root)

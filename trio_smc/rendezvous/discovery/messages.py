@@ -1,4 +1,4 @@
-"""The messages of same-host discovery, as bytes, and one Unix connection that carries them.
+"""The messages of same-host discovery: their bytes, and taking one from a Unix connection.
 
 One message is one packet of a Unix SOCK_SEQPACKET connection::
 
@@ -7,15 +7,13 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
     byte  5      highest version the sender speaks
     byte  6      kind
     byte  7      REFUSED: why; otherwise 0
-    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source port
-(2),
-                 destination address (16), destination port (2); big-endian, as its client sees
-it
+    bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source
+                 port (2), destination address (16), destination port (2); big-endian, as its
+                 client sees it
 
 A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first
-eight
-bytes, and such a REFUSED, are the same in every version for ever, so that two programs with no
-version in common can tell each other so.  A later version may append bytes, which earlier ones
+eight bytes, and such a REFUSED, are the same in every version for ever, so that two programs with
+no version in common can tell each other so.  A later version may append bytes, which earlier ones
 skip.
 """
 
@@ -23,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import socket
 import struct
 from enum import IntEnum
@@ -42,7 +39,6 @@ __all__ = [
     "announce",
     "decode_untrusted",
     "four_tuple",
-    "is_same_user",
     "refused",
     "take",
     "withdraw",
@@ -53,6 +49,8 @@ LOWEST_VERSION = 2
 HIGHEST_VERSION = 2
 MAX_SIZE = 512
 """Bytes to receive at most; what a longer packet has beyond is cut off."""
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 256  # addresses packed last
 _MAGIC = b"TSMC"
@@ -177,17 +175,6 @@ def _packed(address: str) -> bytes:
     if ":" in address:
         return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
     return _MAPPED + socket.inet_pton(socket.AF_INET, address)
-
-
-_log = logging.getLogger(__name__)
-
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the peer's effective user, when it connected or listened, is ours."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
 
 
 def take(connection: socket.socket) -> Message | None:

@@ -1,4 +1,7 @@
-"""The server's half of same-host discovery; `trio_smc.rendezvous.discovery.same_host` explains it.
+"""Hearing which TCP connections were announced to a listener: the server's half of discovery.
+
+What is said, and why both sides come to one answer, `trio_smc.rendezvous.discovery.same_host`
+tells.
 
 Theory of operation: clients keep their Unix connections, and what they say waits there until it
 is needed.  A client has announced a TCP connection before the kernel hears of it, so whoever looks
@@ -13,16 +16,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import select
 import socket
+from functools import partial
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery import messages as protocol
+from trio_smc._base.timers import Timer, Timers
+from trio_smc.host.private_directory import is_same_user
+from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
-from trio_smc.rendezvous.discovery.messages import Kind, is_same_user, take
+from trio_smc.rendezvous.discovery.messages import Kind, take
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
@@ -50,11 +55,10 @@ _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, 
 class Client:
     """A client's Unix connection."""
 
-    __slots__ = ("connection", "deadline", "pending")
+    __slots__ = ("connection", "pending")
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.deadline = trio.current_time() + _ANNOUNCE_TIMEOUT  # while it has said nothing
         self.pending: set[bytes] = set()  # what it announced, and nobody claimed
 
     def tell(self, message: bytes) -> bool:
@@ -81,7 +85,7 @@ class Claim:
 
     def accept(self) -> None:
         """Tell the client at once that its connection was accepted; `confirm` is to follow."""
-        self._told = not self._is_over() and self._client.tell(protocol.accepted(self._key))
+        self._told = not self._is_over() and self._client.tell(messages.accepted(self._key))
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
@@ -116,7 +120,7 @@ class Claim:
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
         if not self._settled:
-            self._client.tell(protocol.refused(reason, self._key))
+            self._client.tell(messages.refused(reason, self._key))
             self._settle()
 
     def _is_over(self) -> bool:
@@ -154,7 +158,7 @@ class Claims:
             # The new client is bound to the port, so the old one no longer is.
             older[0].pending.discard(key)
         if len(self.pending) >= _MAX_PENDING:
-            client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT, key))
+            client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT, key))
             return
         self.pending[key] = client, now + _PENDING_TIMEOUT
         client.pending.add(key)
@@ -202,15 +206,13 @@ class Publication:
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
         self._clients: dict[int, Client] = {}  # by descriptor
-        self._silent: dict[Client, None] = {}  # nothing announced yet; oldest first
+        self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
         self.claims = Claims()
-        # When to look again, by descriptor of a TCP connection that is waited for; oldest first.
-        self._looks: dict[int, float] = {}
+        self._timers = Timers(trio.current_time, self._timer_is_earlier)
         self._listener: socket.socket | None = None
         # Who says something; and who comes or goes, which is what the task sleeps for.
         self._heard: select.epoll | None = None
         self._moves: select.epoll | None = None
-        self._accepts_again = math.inf
         self._nap = trio.CancelScope()  # around the task's sleep
 
     def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | None:
@@ -223,7 +225,7 @@ class Publication:
         """
         if self._heard is None:
             return None
-        key = protocol.four_tuple(remote, local)
+        key = messages.four_tuple(remote, local)
         pending = self.claims.pending
         found = pending.pop(key, None)
         while found is None and self._hear():
@@ -240,17 +242,16 @@ class Publication:
         number = connection.fileno()
         if number < 0:
             raise trio.ClosedResourceError("given up while this task was to go on")
-        until = trio.current_time() + _LOOK_INTERVAL
         self.spinner.sleeping += 1
+        timer: Timer | None = None
         try:
             if self._moves is None:  # closed meanwhile
-                with trio.move_on_at(until):
+                with trio.move_on_after(_LOOK_INTERVAL):
                     await trio.lowlevel.wait_readable(number)
                     return True
                 return False
-            self._looks[number] = until
-            if until < self._nap.deadline:
-                self._nap.deadline = until
+            look_again = partial(trio.lowlevel.notify_closing, number)
+            timer = self._timers.call_later(_LOOK_INTERVAL, look_again)
             await trio.lowlevel.wait_readable(number)
         except trio.ClosedResourceError:
             if connection.fileno() < 0:
@@ -260,15 +261,11 @@ class Publication:
             return True
         finally:
             self.spinner.sleeping -= 1
-            if self._looks.get(number) == until:  # else another connection has that number now
-                del self._looks[number]
+            if timer is not None:
+                timer.cancel()
 
-    def _wake(self, now: float) -> None:
-        """Let claims look again that wait since long ago."""
-        for number, until in self._looks.items():
-            if until > now:
-                break
-            trio.lowlevel.notify_closing(number)
+    def _timer_is_earlier(self) -> None:
+        self._nap.deadline = self._timers.next_deadline()
 
     def close(self) -> None:
         """Take the listener's name away and drop all pending announcements; idempotent."""
@@ -311,49 +308,44 @@ class Publication:
             with listener, heard, moves, self._scope:
                 try:
                     while True:
-                        with trio.move_on_at(self._next_deadline()) as self._nap:
+                        with trio.move_on_at(self._timers.next_deadline()) as self._nap:
                             await trio.lowlevel.wait_readable(moves.fileno())
                         self._look(listener, moves)
                 finally:
                     for client in list(self._clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
-                    self._wake(math.inf)
+                    self._timers.run_all()  # claims look again
         except Exception:
             # A defect; the connections of this listener are TCP from now on.
             _log.exception("same-host discovery ends for one listener")
         finally:
             self.close()
 
-    def _next_deadline(self) -> float:
-        """When something is due that nobody reports."""
-        due = self._accepts_again
-        for oldest in self._silent:
-            due = min(due, oldest.deadline)
-            break
-        for until in self._looks.values():
-            return min(due, until)
-        return due
-
     def _look(self, listener: socket.socket, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
         for number, _ in moves.poll(0, _EVENTS_AT_ONCE):
             if number == listener.fileno():
                 if self._accept(listener) in _EXHAUSTED:
-                    self._accepts_again = trio.current_time() + _EXHAUSTED_INTERVAL
                     moves.modify(listener, 0)
+                    again = partial(moves.modify, listener, select.EPOLLIN)
+                    self._timers.call_later(_EXHAUSTED_INTERVAL, again)
             elif (client := self._clients.get(number)) is not None:
                 self.hear_all(client)
                 self._drop(client)
-        now = trio.current_time()
-        self._wake(now)
-        if now >= self._accepts_again:
-            self._accepts_again = math.inf
-            moves.modify(listener, select.EPOLLIN)
-        while self._silent and (oldest := next(iter(self._silent))).deadline <= now:
-            self.hear_all(oldest)
-            if oldest in self._silent:
-                self._drop(oldest)
+        self._timers.run_due()
+
+    def _waited_enough(self, client: Client) -> None:
+        """Who comes and announces nothing has to go."""
+        self.hear_all(client)
+        if client in self._silent:
+            self._drop(client)
+
+    def _heard_of(self, client: Client) -> None:
+        """It has announced something, or is gone."""
+        timer = self._silent.pop(client, None)
+        if timer is not None:
+            timer.cancel()
 
     def _accept(self, listener: socket.socket) -> int:
         """Let clients in; the error number that ended it, EAGAIN for no more; 0: all it may."""
@@ -372,13 +364,12 @@ class Publication:
             if len(self._clients) >= _MAX_CLIENTS:
                 _turn_away(client)
                 continue
-            self._silent[client] = None
+            timer = self._timers.call_later(_ANNOUNCE_TIMEOUT, partial(self._waited_enough, client))
+            self._silent[client] = timer
             self._clients[connection.fileno()] = client
             heard.register(connection, select.EPOLLIN)
             moves.register(connection, select.EPOLLRDHUP)
             self.hear_all(client)
-            if client in self._silent:
-                self._nap.deadline = min(self._nap.deadline, client.deadline)
         return 0
 
     def _hear(self) -> bool:
@@ -397,7 +388,7 @@ class Publication:
         return came
 
     def hear_all(self, client: Client) -> None:
-        """Take all that a client has said; it is dropped when it went or broke the protocol."""
+        """Take all that a client has said; it is dropped when it went or broke the messages."""
         while client.connection.fileno() >= 0 and self._take(client):
             pass
 
@@ -410,16 +401,16 @@ class Publication:
         if message is None:
             self._drop(client)
         elif client in self._silent and not is_same_user(client.connection):
-            client.tell(protocol.refused(FallbackReason.OTHER_USER))
+            client.tell(messages.refused(FallbackReason.OTHER_USER))
             self._drop(client)
         elif message.kind is Kind.ANNOUNCE:
-            self._silent.pop(client, None)
+            self._heard_of(client)
             self.claims.announced(client, message.connection)
         elif message.kind is Kind.WITHDRAW:
             self.claims.withdrawn(client, message.connection)
         else:
             if message.kind is None:
-                client.tell(protocol.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
+                client.tell(messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
             self._drop(client)
         return True
 
@@ -432,7 +423,7 @@ class Publication:
             if each is not None:
                 each.unregister(number)
         self.claims.lost(client)
-        self._silent.pop(client, None)
+        self._heard_of(client)
         client.connection.close()
 
 
@@ -441,4 +432,4 @@ def _turn_away(client: Client) -> None:
         # Unread data would turn our answer into a reset.
         with contextlib.suppress(BlockingIOError):
             take(connection)
-        client.tell(protocol.refused(FallbackReason.HANDSHAKE_LIMIT))
+        client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))

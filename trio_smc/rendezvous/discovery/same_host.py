@@ -35,7 +35,6 @@ what is not understood costs that peer only, and the number of pending announcem
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import weakref
 from pathlib import Path
@@ -44,9 +43,9 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.private_directory import DirectoryUnusable, open_private
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 from trio_smc.rendezvous.discovery import directory
-from trio_smc.rendezvous.discovery.announcing import Announcement, AnySocket, Channels
+from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer, AnySocket
 from trio_smc.rendezvous.discovery.publication import Claim, Publication
 from trio_smc.rnic.spinner import NEVER, Spinner
 
@@ -71,32 +70,32 @@ class Discovery:
         """`private`: the user's private directory (`Config.private_directory`)."""
         self._private = private
         self._spinner = spinner
-        self._channels = Channels(private, spinner)
+        self._announcer = Announcer(private, spinner)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
         self._warned = False
 
     def open(self) -> None:
         """Make what `run` needs.  Raises OSError: there are no descriptors."""
-        self._channels.open()
+        self._announcer.open()
 
     async def run(self) -> None:
         """Let go of listening processes that have ended, until cancelled; after `open`."""
-        await self._channels.run()
+        await self._announcer.run()
 
     def close(self) -> None:
         """End the Unix connections to listening processes; nothing is announced any more."""
-        self._channels.close()
+        self._announcer.close()
 
     def abandon(self) -> None:
         """Let go of all descriptors: this process is a forked child, they are its parent's."""
-        self._channels.abandon()
+        self._announcer.abandon()
         for publication in self._publications:
             publication.abandon()
 
     def unusable(self) -> FallbackReason | None:
         """What is wrong with the private directory, which is made when it is missing."""
         try:
-            os.close(open_private(self._private, create=True))
+            PrivateDirectory.open(self._private, create=True).close()
         except DirectoryUnusable as error:
             return error.reason
         return None
@@ -154,11 +153,11 @@ class Discovery:
         host = plain_address(destination[0])
         destination = (_LOOPBACK_OF.get(host, host), destination[1])
         try:
-            now = self._channels.announce_now(source, destination, sock)
+            now = self._announcer.announce_now(source, destination, sock)
             if now is not None:
                 return now
             with trio.move_on_at(deadline):
-                return await self._channels.announce(source, destination, sock)
+                return await self._announcer.announce(source, destination, sock)
         except DirectoryUnusable as error:
             self._warn(error)
             return error.reason

@@ -1,4 +1,4 @@
-"""What the parts of a link group share: the group's data and services, and whose turn it is.
+"""What the parts of a link group know of it and of each other, as protocols.
 
 No part knows the group itself, nor a part that is built on it: what it wants of them is here.
 """
@@ -8,21 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from trio_smc.rendezvous.links.link import LinkConnection, LinkOwner
+from trio_smc.rendezvous.links.link import LinkConnection, LinkMover, LinkOwner
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser
 
 if TYPE_CHECKING:
+    from trio_smc._base.timers import Timers
+    from trio_smc.config.config import Config
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
     from trio_smc.rnic.verbs import Rnic
+    from trio_smc.states.engine import Machine
 
 __all__ = [
+    "Exchange",
     "Group",
     "GroupConnection",
+    "GroupData",
     "Mover",
-    "Turns",
-    "Wishes",
 ]
 
 
@@ -33,15 +36,15 @@ class GroupConnection(LinkConnection, ElementUser, Protocol):
         """No link is left, or the group was terminated."""
 
 
-class Turns(Protocol):
-    """Exchanges, one at a time (3.5.5.3), as who takes part in one sees them."""
+class Exchange(Protocol):
+    """The LLC exchange under way, of which there is one at a time (3.5.5.3)."""
 
     carrier: Link | None
     """The link that the ADD LINK or DELETE LINK exchange under way travels on."""
 
     @property
     def state(self) -> str:
-        """The exchange under way (`trio_smc.states.llc_exchange`)."""
+        """Which one it is (`trio_smc.states.llc_exchange`)."""
 
     def send(self, event: str) -> None:
         """Something happened to it."""
@@ -52,32 +55,19 @@ class Turns(Protocol):
     def done(self) -> None:
         """It is complete."""
 
-    def look(self) -> None:
+    def queued(self) -> None:
         """Something waits: start it, if nothing is under way."""
 
     def adds(self, number: int) -> bool:
         """Whether link ``number`` is being confirmed as a new one."""
 
 
-class Wishes(Protocol):
-    """When one more link is wanted, for who takes links away."""
+class GroupData(Protocol):
+    """A link group, for the parts that need no more than to know it."""
 
-    def seek(self, *, news: bool = True) -> None:
-        """Add a link now, or when the exchange under way is over."""
-
-    def hold(self) -> None:
-        """Add none before something has changed."""
-
-    def retry_failed(self) -> None:
-        """Try again later what failed (C.7.1)."""
-
-    def replace(self, link: Link) -> None:
-        """Add a link in the place of the only one."""
-
-
-class Group(LinkOwner, Protocol):
-    """The group's data and services, for its parts."""
-
+    client: bool
+    config: Config
+    timers: Timers
     links: Links
     peer_rmbs: PeerRmbs
 
@@ -86,12 +76,12 @@ class Group(LinkOwner, Protocol):
         """Who moves connections between links."""
 
     @property
-    def state(self) -> str:
-        """The group's state (`trio_smc.states.link_group`)."""
+    def machine(self) -> Machine:
+        """Takes the events of `trio_smc.states.link_group`."""
 
     @property
-    def usable(self) -> bool:
-        """Whether connections may use the group."""
+    def state(self) -> str:
+        """The group's state (`trio_smc.states.link_group`)."""
 
     @property
     def forming(self) -> bool:
@@ -101,20 +91,15 @@ class Group(LinkOwner, Protocol):
     def reply_timeout(self) -> float:
         """Seconds that we wait for an LLC message."""
 
-    def usable_links(self) -> list[Link]:
-        """Links that may carry more connections."""
 
-    def any_active_link(self, but: Link | None = None) -> Link | None:
-        """A usable link, and not ``but``: the oldest."""
+class Group(GroupData, LinkOwner, Protocol):
+    """A link group, for the parts by which links come and go."""
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """Its links go in order."""
-
-    def register_link(self, link: Link) -> None:
-        """Register all RMBs of this side on a new link.  Raises RnicError."""
 
     def forget_link(self, link: Link) -> None:
         """Free what the link had."""
@@ -125,23 +110,11 @@ class Group(LinkOwner, Protocol):
     def remove_link(self, number: int) -> None:
         """Both sides agree that the link goes."""
 
-    def delete_link(self, number: int, *, orderly: bool = True, reason: int = 0) -> None:
-        """Delete one link; a client asks its server to."""
 
-    def formed(self) -> None:
-        """Data may flow."""
-
-    def lost(self) -> None:
-        """No link is left that works."""
-
-    def deleted(self) -> None:
-        """The peer wants the whole group deleted."""
-
-
-class Mover(Protocol):
+class Mover(LinkMover, Protocol):
     """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
 
-    Who sends on which link is in `Link.users`; `LinkGroup.place` changes it.
+    Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
     """
 
     def link_lost(self, link: Link) -> None:
@@ -160,17 +133,11 @@ class Mover(Protocol):
     def link_ready(self, link: Link) -> None:
         """A link became ACTIVE: connections may be spread anew."""
 
-    def link_ends(self, link: Link) -> None:
-        """Take what the link still brought; its queue pair is closed next."""
-
     def link_stays(self, link: Link) -> None:
         """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
 
     def catch_up(self) -> None:
         """Take what has arrived on all links: the peer knows of it already."""
-
-    def judge(self, link: Link) -> None:
-        """A failover validation message on ``link`` misses what other links may have brought."""
 
     def close(self) -> None:
         """The group is gone."""

@@ -2,14 +2,14 @@
 
 Theory of operation
 -------------------
-The server deletes, in an exchange of its own: connections leave the link (`link_leaving`), then
+The server deletes, in an exchange of its own: connections leave the link (`LinkLeaving`), then
 DELETE LINK goes out over any other link, and with the client's reply the link is freed.  The
 client does the same in between: it leaves the link, replies, and frees the link when the reply has
 arrived.  A link that has failed already has nothing to leave and is freed at once; both sides tell
 the other all the same.
 
 A client that wants a link deleted asks its server to, and waits for the server's DELETE LINK
-(`deletion_requests`).
+(`DeletionRequests`).
 
 When the link fails that connections have left for, and no other is usable, the one that was to go
 stays: the peers still reach each other over it (4.8.3).  Each side decides that by itself, as
@@ -32,8 +32,9 @@ from trio_smc.wire import llc
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
-    from trio_smc.rendezvous.links.context import Group, Turns, Wishes
+    from trio_smc.rendezvous.links.context import Exchange, Group, GroupData
     from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.link_demand import LinkDemand
 
 __all__ = [
     "IdleLinks",
@@ -77,7 +78,7 @@ class DeletionRequests:
       asked: by link number, what the server has not answered yet.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupData) -> None:
         self._group = group
         self.asked: dict[int, _Asked] = {}
 
@@ -101,7 +102,7 @@ class DeletionRequests:
     def _not_deleted(self, number: int) -> None:
         wanted, link, _ = self.asked[number]
         LOGGER.info("%r: DELETE LINK was not answered", link)
-        if number != link.number and self._group.usable_links() == [link]:
+        if number != link.number and self._group.links.usable() == [link]:
             # Linux answers only when all it has sent over the lost link has failed, which over
             # soft-RoCE may be never; and it drops requests that come in the middle of another
             # exchange.  The last link took our message, so it works: no connection is to die of
@@ -138,7 +139,7 @@ class DeletionRequests:
 class LinkLeaving:
     """The links of one group that connections are leaving."""
 
-    def __init__(self, group: Group, left: Callable[[int], None]) -> None:
+    def __init__(self, group: GroupData, left: Callable[[int], None]) -> None:
         """`left`: called with the number of a link that nobody uses any more."""
         self._group = group
         self._left = left
@@ -189,59 +190,6 @@ class LinkLeaving:
         self._leaving.clear()
 
 
-_REDUNDANT: Final = 2
-"""Symmetric links that are never deleted for being idle."""
-
-
-class IdleLinks:
-    """When links of one group are deleted because nothing uses them.
-
-    Attributes:
-      spared: whether one was deleted and not added again since.
-    """
-
-    def __init__(self, group: Group, seek: Callable[[], None]) -> None:
-        """``seek``: add a link again."""
-        self._group = group
-        self._seek = seek
-        self._timer: Timer | None = None
-        self.spared = False
-
-    def watch(self) -> None:
-        """Look after the time that an idle group has, too; server only."""
-        group = self._group
-        if self._timer is None and not group.client and self._more_than_needed():
-            self._timer = group.timers.call_later(group.config.link_group_idle, self._look)
-
-    def _more_than_needed(self) -> bool:
-        return len(self._group.links.symmetric()) > _REDUNDANT
-
-    def _look(self) -> None:
-        self._timer = None
-        group = self._group
-        if group.state not in USABLE:
-            return
-        oldest = group.timers.now() - group.config.link_group_idle
-        for link in reversed(group.links.symmetric()[_REDUNDANT:]):
-            if not link.users and link.empty_since <= oldest:
-                self.spared = True
-                group.delete_link(link.number, reason=llc.DeleteLinkReason.PROGRAM)
-                break  # one at a time: the next look finds the next one
-        self.watch()
-
-    def connection_placed(self) -> None:
-        """All links are in use: one more would be."""
-        if self.spared and all(link.users for link in self._group.links.usable()):
-            self.spared = False
-            self._seek()
-
-    def close(self) -> None:
-        """The group is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class LinkDeletion:
     """How single links of one group go.
 
@@ -249,10 +197,10 @@ class LinkDeletion:
       requests: what this side asked for, as the client.
     """
 
-    def __init__(self, group: Group, turns: Turns, wishes: Callable[[], Wishes]) -> None:
+    def __init__(self, group: Group, exchange: Exchange, demand: LinkDemand) -> None:
         self._group = group
-        self._turns = turns
-        self._wishes = wishes
+        self._exchange = exchange
+        self._demand = demand
         self.requests = DeletionRequests(group)
         # The server's: those that wait, and the one under way.
         self._queue: dict[int, Wanted] = {}
@@ -277,7 +225,7 @@ class LinkDeletion:
             self.requests.ask(number, reason, orderly=orderly)
         elif self._current is None or self._current.number != number:
             self._queue[number] = Wanted(number, reason, orderly)
-            self._turns.look()
+            self._exchange.queued()
 
     def told_to_delete(self, number: int) -> bool:
         """Whether the server wants the link deleted: it need not be told that it failed."""
@@ -302,7 +250,7 @@ class LinkDeletion:
         if message.reply:
             self._on_reply(message.link_number)
         elif message.all_links:
-            self._group.deleted()
+            self._group.machine.send("delete_all")
         elif self._group.client:
             self._on_request_from_server(link, message)
         else:
@@ -315,12 +263,12 @@ class LinkDeletion:
         if number not in self._group.links:
             self._reply(link, number, llc.DeleteLinkReason.UNKNOWN_LINK)
             return
-        if self._turns.adds(number):
-            self._turns.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
+        if self._exchange.adds(number):
+            self._exchange.send("new_link_lost")  # 3.5.1.6.2: CONFIRM LINK failed there
             return
         # 3.5.5.1.4: the server answers with a DELETE LINK of its own.
         self._from_client = Wanted(number, message.reason, message.orderly)
-        self._turns.send("delete_asked")
+        self._exchange.send("delete_asked")
 
     def _cleaning_up(self, number: int) -> bool:
         current = self._current is not None and self._current.number == number
@@ -335,7 +283,7 @@ class LinkDeletion:
             self._asked_is_over()
             return
         self._told[number] = (link, message)
-        self._turns.send("delete_link")
+        self._exchange.send("delete_link")
 
     def _on_reply(self, number: int) -> None:
         if self._group.client:
@@ -345,7 +293,7 @@ class LinkDeletion:
         elif self._current is not None and self._current.number == number:
             wanted, self._current = self._current, None
             if wanted.reason == llc.DeleteLinkReason.OPERATOR:
-                self._wishes().hold()
+                self._demand.hold()
             # 3.5.5.1.3: only now the server frees what the link had.
             link = self._group.links.get(number)
             had_come = link is not None and link.confirmed
@@ -353,8 +301,8 @@ class LinkDeletion:
             if self._group.state != "GONE":
                 if had_come:
                     # If it left as soon as it came, it has never counted: nobody else asks then.
-                    self._wishes().seek(news=False)
-                self._turns.done()
+                    self._demand.want(news=False)
+                self._exchange.done()
 
     def client_has_none(self, number: int) -> None:
         """The client has said otherwise that it has no such link: as good as a reply."""
@@ -371,7 +319,7 @@ class LinkDeletion:
             return False
         number = next(iter(self._queue))
         self._current = self._queue.pop(number)
-        self._turns.send("delete_link")
+        self._exchange.send("delete_link")
         return True
 
     def note_asked(self) -> None:
@@ -384,8 +332,8 @@ class LinkDeletion:
         """The exchange becomes one that deletes a link that could not be added (3.5.1.6.2)."""
         self._current = Wanted(number, llc.DeleteLinkReason.LOST_PATH, False)
         self._queue.pop(number, None)
-        self._wishes().retry_failed()
-        self._turns.send("link_left")
+        self._demand.retry_failed()
+        self._exchange.send("link_left")
 
     def leave(self) -> None:
         """Move connections off the link, or off all links that the server named."""
@@ -402,7 +350,7 @@ class LinkDeletion:
         if self._group.client:
             self._comply(number)
         else:
-            self._turns.send("link_left")
+            self._exchange.send("link_left")
 
     def send(self) -> None:
         """The server's DELETE LINK, over another link if there is one."""
@@ -411,7 +359,7 @@ class LinkDeletion:
             return
         carrier = links.for_llc(avoid=links.get(wanted.number))
         if carrier is not None:
-            self._turns.carrier = carrier
+            self._exchange.carrier = carrier
             carrier.send_llc(
                 llc.DeleteLink(
                     orderly=wanted.orderly, link_number=wanted.number, reason=wanted.reason
@@ -427,8 +375,8 @@ class LinkDeletion:
     # --- the client ----------------------------------------------------------------------------
 
     def _asked_is_over(self) -> None:
-        if self._turns.state == "DELETE_LINK" and not self._told:
-            self._turns.done()
+        if self._exchange.state == "DELETE_LINK" and not self._told:
+            self._exchange.done()
 
     def _comply(self, number: int) -> None:
         link, message = self._told[number]
@@ -468,17 +416,17 @@ class LinkDeletion:
                 link.machine.send("stay")
                 group.mover.link_stays(link)
             if link.rnic not in group.usable_rnics():
-                self._wishes().replace(link)  # it is drained
+                self._demand.replace(link)  # it is drained
 
     def _withdrawn(self, link: Link, lost: Link) -> bool:
         """Forget that ``link`` was to go; False: it was not, or it is too late for that."""
-        number, exchanges = link.number, self._turns
+        number, exchange = link.number, self._exchange
         current = self._current
         under_way = current is not None and current.number == number
-        if self._replied.get(number) is link or (under_way and exchanges.carrier is link):
+        if self._replied.get(number) is link or (under_way and exchange.carrier is link):
             return False
-        wishes = [self._queue.get(number), self.requests.wanted(number)]
-        if link.usable and not any(wish is not None and wish.orderly for wish in wishes):
+        wanted = [self._queue.get(number), self.requests.wanted(number)]
+        if link.usable and not any(each is not None and each.orderly for each in wanted):
             return False
         self._queue.pop(number, None)
         self.requests.forget(number)
@@ -487,8 +435,8 @@ class LinkDeletion:
         self._leaving.stop(number)
         if under_way:
             self._current = None
-        if exchanges.state == "DELETE_LINK" and self._current is None and not self._told:
-            exchanges.carrier = lost  # the exchange ends with it
+        if exchange.state == "DELETE_LINK" and self._current is None and not self._told:
+            exchange.carrier = lost  # the exchange ends with it
         return True
 
     def link_lost(self, link: Link) -> None:
@@ -503,3 +451,52 @@ class LinkDeletion:
         """The group is gone."""
         self.requests.close()
         self._leaving.close()
+
+
+_REDUNDANT: Final = 2
+"""Symmetric links that are never deleted for being idle."""
+
+
+class IdleLinks:
+    """When links of one group are deleted because nothing uses them."""
+
+    def __init__(self, group: GroupData, demand: LinkDemand, deletion: LinkDeletion) -> None:
+        self._group = group
+        self._demand = demand
+        self._deletion = deletion
+        self._timer: Timer | None = None
+
+    def watch(self) -> None:
+        """Look after the time that an idle group has, too; server only."""
+        group = self._group
+        if self._timer is None and not group.client and self._more_than_needed():
+            self._timer = group.timers.call_later(group.config.link_group_idle, self._look)
+
+    def _more_than_needed(self) -> bool:
+        return len(self._group.links.symmetric()) > _REDUNDANT
+
+    def _look(self) -> None:
+        self._timer = None
+        group = self._group
+        if group.state not in USABLE:
+            return
+        oldest = group.timers.now() - group.config.link_group_idle
+        for link in reversed(group.links.symmetric()[_REDUNDANT:]):
+            if not link.users and link.empty_since <= oldest:
+                self._demand.spared = True
+                self._deletion.delete_link(link.number, llc.DeleteLinkReason.PROGRAM)
+                break  # one at a time: the next look finds the next one
+        self.watch()
+
+    def connection_placed(self) -> None:
+        """All links are in use: one more would be."""
+        demand = self._demand
+        if demand.spared and all(link.users for link in self._group.links.usable()):
+            demand.spared = False
+            demand.want(news=False)
+
+    def close(self) -> None:
+        """The group is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -2,14 +2,15 @@
 
 Theory of operation
 -------------------
-What may run when is declared in `states.llc_exchange`; `Exchanges` is that machine's model.  Adding
-links is told in `link_adding`, deleting them in `link_deletion`, RKeys in `rkeys`; these parts tell
-here what happens (`context.Turns`), and are called by the machine's actions.  Requests that cannot
-start yet wait in bounded queues.  When an exchange is over, the next one is chosen: deletions
-first, for nothing works on a link that is lost, then links, then RKeys.
+What may run when is declared in `states.llc_exchange`; `Exchanges` is that machine's model.  The
+first link is told in `first_contact`, further ones in `add_link`, deletions in `delete_link`, RKeys
+in `rkeys`; who takes part in an exchange says there what happens (`context.Exchange`), and is
+called by the machine's actions.  Requests that cannot start yet wait in bounded queues.  When an
+exchange is over, the next one is chosen: deletions first, for nothing works on a link that is lost,
+then links, then RKeys.
 
 An exchange that fails is not repeated on another link (2.3), unless it is one of RKeys.  TEST LINK
-and DELETE LINK for the whole group never come here.
+and DELETE LINK for the whole group are no exchanges: they go by.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.links.add_link import LinkAdding
+from trio_smc.rendezvous.links.delete_link import LinkDeletion
+from trio_smc.rendezvous.links.first_contact import LinkSetup
+from trio_smc.rendezvous.links.link_demand import LinkDemand
 from trio_smc.rendezvous.links.rkeys import RkeyExchanges, fail
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LLC_EXCHANGE
@@ -25,60 +30,54 @@ from trio_smc.wire import llc
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
-    from trio_smc.rendezvous.links.add_link import LinkAdding, LinkSeeking
     from trio_smc.rendezvous.links.context import Group
-    from trio_smc.rendezvous.links.delete_link import LinkDeletion
-    from trio_smc.rendezvous.links.first_contact import LinkSetup
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.rkeys import Rkeys
 
-__all__ = [
-    "Exchanges",
-]
+__all__ = ["Exchanges"]
 
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 
 class Exchanges:
-    """The serializer of one link group; the model of `states.llc_exchange`.
+    """The serializer of one link group, with all who take part; the model of `states.llc_exchange`.
 
     Attributes:
       carrier: the link that the ADD LINK or DELETE LINK exchange under way travels on.
+      setup: how the first link comes up.
+      demand, adding: when further links are wanted, and how they come up.
+      deletion: how links go.
+      rkey_exchanges: how RKeys are told.
     """
 
-    setup: LinkSetup
-    adding: LinkAdding
-    seeking: LinkSeeking
-    deletion: LinkDeletion
-    rkeys: Rkeys
-
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, rkeys: Rkeys) -> None:
         self._group = group
         self.machine = Machine(LLC_EXCHANGE, self)
-        # Ours and the peer's about RKeys: the machine's actions of these names are theirs.
-        self.of_rkeys = of_rkeys = RkeyExchanges(group, self)
-        self.change_rkeys = of_rkeys.change_rkeys
-        self.on_request = of_rkeys.on_request
-        self.on_reply_untrusted = of_rkeys.on_reply_untrusted
-        self.send_rkeys = of_rkeys.send_rkeys
-        self.stop_rkeys_timer = of_rkeys.stop_rkeys_timer
-        self.end_rkeys = of_rkeys.end_rkeys
-        self.redo_rkeys = of_rkeys.redo_rkeys
-        self.fail_rkeys_link = of_rkeys.fail_rkeys_link
-        self.fail_queued = of_rkeys.fail_queued
-        self.answer_rkeys = of_rkeys.answer_rkeys
-        self.put_off_rkeys = of_rkeys.put_off_rkeys
         self.carrier: Link | None = None
         self._timer: Timer | None = None
         self._chosen = False  # the next exchange, whose event the machine has not seen yet
+        self.setup = LinkSetup(group, self, rkeys)
+        self.demand = LinkDemand(group, self)
+        self.deletion = LinkDeletion(group, self, self.demand)
+        self.adding = LinkAdding(group, self, self.setup, rkeys, self.demand, self.deletion)
+        self.rkey_exchanges = told = RkeyExchanges(group, self, rkeys)
+        # The machine's actions of these names.
+        self.send_rkeys = told.send_rkeys
+        self.stop_rkeys_timer = told.stop_rkeys_timer
+        self.end_rkeys = told.end_rkeys
+        self.redo_rkeys = told.redo_rkeys
+        self.fail_rkeys_link = told.fail_rkeys_link
+        self.fail_queued = told.fail_queued
+        self.answer_rkeys = told.answer_rkeys
+        self.put_off_rkeys = told.put_off_rkeys
 
     @property
     def state(self) -> str:
         """The exchange under way (`trio_smc.states.llc_exchange`)."""
         return self.machine.state
 
-    # --- for the parts: `context.Turns` ----------------------------------------------------
+    # --- for who takes part: `context.Exchange` ---------------------------------------------
 
     def send(self, event: str) -> None:
         """Something happened to the exchange under way, or wants to begin one."""
@@ -97,14 +96,14 @@ class Exchanges:
         """The exchange under way is complete."""
         self.machine.send("done")
 
-    def look(self) -> None:
+    def queued(self) -> None:
         """Something waits: start it, if nothing is under way."""
         self.machine.send("queued")
 
     def link_lost(self, link: Link) -> None:
         """What travels on ``link`` has failed."""
         begun = self.machine.state == "CHANGE_RKEYS" or self._chosen
-        was_theirs = self.of_rkeys.link_lost(link, begun=begun)
+        was_theirs = self.rkey_exchanges.link_lost(link, begun=begun)
         if link is self.carrier or (was_theirs and begun):
             self.machine.send("carrier_lost")
 
@@ -113,6 +112,47 @@ class Exchanges:
         self.fail_queued()  # at once, although an exchange may be failing just now
         self.machine.send("end")
 
+    # --- messages of the peer ----------------------------------------------------------------
+
+    def dispatch_untrusted(self, link: Link, data: bytes) -> None:
+        """Give one LLC message from the peer to whom it concerns (A.3, C.7.1).
+
+        Raises:
+          ProtocolError: it breaks the rules; the link has to go (C.7.1).
+        """
+        message = llc.decode_untrusted(data)
+        if link.state == "CONFIRMING" and not _may_come_first(message):
+            raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
+        if _comes_too_late(self._group, link, message):
+            LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
+            return
+        match message:
+            case llc.ConfirmLink():
+                self._on_confirm_link_untrusted(link, message)
+            case llc.TestLink(reply=True):
+                link.on_test_reply_untrusted(message)
+            case llc.TestLink():
+                link.on_test_request(message)
+            case llc.AddLink():
+                self.adding.on_add_link_untrusted(link, message)
+            case llc.AddLinkContinuation():
+                self.adding.continuations.on_continuation_untrusted(link, message)
+            case llc.DeleteLink():
+                self.deletion.on_delete_link_untrusted(link, message)
+            case llc.ConfirmRkey() | llc.ConfirmRkeyContinuation() | llc.DeleteRkey():
+                if message.reply:
+                    self.rkey_exchanges.on_reply_untrusted(link, message)
+                else:
+                    self.rkey_exchanges.on_request_untrusted(link, message)
+            case llc.OptionalMessage():
+                pass  # A.3: silently discarded
+
+    def _on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
+        if link is self.adding.new:
+            self.adding.on_confirm_link_untrusted(link, message)
+        elif self.setup.on_confirm_link_untrusted(link, message):
+            self.adding.start_second(link)
+
     # --- actions of states.llc_exchange: what comes next -------------------------------------
 
     def start_next(self) -> None:
@@ -120,11 +160,11 @@ class Exchanges:
         if self._chosen:
             return
         self.carrier = None
-        self.of_rkeys.answer_put_off()
+        self.rkey_exchanges.answer_put_off()
         group = self._group
         if group.forming or group.links.for_llc() is None:
             return
-        if self.deletion.start() or self.seeking.start() or self.of_rkeys.start():
+        if self.deletion.start() or self.adding.start() or self.rkey_exchanges.start():
             self._chosen = True
 
     def settle(self) -> None:
@@ -173,7 +213,7 @@ class Exchanges:
         return (
             not self.forming
             and self.deletion.is_of_lost_link
-            and self._group.usable_links() == [self.carrier]
+            and self._group.links.usable() == [self.carrier]
         )
 
     @property
@@ -191,19 +231,19 @@ class Exchanges:
 
     def retry_later(self) -> None:
         """C.8."""
-        self.seeking.retry_later()
+        self.demand.retry_later()
 
     def retry_failed(self) -> None:
         """C.7.1."""
-        self.seeking.retry_failed()
+        self.demand.retry_failed()
 
     def retry_soon(self) -> None:
         """C.7.1: over another link, if there is one."""
-        self.seeking.seek()
+        self.demand.want()
 
     def note_notice(self) -> None:
         """The client has an RNIC for a further link (3.5.5.1.2)."""
-        self.seeking.asked()
+        self.demand.asked()
 
     def note_deletion(self) -> None:
         """The client wants a link deleted (3.5.5.1.4)."""
@@ -236,42 +276,6 @@ class Exchanges:
         observer = self._group.host.observer
         if observer is not None:
             observer.state(self, old, new, event)
-
-
-def dispatch_untrusted(exchanges: Exchanges, group: Group, link: Link, data: bytes) -> None:
-    """Give one LLC message from the peer to whom it concerns (A.3, C.7.1).
-
-    Raises:
-      ProtocolError: it breaks the rules; the link has to go (C.7.1).
-    """
-    message = llc.decode_untrusted(data)
-    if link.state == "CONFIRMING" and not _may_come_first(message):
-        raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
-    if _comes_too_late(group, link, message):
-        LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
-        return
-    match message:
-        case llc.ConfirmLink():
-            new = link is exchanges.adding.new
-            awaiting = exchanges.adding if new else exchanges.setup
-            awaiting.on_confirm_link_untrusted(link, message)
-        case llc.TestLink(reply=True):
-            link.on_test_reply_untrusted(message)
-        case llc.TestLink():
-            link.on_test_request(message)
-        case llc.AddLink():
-            exchanges.adding.on_add_link_untrusted(link, message)
-        case llc.AddLinkContinuation():
-            exchanges.adding.telling.on_continuation_untrusted(link, message)
-        case llc.DeleteLink():
-            exchanges.deletion.on_delete_link_untrusted(link, message)
-        case llc.ConfirmRkey() | llc.ConfirmRkeyContinuation() | llc.DeleteRkey():
-            if message.reply:
-                exchanges.on_reply_untrusted(link, message)
-            else:
-                exchanges.rkeys.on_request_untrusted(link, message)
-        case llc.OptionalMessage():
-            pass  # A.3: silently discarded
 
 
 def _may_come_first(message: llc.Message) -> bool:

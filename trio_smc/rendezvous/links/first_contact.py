@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 First contact, seen from the server: `LinkGroup.open_first_link` (INIT) before SMC Accept;
 `connect_first` on SMC Confirm, which sends CONFIRM LINK; its reply makes the link active; then
-ADD LINK is tried (`link_adding`), and whatever comes of it the group is formed.  The client
+ADD LINK is tried (`add_link`), and whatever comes of it the group is formed.  The client
 mirrors this: `connect_first` (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request
 arrives, then the server's ADD LINK is answered and the group is formed.
 
@@ -25,9 +25,7 @@ from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trio_smc.rendezvous.links.context import Group, Turns
+    from trio_smc.rendezvous.links.context import Exchange, GroupData
     from trio_smc.rendezvous.links.rkeys import Rkeys
 
 __all__ = [
@@ -62,7 +60,7 @@ class FirstContact(Protocol):
 
 
 class LinkSetup:
-    """How the links of one group come up.
+    """How the first link of one group comes up, and what the two sides agreed on then.
 
     Attributes:
       may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
@@ -72,14 +70,10 @@ class LinkSetup:
       failure, error: why the first contact failed, once it has.
     """
 
-    def __init__(
-        self, group: Group, turns: Turns, rkeys: Rkeys, offer_second: Callable[[Link], None]
-    ) -> None:
-        """``offer_second``: the server's, once the first link is confirmed."""
+    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
-        self._turns = turns
+        self._exchange = exchange
         self._rkeys = rkeys
-        self._offer_second = offer_second
         self.may_fall_back = True
         self.our_turn = not group.client
         self.peer_eye_catcher = True
@@ -91,7 +85,7 @@ class LinkSetup:
         """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
         link = self._group.links[FIRST_LINK]
         link.connect(peer)
-        self._turns.begin("confirm_link", link)
+        self._exchange.begin("confirm_link", link)
         if not self._group.client:
             link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
         return link
@@ -107,7 +101,7 @@ class LinkSetup:
     def first_contact_timed_out(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
-        self._group.lost()
+        self._group.machine.send("links_lost")
 
     def confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
         """CONFIRM LINK for ``link``, or its reply (A.3.1)."""
@@ -131,8 +125,8 @@ class LinkSetup:
         if named != (peer.gid, peer.mac, peer.qp_number):
             raise ProtocolError("CONFIRM LINK names another queue pair than was agreed")
 
-    def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
-        """CONFIRM LINK or its reply; on the first link of the group ADD LINK follows."""
+    def on_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> bool:
+        """CONFIRM LINK on the first link, or its reply; whether the link is active now."""
         try:
             self.check_confirm_link_untrusted(link, message)
         except ProtocolError as error:
@@ -142,7 +136,7 @@ class LinkSetup:
             LOGGER.warning("%r: %s", link, error)
             self.our_turn = True
             link.machine.send("failed")
-            return
+            return False
         if not self._group.client and message.link_number != link.number:
             raise ProtocolError("CONFIRM LINK reply for another link")
         self.our_turn = True
@@ -156,15 +150,13 @@ class LinkSetup:
                 link.ready_to_send()
             except RnicError as error:
                 self.first_link_failed(link, error)
-                return
+                return False
             link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
         if link.state != "CONFIRMING":
-            return  # the reply could not be sent
+            return False  # the reply could not be sent
         link.machine.send("confirmed")
-        self._turns.done()
-        self._turns.begin("add_link", link)
-        if not self._group.client:
-            self._offer_second(link)
+        self._exchange.done()
+        return True
 
     def _renumber(self, link: Link, number: int) -> None:
         # The client learns its first link's number here (3.5.1.5); old servers count from 0.

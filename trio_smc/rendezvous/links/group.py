@@ -5,39 +5,38 @@ Theory of operation
 A link group is a core without sockets, tasks or clocks: messages, completions and timers come
 in as calls, and what it wants of the world it asks of its `GroupHost`.  Its parts:
 
-- `links` by number, what they make the group, which of them is least loaded (`links`);
-- how links come up (`link_setup`, `link_adding`) and go (`link_deletion`), taking turns with
-  RKeys (`rkeys`) in `exchanges`;
-- this side's RMBs (`own_rmbs`), the peer's (`rtokens`), the connections (`group_connections`).
+- the links by number (`link`, `link_set`), which of them a new connection uses, and what they make
+  the group;
+- how the first link comes up (`first_contact`), when others are wanted (`link_demand`), how they
+  come (`add_link`) and go (`delete_link`), taking turns with RKeys (`rkeys`) in `exchanges`;
+- this side's RMBs (`own_rmbs`) and the peer's (`peer_rmbs`);
+- the connections, with the link that each sends on and the peer's element that it writes into
+  (`GroupConnections`).
 
-A link that fails is handled in this order: its connections move to another link, its queue pair
-is closed, then it is forgotten and the peer is told over another link; without another link the
-group ends (4.8.3).  Its life as a whole is told in `group_life`.
+A link that fails is handled in this order (`link_failing`, `link_down`): its connections move to
+another link (`failover.mover`), its queue pair is closed, then it is forgotten and the peer is told
+over another link; without another link the group ends (4.8.3).
 
-The connections of one link group: by alert token, by peer's element, by sending link.
-
-Which link a connection sends on is this side's affair alone (RFC 7609, 2.3); the peer chooses
-its own.  A new connection goes to the link with the fewest.
+Which link a connection sends on is this side's affair alone (2.3); the peer chooses its own.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.config.config import Config
-from trio_smc.datapath.rmb import Rmb, Rmbe
-from trio_smc.rendezvous.links.add_link import LinkAdding, LinkSeeking
+from trio_smc.datapath.rmb import Rmbe
 from trio_smc.rendezvous.links.context import GroupConnection, Mover
-from trio_smc.rendezvous.links.delete_link import IdleLinks, LinkDeletion
-from trio_smc.rendezvous.links.exchanges import Exchanges, dispatch_untrusted
-from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure, LinkSetup
+from trio_smc.rendezvous.links.delete_link import IdleLinks
+from trio_smc.rendezvous.links.exchanges import Exchanges
+from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure
 from trio_smc.rendezvous.links.link import Link, LinkHost
-from trio_smc.rendezvous.links.link_set import Kind, Links
+from trio_smc.rendezvous.links.link_set import LinkGroupKind, Links
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.links.rkeys import Rkeys
@@ -48,7 +47,8 @@ from trio_smc.states.tables import LINK_GROUP
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.links.context import Group
+    from trio_smc.rendezvous.links.context import GroupData
+    from trio_smc.wire import clc
 
 __all__ = [
     "GroupConnection",
@@ -60,6 +60,9 @@ __all__ = [
 
 
 LOGGER = logging.getLogger("trio_smc.link_group")
+
+_CLIENT_IDLE_EXTRA: Final = 10.0
+"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
 
 
 class GroupHost(LinkHost, Protocol):
@@ -80,20 +83,19 @@ class GroupHost(LinkHost, Protocol):
 
 
 class LinkGroup:
-    """One link group of this stack with one peer in one role.
+    """One link group of this stack with one peer in one role; the model of `states.link_group`.
 
     Attributes:
       client: whether this side was the TCP client at first contact.
       peer_id: the peer's 8-byte peer ID.
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
-      connections: by our alert token; closing ones included.
-      setup, adding, seeking, deletion, rkeys, exchanges: what LLC messages do.
-      members: which connection uses what.
+      connections: by our alert token, closing ones included, and what each of them uses.
+      own_rmbs, peer_rmbs, rkeys: what each side may write into, and by which RKeys.
+      exchanges: the LLC exchanges, with `setup`, `demand`, `adding`, `deletion` and
+        `rkey_exchanges`, who take part.
       mover: moves connections between links.
     """
-
-    seeking: LinkSeeking
 
     def __init__(
         self, *, client: bool, peer_id: bytes, rnic: Rnic, config: Config, timers: Timers,
@@ -106,31 +108,23 @@ class LinkGroup:
         self.timers = timers
         self.host = host
         self.links = Links()
-        self.idle_links = IdleLinks(self, lambda: self.seeking.seek(news=False))
-        self.members = GroupConnections(self, self.idle_links.connection_placed)
-        self.connections = self.members.by_token
         self.peer_rmbs = PeerRmbs()
         self.own_rmbs = OwnRmbs(self)
-        self.exchanges = turns = Exchanges(self)
-        self.rkeys = Rkeys(self, self.own_rmbs, turns.of_rkeys)
-        self.setup = LinkSetup(
-            self,
-            turns,
-            self.rkeys,
-            lambda link: self.seeking.offer_second(link),  # noqa: PLW0108
-        )
-        self.deletion = LinkDeletion(self, turns, lambda: self.seeking)
-        self.adding = LinkAdding(self, turns, self.setup, self.rkeys, self.deletion)
-        self.seeking = LinkSeeking(
-            self, turns, self.setup, self.adding, self.deletion, self.idle_links
-        )
-        self.adding.seeking = self.seeking
-        turns.setup, turns.adding, turns.seeking = self.setup, self.adding, self.seeking
-        turns.deletion, turns.rkeys = self.deletion, self.rkeys
-        turns.of_rkeys.rkeys = self.rkeys
+        self.rkeys = Rkeys(self, self.own_rmbs)
+        self.exchanges = exchanges = Exchanges(self, self.rkeys)
+        self.setup = exchanges.setup
+        self.demand = exchanges.demand
+        self.adding = exchanges.adding
+        self.deletion = exchanges.deletion
+        self.rkey_exchanges = exchanges.rkey_exchanges
+        self.idle_links = IdleLinks(self, self.demand, self.deletion)
+        self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.first_contact: FirstContact | None = None
-        self.life = GroupLife(self)
-        self.machine = self.life.machine
+        self.machine = Machine(LINK_GROUP, self)
+        self._ending_for = llc.DeleteLinkReason.PROGRAM
+        self._timer: Timer | None = None
+        self._termination_link: Link | None = None
+        self._settled: list[Callable[[], None]] = []
         self.mover = host.new_mover(self)
 
     def __repr__(self) -> str:
@@ -143,7 +137,7 @@ class LinkGroup:
         return self.machine.state
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LinkGroupKind:
         """Single, asymmetric or symmetric, by the links there are now (2.2.2)."""
         return self.links.kind
 
@@ -157,31 +151,15 @@ class LinkGroup:
         """Whether this is the first contact."""
         return self.machine.state == "FORMING"
 
-    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """See `Rkeys.confirm`."""
-        self.rkeys.confirm(rmb, finished)
-
-    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """See `Rkeys.delete`."""
-        self.rkeys.delete(rmbs, finished)
-
     def takes(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
         return self.usable and self.own_rmbs.has_room(size)
 
     # --- links -------------------------------------------------------------------------------
 
-    def usable_links(self) -> list[Link]:
-        """Links that may carry more connections."""
-        return self.links.usable()
-
     def least_loaded_link(self, but: Link | None = None) -> Link | None:
         """The usable link, and not ``but``, on which the fewest connections send."""
         return self.links.least_loaded(but)
-
-    def any_active_link(self, but: Link | None = None) -> Link | None:
-        """A usable link, and not ``but``: the oldest."""
-        return next((link for link in self.links.usable() if link is not but), None)
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
         """The link whose peer end is this one, also if it has just gone (3.5.2.2, 3.5.2.3)."""
@@ -206,16 +184,16 @@ class LinkGroup:
         """An RNIC of the group's kind can carry links now (3.5.5.1.1, 3.5.5.1.2, C.8)."""
         used = any(link.rnic is rnic for link in self.links.usable())
         if self.machine.state in USABLE and (not used or self.deletion.links_to_go):
-            self.seeking.seek()
+            self.demand.want()
 
     def rnic_unavailable(self, rnic: Rnic) -> None:
         """An operator takes the RNIC out: its links go in order (3.5.5.1.3)."""
         for link in [link for link in self.links.values() if link.rnic is rnic]:
-            if self.any_active_link(but=link) is not None:
+            if self.links.oldest(but=link) is not None:
                 # The path is what goes; the links that are left may be completed anew.
                 self.delete_link(link.number, reason=llc.DeleteLinkReason.LOST_PATH)
             else:
-                self.seeking.replace(link)
+                self.demand.replace(link)
 
     def rnic_lost(self, rnic: Rnic) -> None:
         """The RNIC's port went down: so did its links."""
@@ -227,22 +205,6 @@ class LinkGroup:
         self.mover.link_ready(link)
         self.idle_links.watch()
         self.machine.send("links_changed")
-
-    def formed(self) -> None:
-        """Data may flow."""
-        self.machine.send("formed")
-
-    def lost(self) -> None:
-        """No link is left that works."""
-        self.machine.send("links_lost")
-
-    def deleted(self) -> None:
-        """The peer wants the whole group deleted."""
-        self.machine.send("delete_all")
-
-    def register_link(self, link: Link) -> None:
-        """Register all RMBs of this side on a new link.  Raises RnicError."""
-        self.rkeys.register_on(link)
 
     def forget_link(self, link: Link) -> None:
         """Free what the link had, registrations first."""
@@ -256,14 +218,6 @@ class LinkGroup:
         """Move its connections now, or keep the last link that is left."""
         self.deletion.keep_last(link)
         self.mover.link_lost(link)
-
-    def link_ends(self, link: Link) -> None:
-        """Take what it still brought."""
-        self.mover.link_ends(link)
-
-    def judge(self, link: Link) -> None:
-        """A validation message misses what other links may have brought (4.6.1)."""
-        self.mover.judge(link)
 
     def link_down(self, link: Link) -> None:
         """A link has failed; its connections have moved if they could."""
@@ -298,10 +252,6 @@ class LinkGroup:
 
     # --- connections -------------------------------------------------------------------------
 
-    def new_token(self) -> int:
-        """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
-        return self.members.new_token()
-
     def request_element(self, size: int, done: Callable[[Rmbe | None], None]) -> None:
         """Take an RMB element of ``size`` bytes; ``done(None)`` when none can be had.
 
@@ -312,33 +262,22 @@ class LinkGroup:
     def add_connection(self, token: int, connection: GroupConnection) -> None:
         """Route CDC messages with ``token`` to ``connection``."""
         self.connections[token] = connection
-        self.life.stop_timer()
+        self.stop_timer()
 
     def remove_connection(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
-        self.members.remove(token, user)
+        self.connections.remove(token, user)
         if not self.connections and self.machine.state in USABLE:
-            self.life.start_idle_timer()
-
-    def place(self, connection: GroupConnection, link: Link) -> None:
-        """From now on ``connection`` sends on ``link``; `Link.users` has it."""
-        self.members.place(connection, link)
-
-    def peer_element_on(self, connection: ElementUser, link: Link) -> tuple[int, int]:
-        """Address and RKey of the connection's element at the peer on ``link``.
-
-        Raises KeyError when the peer gave no RToken for it there.
-        """
-        return self.members.peer_element_on(connection, link)
+            self.start_idle_timer()
 
     @property
     def test_interval(self) -> float:
         """Seconds after which an idle link is tested: one test serves all connections (4.5.3)."""
-        return self.members.test_interval
+        return self.connections.test_interval
 
     def keep_alive(self, user: ElementUser, seconds: float | None) -> None:
         """Test idle links this often while ``user`` is open; None: it asks for nothing."""
-        self.members.keep_alive(user, seconds)
+        self.connections.keep_alive(user, seconds)
 
     def knows_rmb(self, link: Link, rkey: int, address: int) -> bool:
         """Whether the peer's RMB with this RToken on ``link`` was confirmed."""
@@ -355,12 +294,12 @@ class LinkGroup:
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when the group is formed or gone."""
-        self.life.when_settled(callback)
+        self._settled.append(callback)
 
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """One LLC message from the peer; what breaks the rules costs the link (C.7.1)."""
         try:
-            dispatch_untrusted(self.exchanges, self, link, data)
+            self.exchanges.dispatch_untrusted(link, data)
         except ProtocolError as error:
             LOGGER.warning("%r: protocol error: %s", link, error)
             self.setup.failure, self.setup.error = GroupFailure.PROTOCOL_ERROR, error
@@ -376,99 +315,69 @@ class LinkGroup:
 
     def terminate(self, reason: llc.DeleteLinkReason = llc.DeleteLinkReason.PROGRAM) -> None:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
-        self.life.reason = reason
+        self._ending_for = reason
         self.machine.send("terminate")
-
-
-_CLIENT_IDLE_EXTRA: Final = 10.0
-"""The server ends idle groups (3.5.4); a client does so only when its server did not."""
-
-
-class GroupLife:
-    """The life of one link group.
-
-    Attributes:
-      reason: what DELETE LINK for the whole group will say.
-    """
-
-    def __init__(self, group: LinkGroup) -> None:
-        self._group = group
-        self.machine = Machine(LINK_GROUP, self)
-        self.reason = llc.DeleteLinkReason.PROGRAM
-        self._timer: Timer | None = None
-        self._termination_link: Link | None = None
-        self._settled: list[Callable[[], None]] = []
-
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, when the group is formed or gone."""
-        self._settled.append(callback)
 
     # --- guards ------------------------------------------------------------------------------
 
     @property
-    def client(self) -> bool:
-        """Our role."""
-        return self._group.client
-
-    @property
     def is_single(self) -> bool:
         """No redundancy."""
-        return self._group.links.kind is Kind.SINGLE
+        return self.links.kind is LinkGroupKind.SINGLE
 
     @property
     def is_asymmetric(self) -> bool:
         """Two links that share an RNIC."""
-        return self._group.links.kind is Kind.ASYMMETRIC
+        return self.links.kind is LinkGroupKind.ASYMMETRIC
 
     @property
     def is_symmetric(self) -> bool:
         """Links that share no RNIC."""
-        return self._group.links.kind is Kind.SYMMETRIC
+        return self.links.kind is LinkGroupKind.SYMMETRIC
 
     @property
     def has_spare_link(self) -> bool:
         """Whether DELETE LINK could be sent over another link than it was."""
-        link = self._group.links.for_llc(avoid=self._termination_link)
+        link = self.links.for_llc(avoid=self._termination_link)
         return link is not None and link is not self._termination_link
 
     # --- actions: links come and go ------------------------------------------------------------
 
     def tell_formed(self) -> None:
         """Data may flow."""
-        contact, self._group.first_contact = self._group.first_contact, None
+        contact, self.first_contact = self.first_contact, None
         if contact is not None:
             contact.group_formed()
 
     def seek_links(self) -> None:
         """The server adds links up to the maximum; the client only when it has news."""
-        if not self._group.client:
-            self._group.seeking.seek(news=False)
+        if not self.client:
+            self.demand.want(news=False)
 
     def delete_asymmetric_link(self) -> None:
         """There are better ones now."""
-        group = self._group
-        if not group.client:
-            for link in group.links.asymmetric():
-                group.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
+        if not self.client:
+            for link in self.links.asymmetric():
+                self.delete_link(link.number, reason=llc.DeleteLinkReason.ASYMMETRIC_NOT_NEEDED)
 
     # --- actions: idle groups ------------------------------------------------------------------
 
     def start_idle_timer(self) -> None:
         """Keep a group without connections for a while (3.5.4)."""
         self.stop_timer()
-        if not self._group.connections:
-            extra = _CLIENT_IDLE_EXTRA if self._group.client else 0.0
-            self._call_later(self._group.config.link_group_idle + extra, self._idle_too_long)
+        if not self.connections:
+            extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
+            self._call_later(self.config.link_group_idle + extra, self._idle_too_long)
 
     def _idle_too_long(self) -> None:
-        if self._group.own_rmbs.busy:
+        if self.own_rmbs.busy:
             # A connection is just coming, or not: the peer's reply decides, or its time.
-            self._call_later(self._group.config.llc_timeout, self._idle_too_long)
+            self._call_later(self.config.llc_timeout, self._idle_too_long)
         else:
-            self._group.terminate()
+            self.terminate()
 
     def _call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._timer = self._group.timers.call_later(seconds, callback)
+        self._timer = self.timers.call_later(seconds, callback)
 
     def stop_timer(self) -> None:
         """The group is in use, or over."""
@@ -480,26 +389,25 @@ class GroupLife:
 
     def leave_turn(self) -> None:
         """See `LinkSetup.leave_turn`."""
-        self._group.setup.leave_turn()
+        self.setup.leave_turn()
 
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
-        group = self._group
-        contact, group.first_contact = group.first_contact, None
+        contact, self.first_contact = self.first_contact, None
         if contact is not None:
-            contact.group_failed(group.setup.failure, group.setup.error)
+            contact.group_failed(self.setup.failure, self.setup.error)
 
     def end_connections(self) -> None:
         """4.8.3: no link is left for them."""
-        for connection in list(self._group.connections.values()):
+        for connection in list(self.connections.values()):
             connection.links_lost()
 
     def send_delete_all(self) -> None:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
-        self._termination_link = link = self._group.links.for_llc()
+        self._termination_link = link = self.links.for_llc()
         if link is not None:
-            message = llc.DeleteLink(all_links=True, orderly=True, reason=self.reason)
-            link.send_llc(message, None if self._group.client else self._delete_sent)
+            message = llc.DeleteLink(all_links=True, orderly=True, reason=self._ending_for)
+            link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
         self.machine.send("delete_sent")
@@ -507,7 +415,7 @@ class GroupLife:
     def start_termination_timer(self) -> None:
         """Do not wait for ever for a peer that is gone."""
         self.stop_timer()
-        self._call_later(self._group.config.llc_timeout, self._termination_timed_out)
+        self._call_later(self.config.llc_timeout, self._termination_timed_out)
 
     def _termination_timed_out(self) -> None:
         self.machine.send("termination_timeout")
@@ -519,37 +427,40 @@ class GroupLife:
 
     def free_resources(self) -> None:
         """Queue pairs, registrations and memory."""
-        group = self._group
         self.stop_timer()
-        group.deletion.close()
-        group.adding.close()
-        group.seeking.close()
-        group.idle_links.close()
-        group.own_rmbs.close_regions()
-        for link in group.links.values():
+        self.deletion.close()
+        self.adding.close()
+        self.demand.close()
+        self.idle_links.close()
+        self.own_rmbs.close_regions()
+        for link in self.links.values():
             link.close()
         # Who is told now finds a group that cannot be used any more.
-        group.exchanges.end()
+        self.exchanges.end()
         self.end_connections()
-        group.mover.close()
-        group.own_rmbs.close()
+        self.mover.close()
+        self.own_rmbs.close()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers, whoever waited, and at the end the stack."""
-        group = self._group
-        if group.host.observer is not None:
-            group.host.observer.state(group, old, new, event)
+        if self.host.observer is not None:
+            self.host.observer.state(self, old, new, event)
         if new in USABLE or new == "GONE":
             settled, self._settled = self._settled, []
             for callback in settled:
                 callback()
         if new == "GONE":
-            group.host.group_gone(group)
+            self.host.group_gone(self)
         elif old == "FORMING":
-            group.exchanges.look()
+            self.exchanges.queued()
 
 
-LOGGER = logging.getLogger("trio_smc.link_group")
+class Attachment(NamedTuple):
+    """Where a connection sends, and where the peer's element is there."""
+
+    link: Link
+    address: int
+    rkey: int
 
 
 class _PeerElement(NamedTuple):
@@ -558,18 +469,14 @@ class _PeerElement(NamedTuple):
     size: int
 
 
-class GroupConnections:
-    """The connections of one link group.
+class GroupConnections(dict[int, GroupConnection]):
+    """The connections of one link group by our alert token, closing ones included."""
 
-    Attributes:
-      by_token: by our alert token; closing ones included.
-    """
-
-    def __init__(self, group: Group, placed: Callable[[], None]) -> None:
+    def __init__(self, group: GroupData, placed: Callable[[], None]) -> None:
         """``placed``: called when a connection got a link."""
+        super().__init__()
         self._group = group
         self._placed = placed
-        self.by_token: dict[int, GroupConnection] = {}
         self._next_token = secrets.randbits(32)
         self._peer_elements: dict[ElementUser, _PeerElement] = {}
         self._keepalive: dict[ElementUser, float] = {}
@@ -579,12 +486,12 @@ class GroupConnections:
         """An alert token that names no connection and was not used lately (4 bytes, not 0)."""
         while True:
             self._next_token = (self._next_token + 1) & 0xFFFFFFFF
-            if self._next_token and self._next_token not in self.by_token:
+            if self._next_token and self._next_token not in self:
                 return self._next_token
 
     def remove(self, token: int, user: ElementUser) -> None:
         """Forget a closed connection; late messages for it are dropped and counted."""
-        connection = self.by_token.pop(token)
+        connection = self.pop(token)
         self._keepalive.pop(user, None)
         self._leave(connection)
         element = self._peer_elements.pop(user, None)
@@ -593,8 +500,37 @@ class GroupConnections:
 
     # --- links -----------------------------------------------------------------------------
 
-    def place(self, connection: GroupConnection, link: Link) -> None:
-        """From now on ``connection`` sends on ``link``."""
+    def attach_untrusted(
+        self, connection: GroupConnection, peer: clc.Accept | clc.Confirm, named: Link
+    ) -> Attachment:
+        """Give a new connection the peer's element and a link to send on.
+
+        Which link that is, is this side's affair alone (2.3), whichever one ``peer`` names.
+
+        Args:
+          peer: the CLC message that names the element.
+          named: the link that it names; it may have just gone.
+
+        Raises:
+          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
+            told of it and its link is gone.
+        """
+        self._take_peer_element_untrusted(connection, peer, named)
+        link = self.link_for(connection)
+        if link is None:
+            if self._group.links.get(named.number) is not named:
+                raise ProtocolError("no link is left that reaches the peer's RMB")
+            link = named  # on its way out; its connections move or end with the others
+        return self.move(connection, link)
+
+    def move(self, connection: GroupConnection, link: Link) -> Attachment:
+        """From now on ``connection`` sends on ``link``, of which `link_for` says that it may."""
+        rmb, index, size = self._peer_elements[connection]
+        token = rmb.tokens[link.number]
+        self._place(connection, link)
+        return Attachment(link, token.address + (index - 1) * size, token.rkey)
+
+    def _place(self, connection: GroupConnection, link: Link) -> None:
         self._leave(connection)
         self._link_of[connection] = link
         link.users[connection] = None
@@ -609,32 +545,16 @@ class GroupConnections:
 
     def link_for(self, connection: GroupConnection, but: Link | None = None) -> Link | None:
         """The least loaded usable link on which the peer's element can be reached."""
-        rmb = self._peer_elements[connection].rmb
-        links = [
-            link
-            for link in self._group.usable_links()
-            if link is not but and link.number in rmb.tokens
-        ]
-        return min(links, key=_load, default=None)
+        return self._group.links.least_loaded(but, self._peer_elements[connection].rmb.tokens)
 
     # --- the peer's elements ---------------------------------------------------------------
 
-    def take_peer_element_untrusted(
-        self, link: Link, *, rkey: int, address: int, index: int, size: int, user: ElementUser
+    def _take_peer_element_untrusted(
+        self, user: GroupConnection, peer: clc.Accept | clc.Confirm, link: Link
     ) -> None:
-        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3).
-
-        Args:
-          link: which SMC Accept or Confirm names; it may have just gone.
-          rkey, address: of the RMB on that link.
-          index, size: of the element: from 1, bytes.
-
-        Raises:
-          ProtocolError: there are too many RMBs, or this one contradicts what is known, or nobody
-            told of it and its link is gone.
-        """
+        """Note which element of the peer's ``user`` writes into (RFC 7609, A.2.2, A.2.3)."""
+        index, token = peer.rmbe_index, RToken(peer.rkey, peer.rmb_address)
         rmbs = self._group.peer_rmbs
-        token = RToken(rkey, address)
         rmb = rmbs.find_named(link.number, token)
         if rmb is not None and index in rmb.elements:
             # The last words of the element's last user may still wait on a link: TCP was quicker.
@@ -646,16 +566,10 @@ class GroupConnections:
             rmb = rmbs.learn_untrusted({link.number: token})
         holder = rmb.elements.get(index)
         rmb.elements[index] = user
-        self._peer_elements[user] = _PeerElement(rmb, index, size)
+        self._peer_elements[user] = _PeerElement(rmb, index, peer.buffer_size)
         if holder is not None:
             LOGGER.warning("%r: the peer reuses RMB element %d", self._group, index)
             holder.rmbe_conflict()
-
-    def peer_element_on(self, connection: ElementUser, link: Link) -> tuple[int, int]:
-        """Address and RKey of the peer's element on ``link``; KeyError when it has none there."""
-        rmb, index, size = self._peer_elements[connection]
-        token = rmb.tokens[link.number]
-        return token.address + (index - 1) * size, token.rkey
 
     # --- TEST LINK -------------------------------------------------------------------------
 
@@ -674,7 +588,3 @@ class GroupConnections:
         if self.test_interval < before:
             for link in self._group.links.values():
                 link.test_interval_shortened()
-
-
-def _load(link: Link) -> int:
-    return link.load

@@ -17,10 +17,9 @@ Receives are posted in bulk and replenished in quarters of the queue.
 
 Link implements `trio_smc.datapath.channel.Channel` and is the model of `states.link`.
 
-A failover validation message (RFC 7609, 4.6.1) may overtake the message that it vouches for: that
-came over another link, whose completions nobody has looked at yet, or waits there behind such a
-message itself.  So it waits, and with it all that its own link brings after it, until whoever
-moves connections (`failover.mover`) has looked at all links and has it judged again, or given up.
+A failover validation message that misses something (RFC 7609, 4.6.1) has to wait, and with it all
+that its link brings after it.  Whoever moves connections (`LinkMover`) puts a `Backlog` in the
+link's way for that time.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.datapath.channel import Poster
 from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
-from trio_smc.wire.cdc import CDC_SIZE, CDC_TYPE, FAILOVER_VALIDATION, MessageMissing
+from trio_smc.wire.cdc import CDC_TYPE, MessageMissing
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
 
 __all__ = [
+    "Backlog",
     "Link",
     "LinkConnection",
     "LinkHost",
+    "LinkMover",
     "LinkOwner",
     "PeerPort",
     "PeerQueuePair",
@@ -63,7 +65,6 @@ _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 _LOOKS: Final = 4
 """How often in a test interval a link looks whether anything was heard."""
-_PRODUCER_FLAGS: Final = 24  # where they stand in a CDC message (A.4)
 
 
 class PeerPort(NamedTuple):
@@ -91,7 +92,7 @@ class PeerQueuePair:
         return PeerPort(self.gid, self.mac)
 
 
-class LinkConnection(Protocol):
+class LinkConnection(Poster, Protocol):
     """What a link needs of a connection that uses it."""
 
     def on_cdc_untrusted(self, message: bytes) -> None:
@@ -99,12 +100,6 @@ class LinkConnection(Protocol):
 
     def protocol_error(self, exc: ProtocolError) -> None:
         """Abort, because of the peer."""
-
-    def on_cdc_complete(self, sequence: int) -> None:
-        """A CDC message of this connection, and all before it, reached the peer."""
-
-    def on_room(self) -> None:
-        """There is room in the send queue again."""
 
 
 class LinkHost(Protocol):
@@ -122,6 +117,24 @@ class LinkHost(Protocol):
         """A CDC message named no connection; it was dropped."""
 
 
+class Backlog(Protocol):
+    """What a link brought behind a failover validation message that waits (4.6.1)."""
+
+    def append(self, message: bytes) -> None:
+        """One message more."""
+
+
+class LinkMover(Protocol):
+    """What a link wants of who moves connections between links."""
+
+    def message_missing(self, link: Link, message: bytes) -> None:
+        """A failover validation message on ``link`` misses one that another link may have brought
+        (4.6.1); it waits, in `Link.backlog`, if need be."""
+
+    def link_ends(self, link: Link) -> None:
+        """Take what the link still brought; its queue pair is closed next."""
+
+
 class LinkOwner(Protocol):
     """What a link wants of the group that it belongs to."""
 
@@ -135,6 +148,10 @@ class LinkOwner(Protocol):
         """The stack."""
 
     @property
+    def mover(self) -> LinkMover:
+        """Who moves connections between its links."""
+
+    @property
     def connections(self) -> Mapping[int, LinkConnection]:
         """By alert token."""
 
@@ -145,14 +162,8 @@ class LinkOwner(Protocol):
     def on_llc_untrusted(self, link: Link, data: bytes) -> None:
         """An LLC message came."""
 
-    def judge(self, link: Link) -> None:
-        """A validation message misses what other links may have brought (4.6.1)."""
-
     def link_failing(self, link: Link) -> None:
         """Move its connections now: the queue pair is closed next."""
-
-    def link_ends(self, link: Link) -> None:
-        """Take what it still brought."""
 
     def link_down(self, link: Link) -> None:
         """It has failed; its connections have moved if they could."""
@@ -170,12 +181,13 @@ class Link:
       reason: why it fails, as the peer is told (A.3.4).
       failing: whether it is failing or has failed, be its state DOWN yet or not.
       heard: whether anything came since the idle timer was started last.
+      backlog: takes what comes while a failover validation message waits; None: none does.
     """
 
     __slots__ = (
-        "_behind", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
-        "_post_send", "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal",
-        "_test_data", "_timer", "_waiting", "_wr_id", "copies_on_post", "empty_since", "failing",
+        "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending", "_post_send",
+        "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal", "_test_data",
+        "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "empty_since", "failing",
         "group", "heard", "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason",
         "rnic", "user_id", "users",
     )  # fmt: skip
@@ -211,8 +223,7 @@ class Link:
         self._test_data = b""
         self._echo = b""
         self._connection_of = group.connections
-        # What came behind a validation message that is being judged; None: none is.
-        self._behind: deque[bytes] | None = None
+        self.backlog: Backlog | None = None
         self.copies_on_post = rnic.copies_on_post
         # What every message needs, looked up once.
         self._host = group.host
@@ -223,10 +234,10 @@ class Link:
         self._wr_id = 0
         self._since_signal = 0
         # (wr_id, work requests it gives back, connection and sequence or callback)
-        self._pending: deque[
-            tuple[int, int, LinkConnection | None, int, Callable[[], None] | None]
-        ] = deque()
-        self._waiting: dict[LinkConnection, None] = {}
+        self._pending: deque[tuple[int, int, Poster | None, int, Callable[[], None] | None]] = (
+            deque()
+        )
+        self._waiting: dict[Poster, None] = {}
         self._received = 0
         self._replenish = max(1, rnic.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
@@ -267,21 +278,19 @@ class Link:
             return 0
         return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
 
-    def wait_for_room(self, connection: LinkConnection) -> None:
-        """Call ``connection.on_room()`` once, when `capacity` is positive again."""
-        self._waiting[connection] = None
+    def wait_for_room(self, poster: Poster) -> None:
+        """Call ``poster.on_room()`` once, when `capacity` is positive again."""
+        self._waiting[poster] = None
 
-    def hand_over(self, connection: LinkConnection, heir: LinkConnection | None) -> None:
-        """Report completions of what ``connection`` posted to ``heir``; None: to nobody."""
-        self._waiting.pop(connection, None)
+    def hand_over(self, poster: Poster, heir: Poster | None) -> None:
+        """Report completions of what ``poster`` posted to ``heir``; None: to nobody."""
+        self._waiting.pop(poster, None)
         for place, (wr_id, weight, owner, sequence, on_sent) in enumerate(self._pending):
-            if owner is connection:
+            if owner is poster:
                 self._pending[place] = (wr_id, weight, heir, sequence, on_sent)
 
-    def post_write(
-        self, connection: LinkConnection, data: memoryview, address: int, rkey: int
-    ) -> None:
-        """RDMA-write ``data`` to ``address``; completes with the connection's next CDC."""
+    def post_write(self, poster: Poster, data: memoryview, address: int, rkey: int) -> None:
+        """RDMA-write ``data`` to ``address``; completes with the poster's next CDC."""
         self._free -= 1
         self._since_signal += 1
         self._wr_id = wr_id = self._wr_id + 1
@@ -290,13 +299,13 @@ class Link:
             observer.rdma_write(self, address, rkey, data)
         self._post_write(wr_id, data, None, address=address, rkey=rkey)
 
-    def post_cdc(self, connection: LinkConnection, message: bytes) -> None:
-        """Send a CDC message; ``connection.on_cdc_complete`` follows."""
+    def post_cdc(self, poster: Poster, message: bytes) -> None:
+        """Send a CDC message; ``poster.on_cdc_complete`` follows."""
         self._free -= 1
         self._wr_id = wr_id = self._wr_id + 1
         weight = self._since_signal + 1
         self._since_signal = 0
-        self._pending.append((wr_id, weight, connection, message[2] << 8 | message[3], None))
+        self._pending.append((wr_id, weight, poster, message[2] << 8 | message[3], None))
         observer = self._host.observer
         if observer is not None:
             observer.cdc(self, True, message)
@@ -346,12 +355,13 @@ class Link:
         elif opcode != _RECV:
             self._sent(wr_id)
         elif data is not None:
-            if self._behind is None:
-                self._receive_untrusted(data)
+            if self.backlog is None:
+                self.receive_untrusted(data)
             else:
-                self._behind.append(data)
+                self.backlog.append(data)
 
-    def _receive_untrusted(self, data: bytes) -> None:
+    def receive_untrusted(self, data: bytes) -> None:
+        """Take one message of the peer's, past the backlog."""
         self.heard = True
         self._received = count = self._received + 1
         if count >= self._replenish:
@@ -374,7 +384,7 @@ class Link:
         try:
             connection.on_cdc_untrusted(data)
         except MessageMissing:
-            self._wait_to_be_judged(data)
+            self.group.mover.message_missing(self, data)
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
 
@@ -411,7 +421,7 @@ class Link:
     def close_queue_pair(self) -> None:
         """Free what the link has; connections are told by the group."""
         self.failing = True
-        self.group.link_ends(self)
+        self.group.mover.link_ends(self)
         self._waiting.clear()
         self._pending.clear()
         self.stop_timer()
@@ -511,72 +521,6 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    # --- messages that wait to be judged ---------------------------------------------------------
-
-    def _wait_to_be_judged(self, data: bytes) -> None:
-        """What the message misses may have come over another link and wait there (4.6.1)."""
-        if self._behind is None:
-            self._behind = deque()
-        self._behind.appendleft(data)
-        self.group.judge(self)
-
-    def resume_untrusted(self, *, give_up: bool = False) -> bool:
-        """Judge the message that waits once more, then take what came behind it.
-
-        Args:
-          give_up: when it still misses something, that is lost.
-
-        Returns:
-          Whether it did not have to wait any longer; `waits` tells of the next one.
-        """
-        behind = self._behind
-        if behind is None:
-            return True
-        data = behind.popleft()
-        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
-        if connection is not None:
-            try:
-                connection.on_cdc_untrusted(data)
-            except MessageMissing as error:
-                if not give_up:
-                    behind.appendleft(data)
-                    return False
-                LOGGER.warning("%r: %s", self, error)
-                connection.protocol_error(error)
-            except ProtocolError as error:
-                LOGGER.warning("%r: %s", self, error)
-        while behind:
-            data = behind.popleft()
-            self._receive_untrusted(data)
-            if behind and behind[0] is data:
-                return True  # the next one waits
-        self._behind = None
-        return True
-
-    @property
-    def waits(self) -> bool:
-        """Whether a failover validation message waits for what other links brought."""
-        return self._behind is not None
-
-    def waits_for(self, other: Link) -> bool:
-        """Whether what it waits for is among what waits behind such a message of ``other``.
-
-        A validation message is nothing to wait for, nor is what was sent after the message that
-        is missing: a connection that has lost one and moved twice has both on several links.
-        """
-        if not self._behind or not other._behind:
-            return False
-        missing = self._behind[0]
-        token, sequence = missing[4:8], missing[2] << 8 | missing[3]
-        return any(
-            each[4:8] == token
-            and each[0] == CDC_TYPE
-            and len(each) == CDC_SIZE
-            and not each[_PRODUCER_FLAGS] & FAILOVER_VALIDATION
-            and not (sequence - (each[2] << 8 | each[3])) & 0x8000
-            for each in other._behind
-        )
 
 
 def _status_name(status: int) -> str:

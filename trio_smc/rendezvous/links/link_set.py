@@ -1,21 +1,23 @@
-"""The links of one group: their numbers, which of them can be used, and what they make the group.
+"""The links of one group: which of them a connection or a message takes, and which may be added.
+
+Theory of operation
+-------------------
+A new connection sends on the usable link with the fewest connections (`Links.least_loaded`).
 
 Two links of a group never join the same two RNICs (a parallel link).  A link that shares an RNIC
-with another one at one end only is asymmetric; a group has at most one, and it is not counted
-among the links that the two sides have agreed on as the most (RFC 7609, 2.2.2).
+with another one at one end only is asymmetric; a group has at most one, as long as there is no
+symmetric pair, and it is not counted among the links that the two sides have agreed on as the
+most (RFC 7609, 2.2.2).
 
-Which RNICs a new link joins (RFC 7609, 2.2.2, 3.5.1.6, 3.5.5.1).
-
-The server picks its end first and names it in ADD LINK; the client picks the other end, or finds
-none and rejects.  Both follow the same rules: no two links join the same RNICs, one link at most
-is asymmetric, as long as there is no symmetric pair, and the others are no more than the two
-sides have agreed on.
+Which RNICs a new link joins is decided by both sides after these rules (3.5.1.6, 3.5.5.1).  The
+server picks its end first and names it in ADD LINK (`server_rnic`); the client picks the other
+end, or finds none and rejects (`client_rnic`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +29,7 @@ __all__ = [
     "FIRST_LINK",
     "GONE_LINKS",
     "LINK_LIMIT",
-    "Kind",
+    "LinkGroupKind",
     "Links",
     "client_rnic",
     "server_rnic",
@@ -44,8 +46,8 @@ GONE_LINKS: Final = 2 * LINK_LIMIT
 """Links that are remembered after their end."""
 
 
-class Kind(StrEnum):
-    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.2)."""
+class LinkGroupKind(StrEnum):
+    """How well a group survives the loss of an RNIC (RFC 7609, 2.2.3)."""
 
     SINGLE = "single"
     ASYMMETRIC = "asymmetric"
@@ -86,13 +88,28 @@ class Links(dict[int, "Link"]):
         """Links that may carry more connections."""
         return [link for link in self.values() if link.usable]
 
-    def least_loaded(self, but: Link | None = None) -> Link | None:
-        """The usable link, and not ``but``, with the fewest connections."""
+    def least_loaded(
+        self, but: Link | None = None, among: Container[int] | None = None
+    ) -> Link | None:
+        """The usable link on which the fewest connections send: a new connection goes there.
+
+        Args:
+          but: not this one.
+          among: the numbers that come into question; None: all.
+        """
         return min(
-            (link for link in self.values() if link.usable and link is not but),
+            (
+                link
+                for link in self.values()
+                if link.usable and link is not but and (among is None or link.number in among)
+            ),
             key=lambda link: link.load,
             default=None,
         )
+
+    def oldest(self, but: Link | None = None) -> Link | None:
+        """The usable link, and not ``but``, that has been there longest."""
+        return next((link for link in self.values() if link.usable and link is not but), None)
 
     def for_llc(self, avoid: Link | None = None) -> Link | None:
         """A link that can carry LLC messages; ``avoid``, or one that is being deleted, only if no
@@ -129,12 +146,12 @@ class Links(dict[int, "Link"]):
         return [link for link in self.usable() if link not in symmetric]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LinkGroupKind:
         """What these links make the group."""
         symmetric = len(self.symmetric())
         if symmetric > 1:
-            return Kind.SYMMETRIC
-        return Kind.ASYMMETRIC if self.asymmetric() else Kind.SINGLE
+            return LinkGroupKind.SYMMETRIC
+        return LinkGroupKind.ASYMMETRIC if self.asymmetric() else LinkGroupKind.SINGLE
 
     def unused(self, rnics: Iterable[Rnic]) -> list[Rnic]:
         """Those of ``rnics`` that no symmetric link uses, those without any link first."""
@@ -160,10 +177,10 @@ def server_rnic(links: Links, rnics: Sequence[Rnic], most: int, *, news: bool) -
     symmetric = links.symmetric()
     unused = links.unused(rnics)
     if unused and len(symmetric) < most:
-        if links.kind is Kind.ASYMMETRIC and shares_peer_port(links) and not news:
+        if links.kind is LinkGroupKind.ASYMMETRIC and shares_peer_port(links) and not news:
             return None  # the client has no RNIC for a symmetric link
         return unused[0]
-    if links.kind is Kind.SINGLE:
+    if links.kind is LinkGroupKind.SINGLE:
         # 3.5.1.6: the same one again, in case that the client has a second one.
         return next((rnic for rnic in rnics if rnic is symmetric[0].rnic), None)
     return None
@@ -174,7 +191,7 @@ def client_rnic(links: Links, rnics: Sequence[Rnic], most: int, peer: PeerPort) 
     second asymmetric one, or one too many (3.5.1.6.1)."""
     symmetric = links.symmetric()
     unused = links.unused(rnics)
-    single = links.kind is Kind.SINGLE
+    single = links.kind is LinkGroupKind.SINGLE
     if any(link.peer is not None and link.peer.port == peer for link in symmetric):
         return unused[0] if unused and single else None
     if unused:
@@ -200,4 +217,4 @@ def violates_rules(links: Links, rnic: Rnic, peer: PeerPort) -> bool:
             return True
     for link in links.symmetric():
         shared |= link.rnic is rnic or (link.peer is not None and link.peer.port == peer)
-    return shared and links.kind is not Kind.SINGLE
+    return shared and links.kind is not LinkGroupKind.SINGLE

@@ -44,6 +44,7 @@ __all__ = [
     "RMB_IDLE",
     "OwnRmbs",
     "RmbOwner",
+    "RmbTeller",
 ]
 
 
@@ -70,6 +71,16 @@ _LOOK_EVERY: Final = 15.0
 """Seconds between two looks: how much longer than needed an RMB may stay."""
 
 
+class RmbTeller(Protocol):
+    """Who tells the peer of RMBs, and then calls ``finished`` with whether it has agreed."""
+
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB (3.5.5.2.1)."""
+
+    def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+
+
 class RmbOwner(Protocol):
     """What RMBs want of the group that they belong to."""
 
@@ -89,11 +100,9 @@ class RmbOwner(Protocol):
     def usable(self) -> bool:
         """Whether the peer can be told anything."""
 
-    def confirm_rmb(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """Tell the peer of a new RMB (3.5.5.2.1)."""
-
-    def delete_rmbs(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+    @property
+    def rkey_exchanges(self) -> RmbTeller:
+        """How the peer is told."""
 
 
 class OwnRmbs:
@@ -114,6 +123,7 @@ class OwnRmbs:
         self._waiting: dict[int, list[_Done]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
+        self._tidying: Timer | None = None
 
     def __len__(self) -> int:
         """How many there are, those that come and go included."""
@@ -155,6 +165,18 @@ class OwnRmbs:
             self.pool.release(rmbe, used)
             if self.pool.is_empty(rmbe.rmb):
                 self._idle.emptied(rmbe.rmb)
+            self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        if self.pool.untidy and self._tidying is None:
+            self._tidying = self._owner.timers.call_later(0.0, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidying = None
+        for rmb in set(self.pool.tidy(self._owner.timers.now)):
+            if self.pool.is_empty(rmb):
+                self._idle.emptied(rmb)
+        self._tidy_later()
 
     def free(self, rmb: Rmb) -> None:
         """Revoke the RKeys of an RMB that is not in the pool and free its memory."""
@@ -197,6 +219,10 @@ class OwnRmbs:
     def close_regions(self) -> None:
         """Revoke every RKey: the peer cannot write any more."""
         self._idle.close()
+        self.pool.close()
+        if self._tidying is not None:
+            self._tidying.cancel()
+            self._tidying = None
         for regions in self._regions.values():
             for region in regions.values():
                 region.close()
@@ -258,7 +284,7 @@ class OwnRmbs:
                 done(self.pool.take(size))
             return
         self._waiting[size] = waiting
-        owner.confirm_rmb(rmb, lambda agreed: self._confirmed(rmb, agreed))
+        owner.rkey_exchanges.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed))
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -364,7 +390,7 @@ class IdleRmbs:
         batch = tuple(islice(self._leaving, MAX_DELETED))
         if batch and not self._asking and self._owner.usable:
             self._asking = True
-            self._owner.delete_rmbs(batch, lambda replied: self._deleted(batch, replied))
+            self._owner.rkey_exchanges.delete(batch, lambda replied: self._deleted(batch, replied))
 
     def _deleted(self, batch: tuple[Rmb, ...], replied: bool) -> None:
         self._asking = False

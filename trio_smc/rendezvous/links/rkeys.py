@@ -14,7 +14,8 @@ byte that counts them allows.  What is out of order is a protocol error; what ca
 a negative reply.  Both messages and replies are made when their turn comes, so that they
 name the links there are by then.
 
-When an exchange may run is decided in `exchanges`; which RMBs there are in `own_rmbs`.
+`Rkeys` makes and reads all these messages.  `RkeyExchanges` has the requests of both sides wait for
+their turn, which `exchanges` decides; which RMBs there are is decided in `own_rmbs`.
 
 Our requests begin anew, with the links there are then: after a failed link, after a reply that
 says so, and when an ADD LINK or DELETE LINK of the server overtook them (3.5.5.3.3); the last kind
@@ -41,7 +42,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
     from trio_smc.datapath.rmb import Rmb
-    from trio_smc.rendezvous.links.context import Group, Turns
+    from trio_smc.rendezvous.links.context import Exchange, GroupData
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 
@@ -140,10 +141,9 @@ class PeerRequest(NamedTuple):
 class Rkeys:
     """What one link group tells and is told of RKeys."""
 
-    def __init__(self, group: Group, own: OwnRmbs, exchanges: RkeyExchanges) -> None:
+    def __init__(self, group: GroupData, own: OwnRmbs) -> None:
         self._group = group
         self._own = own
-        self._exchanges = exchanges
         # By link number; at most one on each link.
         self._parts: dict[int, _Parts] = {}
 
@@ -209,57 +209,31 @@ class Rkeys:
 
     # --- our RMBs -----------------------------------------------------------------------------
 
-    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """Tell the peer of a new RMB on all links (3.5.5.2.1).
+    def confirmation(self, rmb: Rmb, numbers: Iterable[int], link: Link) -> list[llc.Message]:
+        """What tells the peer of an RMB on the links of these numbers, sent over ``link``."""
+        tokens = self._own.tokens(rmb)
+        return confirm_rkey_messages({each: tokens[each] for each in numbers}, link.number)
 
-        ``finished`` is called once with whether the peer knows it, now or later.
-        """
-        told: set[int] = set()
+    def deletion(self, rmbs: Sequence[Rmb], link: Link) -> list[llc.Message]:
+        """What takes RMBs back, sent over ``link``."""
+        own = self._own
+        return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
 
-        def messages(link: Link) -> list[llc.Message]:
-            tokens = self._own.tokens(rmb)
-            told.clear()
-            told.update([link.number, *self._carrying()])
-            return confirm_rkey_messages({each: tokens[each] for each in told}, link.number)
-
-        def answered(agreed: bool) -> None:
-            # A link that came up while the reply was on its way over another one.
-            if agreed and not told.issuperset(self._carrying()):
-                self.confirm(rmb, finished)
-            else:
-                finished(agreed)
-
-        self._exchanges.change_rkeys(RkeyRequest(messages, answered))
-
-    def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
-
-        ``finished`` is called once with whether the peer replied: a negative reply, from a peer
-        that knew an RMB no more, is as good as another and only logged (A.3.7).
-        """
-
-        def messages(link: Link) -> list[llc.Message]:
-            own = self._own
-            return [llc.DeleteRkey(rkeys=tuple(own.tokens(rmb)[link.number].rkey for rmb in rmbs))]
-
-        self._exchanges.change_rkeys(RkeyRequest(messages, finished))
-
-    def _carrying(self) -> list[int]:
+    def carrying(self) -> list[int]:
         """Numbers of the links that an RMB must be known on."""
         links = self._group.links.items()
         return [number for number, link in links if link.state in ("ACTIVE", "TESTING")]
 
     # --- RMBs of the peer -----------------------------------------------------------------------
 
-    def on_request_untrusted(self, link: Link, message: RkeyMessage) -> None:
-        """CONFIRM RKEY, its CONTINUATION, or DELETE RKEY from the peer.
+    def request_untrusted(self, link: Link, message: RkeyMessage) -> PeerRequest:
+        """What the peer asks by CONFIRM RKEY, its CONTINUATION, or DELETE RKEY.
 
         Raises:
           ProtocolError: a CONTINUATION is missing, out of order, or names a link twice.
         """
         if isinstance(message, llc.DeleteRkey):
-            self._exchanges.on_request(PeerRequest(link, message, None, last=True))
-            return
+            return PeerRequest(link, message, None, last=True)
         parts = self._parts.get(link.number)
         if isinstance(message, llc.ConfirmRkey):
             if parts is not None and not parts.refused:
@@ -268,10 +242,9 @@ class Rkeys:
         elif parts is None or message.tokens_left != parts.left:
             raise ProtocolError("CONFIRM RKEY CONTINUATION out of order")
         parts.add_untrusted(message.others)
-        last = not parts.left
-        self._exchanges.on_request(PeerRequest(link, message, parts, last))
-        if last:
-            self._parts.pop(link.number, None)
+        if not parts.left:
+            del self._parts[link.number]
+        return PeerRequest(link, message, parts, last=not parts.left)
 
     def answer(self, request: PeerRequest) -> None:
         """Take over what the peer says, and echo it."""
@@ -310,7 +283,7 @@ class Rkeys:
 
     def _fail_links_without_rkey(self, tokens: dict[int, RToken]) -> None:
         """C.7.1: a link for which the peer gives no RKey has failed there."""
-        for number in self._carrying():
+        for number in self.carrying():
             if number not in tokens and number in self._group.links:
                 link = self._group.links[number]
                 LOGGER.info("%r: the peer's new RMB has no RKey there", link)
@@ -385,11 +358,10 @@ class RkeyRequest:
 class RkeyExchanges:
     """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
 
-    rkeys: Rkeys
-
-    def __init__(self, group: Group, turns: Turns) -> None:
+    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
-        self._turns = turns
+        self._exchange = exchange
+        self._rkeys = rkeys
         self._queue: deque[RkeyRequest] = deque()
         self._current: RkeyRequest | None = None
         self._rkeys_link: Link | None = None
@@ -401,22 +373,52 @@ class RkeyExchanges:
 
     # --- requests of this side ------------------------------------------------------------
 
-    def change_rkeys(self, request: RkeyRequest) -> None:
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+        """Tell the peer of a new RMB on all links (3.5.5.2.1).
+
+        ``finished`` is called once with whether the peer knows it, now or later.
+        """
+        rkeys = self._rkeys
+        told: set[int] = set()
+
+        def messages(link: Link) -> list[llc.Message]:
+            told.clear()
+            told.update([link.number, *rkeys.carrying()])
+            return rkeys.confirmation(rmb, told, link)
+
+        def answered(agreed: bool) -> None:
+            # A link that came up while the reply was on its way over another one.
+            if agreed and not told.issuperset(rkeys.carrying()):
+                self.confirm(rmb, finished)
+            else:
+                finished(agreed)
+
+        self._change(RkeyRequest(messages, answered))
+
+    def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
+        """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
+
+        ``finished`` is called once with whether the peer replied: a negative reply, from a peer
+        that knew an RMB no more, is as good as another and only logged (A.3.7).
+        """
+        self._change(RkeyRequest(lambda link: self._rkeys.deletion(rmbs, link), finished))
+
+    def _change(self, request: RkeyRequest) -> None:
         """Confirm or delete RKeys, now or when the exchange under way is done."""
-        if self._turns.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
+        if self._exchange.state == "ENDED" or len(self._queue) >= _MAX_QUEUED:
             request.finished(False)
             return
         self._queue.append(request)
-        self._turns.send("queued")
+        self._exchange.queued()
 
     def start(self) -> bool:
         """Begin the request of ours that waits longest, if one does and may."""
-        link = self._group.any_active_link()
+        link = self._group.links.oldest()
         if not self._queue or link is None or self._current is not None:
             return False
         self._current = self._queue.popleft()
         self._rkeys_link = link
-        self._turns.send("change_rkeys")
+        self._exchange.send("change_rkeys")
         return True
 
     def on_reply_untrusted(self, link: Link, reply: RkeyMessage) -> None:
@@ -425,14 +427,14 @@ class RkeyExchanges:
         if request is None or link is not self._rkeys_link:
             raise ProtocolError(f"{type(reply).__name__} reply without a request")
         if request.on_echo_untrusted(reply):
-            self._turns.send("rkeys_replied")
+            self._exchange.send("rkeys_replied")
 
     def send_rkeys(self) -> None:
         """Our request; then wait for the echoes."""
         if self._current is not None and self._rkeys_link is not None:
             self._current.send(self._rkeys_link)
         self._rkeys_timer = self._group.timers.call_later(
-            self._group.config.llc_timeout, lambda: self._turns.send("rkeys_timeout")
+            self._group.config.llc_timeout, lambda: self._exchange.send("rkeys_timeout")
         )
 
     def stop_rkeys_timer(self) -> None:
@@ -462,7 +464,7 @@ class RkeyExchanges:
 
     def fail_rkeys_link(self) -> None:
         """The link over which the request was sent has failed (C.7.1)."""
-        fail(self._rkeys_link, self._turns.state)
+        fail(self._rkeys_link, self._exchange.state)
 
     def link_lost(self, link: Link, *, begun: bool) -> bool:
         """What travels on ``link`` has failed; whether our request did."""
@@ -475,7 +477,7 @@ class RkeyExchanges:
 
     def _retry(self, request: RkeyRequest) -> None:
         del self._retries[request]
-        self.change_rkeys(request)
+        self._change(request)
 
     def fail_queued(self) -> None:
         """Tell everybody who waits (2.3)."""
@@ -493,10 +495,10 @@ class RkeyExchanges:
 
     # --- requests of the peer -------------------------------------------------------------
 
-    def on_request(self, request: PeerRequest) -> None:
-        """An RKey request of the peer (`Rkeys.on_request_untrusted`)."""
-        self._peer_requests.append(request)
-        self._turns.send("peer_rkeys")
+    def on_request_untrusted(self, link: Link, message: RkeyMessage) -> None:
+        """An RKey request of the peer.  Raises ProtocolError, see `Rkeys.request_untrusted`."""
+        self._peer_requests.append(self._rkeys.request_untrusted(link, message))
+        self._exchange.send("peer_rkeys")
 
     def answer_rkeys(self) -> None:
         """Answer the peer's RKey request."""
@@ -509,13 +511,13 @@ class RkeyExchanges:
 
     def _answer(self, request: PeerRequest) -> None:
         if request.link.state != "DOWN":
-            self.rkeys.answer(request)
+            self._rkeys.answer(request)
 
     def put_off_rkeys(self) -> None:
         """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
         request = self._peer_requests.popleft()
         if not isinstance(request.message, llc.DeleteRkey):
-            self.rkeys.refuse(request)
+            self._rkeys.refuse(request)
         elif len(self._put_off) < _MAX_PUT_OFF:
             self._put_off.append(request)
         else:

@@ -1,4 +1,4 @@
-"""RoCE adapters and the kernel's soft-RoCE through pyverbs.
+"""A RoCE port, of an adapter or of the kernel's soft-RoCE, through pyverbs.
 
 Theory of operation.  One completion queue on one completion channel serves all queue pairs of an
 RNIC: with pyverbs 44 a channel of two queues cannot be read safely.  The channel's descriptor and
@@ -19,27 +19,44 @@ channel, device: a call on a closed object of pyverbs crashes the process.
 from __future__ import annotations
 
 import errno
+import logging
 import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, Self
 
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.roce import pyverbs as _pyverbs
-from trio_smc.rnic.roce.port import RocePort
+from trio_smc.rnic.roce import neighbours, pyverbs
+from trio_smc.rnic.roce.gids import choose, tells_mac, towards
+from trio_smc.rnic.roce.pyverbs import CompChannel, Context, Cq, Gid, Verbs
 from trio_smc.rnic.roce.queue_pair import Domain, RoceQueuePair
-from trio_smc.rnic.verbs import Completion, ProtectionDomain, QueuePair, RnicError
+from trio_smc.rnic.verbs import (
+    Completion,
+    ProtectionDomain,
+    QueuePair,
+    Rnic,
+    RnicError,
+    RnicEvent,
+)
 
 __all__ = [
     "VerbsRnic",
 ]
 
 
+_log = logging.getLogger("trio_smc.rnic")
+
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
+_FRESH: Final = 0.1
+"""Seconds: who has looked whether an address is known connects to it next, and asks no more."""
 
 
-class VerbsRnic(RocePort):
+class VerbsRnic(Rnic):
     """A port of an RDMA device that runs RoCE (RFC 7609, 2.1).
 
     Args:
@@ -52,12 +69,22 @@ class VerbsRnic(RocePort):
       gid_is_fixed: the user chose the GID, and with it RoCE v1 or v2.
     """
 
+    kind: Literal["software", "roce"] = "roce"
     copies_on_post = True
     send_depth = 256
     receive_depth = 256
+    _context: Context
 
     def __init__(self, device: str, port: int = 1, gid_index: int | None = None) -> None:
-        super().__init__(device, port, gid_index)
+        self.name = device if port == 1 else f"{device}/{port}"
+        self.device = device
+        self.port = port
+        self._gid_index = gid_index
+        self.gid_is_fixed = gid_index is not None
+        self._lib: Verbs | None = None
+        self.failed = False
+        self.port_active = False
+        self._known, self._known_until = b"", 0.0
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
         self._found: list[Completion] = []
@@ -66,14 +93,14 @@ class VerbsRnic(RocePort):
     def open(self, directory: Path) -> None:
         if self._lib is not None:
             raise RnicError(errno.EBUSY, f"{self.name} is open already")
-        lib = _pyverbs.load()
+        lib = pyverbs.load()
         with lib.refusals(f"opening {self.device}"):
             self._context, self._async_fd = lib.context(self.device)
         self._lib = lib
         self._refusal = ""
         self.failed = False
-        self._channel: _pyverbs.Channel | None = None
-        self._cq: _pyverbs.Cq | None = None
+        self._channel: CompChannel | None = None
+        self._cq: Cq | None = None
         self._epoll = select.epoll()
         try:
             self._read_port(lib)
@@ -87,6 +114,21 @@ class VerbsRnic(RocePort):
         except BaseException:
             self.close()
             raise
+
+    def _read_port(self, lib: Verbs) -> None:
+        with lib.refusals(f"reading port {self.port} of {self.device}"):
+            port = self._context.query_port(self.port)
+            table = lib.gids(self._context, self.port)
+        self.port_active = port.state == lib.port_active
+        self.mtu = port.active_mtu
+        gid = choose(table, self._gid_index)
+        if gid is None:
+            raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
+        self._gid = gid
+        self.gid = gid.value
+        netdev = socket.if_indextoname(gid.ifindex)
+        address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
+        self.mac = bytes.fromhex(address.strip().replace(":", ""))
 
     def close(self) -> None:
         if self._lib is None:
@@ -107,6 +149,21 @@ class VerbsRnic(RocePort):
                     each.close()
         self._lib = None
         self.port_active = False
+
+    def _opened(self) -> Verbs:
+        if self._lib is None:
+            raise RnicError(errno.EBADF, f"{self.name} is not open")
+        return self._lib
+
+    @contextmanager
+    def releasing(self, what: str) -> Iterator[None]:
+        """Around giving something back, which a device that has failed refuses."""
+        lib = self._opened()
+        try:
+            yield
+        except lib.error as refused:
+            if not self.failed:
+                raise lib.refusal(what, refused) from refused
 
     def alloc_memory(self, size: int) -> Memory:
         return Memory(size)
@@ -196,7 +253,7 @@ class VerbsRnic(RocePort):
                 except lib.error as refused:
                     self._fail(str(refused))
 
-    def _take_notification(self, lib: _pyverbs.Verbs) -> None:
+    def _take_notification(self, lib: Verbs) -> None:
         if self._channel is None or self._cq is None or self.failed:
             return
         try:
@@ -207,7 +264,7 @@ class VerbsRnic(RocePort):
         else:
             self._cq.ack_events(1)
 
-    def _take_event(self, lib: _pyverbs.Verbs) -> None:
+    def _take_event(self, lib: Verbs) -> None:
         event = self._context.get_async_event()
         kind = event.event_type
         event.ack()
@@ -216,8 +273,79 @@ class VerbsRnic(RocePort):
         else:
             self.look_at_port()  # the event names neither port nor GID
 
+    def look_at_port(self) -> None:
+        """See whether the port went down or came up, and what its MTU is: `RnicEvent` tells."""
+        lib = self._opened()
+        before = self.port_active
+        try:
+            port = self._context.query_port(self.port)
+        except lib.error as refused:  # the device is gone
+            self._fail(str(refused))
+            return
+        self.mtu = port.active_mtu
+        self.port_active = port.state == lib.port_active
+        if self.port_active != before:
+            self._tell(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
+
     def _fail(self, why: str) -> None:
-        if not self.failed:
-            for fd in (self._channel_fd, self._async_fd):
-                self._epoll.unregister(fd)
-        super()._fail(why)
+        """The device is gone: tell so, once."""
+        if self.failed:
+            return
+        for fd in (self._channel_fd, self._async_fd):
+            self._epoll.unregister(fd)
+        _log.warning("%s has failed: %s", self.name, why)
+        self.failed = True
+        self.port_active = False
+        self._tell(RnicEvent.FATAL)
+
+    def _tell(self, event: RnicEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    # -- GIDs, and how peers are reached -----------------------------------------------------
+
+    @property
+    def gid_entry(self) -> Gid:
+        """The entry of the GID table that this RNIC uses, as it was when it was opened."""
+        return self._gid
+
+    def gid_table(self) -> list[Gid]:
+        """The port's GIDs now; empty when the device is gone."""
+        lib = self._opened()
+        try:
+            return lib.gids(self._context, self.port)
+        except lib.error:
+            return []
+
+    def with_gid(self, number: int) -> Self:
+        """The same port with another GID, not open yet; its name says which."""
+        other = type(self)(self.device, self.port, number)
+        other.gid_is_fixed = self.gid_is_fixed
+        other.name = f"{self.name}#{number}"
+        return other
+
+    def gid_towards(self, peer: bytes) -> Gid:
+        """Our GID's entry with the encapsulation that this peer speaks.
+
+        Raises RnicError when the GID is not in the table any more.
+        """
+        lib = self._opened()
+        with lib.refusals("ibv_query_gid_table"):
+            table = lib.gids(self._context, self.port)
+        gid = towards(peer, table, self._gid, fixed=self.gid_is_fixed)
+        if gid is None:
+            raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
+        return gid
+
+    def address_known(self, gid: bytes) -> bool:
+        if self._known == gid and time.monotonic() < self._known_until:
+            return True
+        try:
+            own = self.gid_towards(gid)
+        except RnicError:
+            return True  # it will be told by who needs it
+        if not tells_mac(gid, own):
+            if not neighbours.is_known(gid, own.value, own.ifindex):
+                return False
+            self._known, self._known_until = gid, time.monotonic() + _FRESH
+        return True

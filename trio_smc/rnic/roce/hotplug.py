@@ -1,8 +1,9 @@
-"""RoCE ports that come and go: news from the kernel, and which ports there are.
+"""RoCE ports that come and go: news from the kernel, and which devices and ports there are.
 
-Two netlink sockets say so: that of uevents when a device is made or taken away, that of the
+Two netlink sockets tell the news: that of uevents when a device is made or taken away, that of the
 network when an interface goes up or down, on which the port of an RDMA device follows.  What
-changed is not read from them but looked up afterwards: messages may be lost when there are many.
+changed is not read from them but looked up in sysfs afterwards: messages may be lost when there
+are many.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _NETLINK_KOBJECT_UEVENT: Final = 15  # <linux/netlink.h>
 _KERNEL_UEVENTS: Final = 1  # what udev sends itself is in another group
 _RTMGRP_LINK: Final = 1
 _LONGEST: Final = 1 << 16
+_SYSFS: Final = Path("/sys/class")
+_ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 
 
 def is_news(uevent: bytes) -> bool:
@@ -83,10 +86,6 @@ class PortWatch:
                 continue
             from_kernel = sender[0] == 0
             news = news or (from_kernel and (sock is self._links or is_news(message)))
-
-
-_SYSFS: Final = Path("/sys/class")
-_ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 
 
 def present_devices(sysfs: Path = _SYSFS) -> set[str]:

@@ -29,8 +29,8 @@ from trio_smc.rnic.verbs import RnicError
 __all__ = [
     "ROCE_V1",
     "ROCE_V2",
-    "Channel",
     "Closable",
+    "CompChannel",
     "Context",
     "Cq",
     "Gid",
@@ -90,7 +90,7 @@ class Cq(Closable, Protocol):
     def ack_events(self, count: int) -> None: ...
 
 
-class Channel(Closable, Protocol):
+class CompChannel(Closable, Protocol):
     def get_cq_event(self, expected: Cq) -> None: ...
 
 
@@ -219,11 +219,11 @@ class Verbs:
             if e.port_num == port
         ]
 
-    def channel(self, context: Context) -> tuple[Channel, int]:
+    def channel(self, context: Context) -> tuple[CompChannel, int]:
         """A completion channel and its descriptor."""
         return _with_event_file(lambda: self._lib.cq.CompChannel(context))
 
-    def cq(self, context: Context, cqe: int, channel: Channel) -> Cq:
+    def cq(self, context: Context, cqe: int, channel: CompChannel) -> Cq:
         made: Cq = self._lib.cq.CQ(context, cqe, None, channel, 0)
         return made
 

@@ -1,28 +1,23 @@
-"""A queue pair of a RoCE adapter, with its send ring and the books of its send queue.
+"""Protection domains, memory regions and queue pairs of a RoCE port, as pyverbs makes them.
 
-Each queue pair owns one registered piece of memory:
+Theory of operation.  An adapter reads what it sends from registered memory after the post has
+returned.  So each queue pair owns one registered piece of memory, in which a request's bytes lie
+until the request is done:
 
-==================================
-==============================================================
-receive slots, 64 bytes each        one per posted receive; reused when its completion was polled
-send slots, 64 bytes each           one per request of the send queue, by its number
-send ring, 1 MiB                    what `post_write` was given, in order
-==================================
-==============================================================
+===================================  ============================================================
+receive slots, 64 bytes each         one per posted receive; reused when its completion was polled
+send slots, 64 bytes each            one per request of the send queue, by its number
+send ring, 1 MiB                     what `post_write` was given, in order
+===================================  ============================================================
+
+`PostedSends` keeps the books of the send queue: which slots and which bytes of the ring are still
+in use.  Requests are done in the order of their posting, and an adapter tells of signalled ones
+only; so now and then one is signalled that the caller did not want to hear of: `PostedSends.due`
+says when, `PostedSends.done` whose it was.
 
 A receive's wr_id is its slot plus `_RECEIVE`, a send's is its number: error completions name
 neither opcode nor length, so this is what tells the two apart.  Work requests are made once,
-changed and posted again (`_pyverbs`).
-
-The books of a send queue: which slots and which bytes of the send ring are still in use.
-
-A RoCE adapter reads what it sends from registered memory after the post has returned, so every
-request's bytes lie in a ring until the request is done.  Requests are done in the order of their
-posting, and an adapter tells it of signalled ones only; so now and then one is signalled that
-the
-caller did not want to hear of: `PostedSends.due` says when, `done` says whose it was.
-
-Pure: no verbs, no memory.
+changed and posted again (`pyverbs`).
 """
 
 from __future__ import annotations
@@ -30,12 +25,12 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.roce import pyverbs as _pyverbs
-from trio_smc.rnic.roce.port import RocePort
+from trio_smc.rnic.roce.pyverbs import Context, Cq, Gid, Mr, Qp, SendWr, Verbs, Wc
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -59,19 +54,40 @@ __all__ = [
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
+_PARTS: Final = 4
+"""At the latest after this part of the slots or of the bytes a request is signalled."""
 _INLINE: Final = 64
 """Bytes that are asked for to be sent inline: LLC and CDC messages have 44.  The adapter then need
 not fetch them from memory after it was told of them."""
 
 
+class Port(Protocol):
+    """The port, for what was made from it."""
+
+    port: int
+    mtu: int
+    send_depth: int
+    receive_depth: int
+
+    def gid_towards(self, peer: bytes) -> Gid:
+        """The entry of the GID table to use towards this peer.  Raises RnicError."""
+
+    def address_known(self, gid: bytes) -> bool:
+        """See `Rnic.address_known`."""
+
+    def releasing(self, what: str) -> AbstractContextManager[None]:
+        """Around giving something back, which a device that has failed refuses."""
+
+
 class Region(MemoryRegion):
+    """Memory that an adapter's peers write into."""
+
     def __init__(self, pd: Domain, memory: Memory) -> None:
         lib = pd.lib
         with lib.refusals("ibv_reg_mr"):
-            self._mr: _pyverbs.Mr | None = lib.mr(
-                pd.pd, memory.address, memory.size, remote_write=True
-            )
+            self._mr: Mr | None = lib.mr(pd.pd, memory.address, memory.size, remote_write=True)
         self._pd = pd
+        memory.pinned = True  # else peers would write to pages that it has no more
         self._memory = memory  # pinned pages stay writable for peers: outlives the region
         self.rkey = self._mr.rkey
         self.address = memory.address
@@ -88,11 +104,13 @@ class Region(MemoryRegion):
 
 
 class Domain(ProtectionDomain):
+    """A protection domain; made by `VerbsRnic.alloc_pd`."""
+
     def __init__(
         self,
-        rnic: RocePort,
-        context: _pyverbs.Context,
-        lib: _pyverbs.Verbs,
+        rnic: Port,
+        context: Context,
+        lib: Verbs,
         forget: Callable[[Domain], None],
     ) -> None:
         self.rnic = rnic
@@ -107,6 +125,8 @@ class Domain(ProtectionDomain):
     def register(self, memory: Memory) -> MemoryRegion:
         if self.closed:
             raise RnicError(errno.EBADF, "the protection domain is closed")
+        if memory.fd < 0:
+            raise RnicError(errno.EFAULT, "the memory is closed")
         return Region(self, memory)
 
     def close(self) -> None:
@@ -121,9 +141,78 @@ class Domain(ProtectionDomain):
             self.pd.close()
 
 
+class PostedSends:
+    """Requests posted and not known to be done, oldest first.
+
+    Attributes:
+      next_id: the number of the next request; numbers count from 0 for ever.
+      position: where in the ring the next request's bytes start.
+      free: bytes of the ring that are free; they start at `position` and may wrap.
+    """
+
+    __slots__ = (
+        "_depth", "_oldest", "_posted", "_size", "_unheard", "_unheard_bytes", "free", "next_id",
+        "position",
+    )  # fmt: skip
+
+    def __init__(self, *, depth: int, size: int) -> None:
+        self._depth = depth
+        self._size = size
+        self._posted: deque[tuple[int, int, bool, int]] = deque()
+        self._oldest = 0
+        self._unheard = 0
+        self._unheard_bytes = 0
+        self.next_id = 0
+        self.position = 0
+        self.free = size
+
+    def check(self, length: int) -> None:
+        """Raise QueueFull when there is no slot or no room for ``length`` bytes."""
+        if len(self._posted) >= self._depth or length > self.free:
+            raise QueueFull
+
+    def due(self, length: int) -> bool:
+        """Whether the next request, of ``length`` bytes, has to be signalled."""
+        return (
+            (self._unheard + 1) * _PARTS >= self._depth
+            or (self._unheard_bytes + length) * _PARTS >= self._size
+        )  # fmt: skip
+
+    def post(self, wr_id: int, opcode: int, length: int, *, wanted: bool, signaled: bool) -> None:
+        """Note the next request as posted.
+
+        Args:
+          wr_id: the caller's own number.
+          opcode: what it is; an error completion does not tell.
+          length: bytes of the ring that it uses.
+          wanted: the caller wants to hear of its success.
+          signaled: the adapter tells of its success.
+        """
+        self._posted.append((wr_id, opcode, wanted, length))
+        self.next_id += 1
+        self.free -= length
+        self.position = (self.position + length) % self._size
+        if signaled:
+            self._unheard = self._unheard_bytes = 0
+        else:
+            self._unheard += 1
+            self._unheard_bytes += length
+
+    def done(self, number: int) -> tuple[int, int, bool]:
+        """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
+        while True:
+            wr_id, opcode, wanted, length = self._posted.popleft()
+            self._oldest += 1
+            self.free += length
+            if self._oldest > number:
+                return wr_id, opcode, wanted
+
+
 class RoceQueuePair(QueuePair):
+    """A reliably connected queue pair; made by `VerbsRnic.create_qp`."""
+
     def __init__(
-        self, rnic: RocePort, pd: Domain, cq: _pyverbs.Cq, detach: Callable[[RoceQueuePair], None]
+        self, rnic: Port, pd: Domain, cq: Cq, detach: Callable[[RoceQueuePair], None]
     ) -> None:
         self._detach = detach
         self._rnic, self._pd, self._lib = rnic, pd, pd.lib
@@ -144,7 +233,7 @@ class RoceQueuePair(QueuePair):
         self._closed = False
         pd.pairs.add(self)
 
-    def _make(self, cq: _pyverbs.Cq) -> None:
+    def _make(self, cq: Cq) -> None:
         lib, rnic = self._lib, self._rnic
         with lib.refusals("ibv_reg_mr"):
             self._mr = lib.mr(self._pd.pd, self._base, self._memory.size, remote_write=False)
@@ -166,7 +255,7 @@ class RoceQueuePair(QueuePair):
         self._write_wr = lib.send_wr(self._sge, write=True)
         self._signaled, self._solicited, self._inline = lib.signaled, lib.solicited, lib.inline
 
-    def _create(self, cq: _pyverbs.Cq) -> tuple[_pyverbs.Qp, int]:
+    def _create(self, cq: Cq) -> tuple[Qp, int]:
         make = partial(
             self._lib.qp, self._pd.pd, cq, send_depth=self._rnic.send_depth,
             receive_depth=self._rnic.receive_depth,
@@ -295,7 +384,7 @@ class RoceQueuePair(QueuePair):
 
     def _post(
         self,
-        request: _pyverbs.SendWr,
+        request: SendWr,
         wr_id: int,
         opcode: int,
         length: int,
@@ -315,7 +404,7 @@ class RoceQueuePair(QueuePair):
     def write_capacity(self) -> int:
         return self._posted.free
 
-    def complete(self, wc: _pyverbs.Wc, found: list[Completion]) -> None:
+    def complete(self, wc: Wc, found: list[Completion]) -> None:
         """Turn a work completion of this queue pair into what the interface gives, if anything."""
         number, status = wc.wr_id, wc.status
         if status:
@@ -346,74 +435,3 @@ class RoceQueuePair(QueuePair):
         with self._rnic.releasing("ibv_dereg_mr"):
             self._mr.close()
         self._memory.close()
-
-
-_PARTS = 4
-"""At the latest after this part of the slots or of the bytes a request is signalled."""
-
-
-class PostedSends:
-    """Requests posted and not known to be done, oldest first.
-
-    Attributes:
-      next_id: the number of the next request; numbers count from 0 for ever.
-      position: where in the ring the next request's bytes start.
-      free: bytes of the ring that are free; they start at `position` and may wrap.
-    """
-
-    __slots__ = (
-        "_depth", "_oldest", "_posted", "_size", "_unheard", "_unheard_bytes", "free", "next_id",
-        "position",
-    )  # fmt: skip
-
-    def __init__(self, *, depth: int, size: int) -> None:
-        self._depth = depth
-        self._size = size
-        self._posted: deque[tuple[int, int, bool, int]] = deque()
-        self._oldest = 0
-        self._unheard = 0
-        self._unheard_bytes = 0
-        self.next_id = 0
-        self.position = 0
-        self.free = size
-
-    def check(self, length: int) -> None:
-        """Raise QueueFull when there is no slot or no room for ``length`` bytes."""
-        if len(self._posted) >= self._depth or length > self.free:
-            raise QueueFull
-
-    def due(self, length: int) -> bool:
-        """Whether the next request, of ``length`` bytes, has to be signalled."""
-        return (
-            (self._unheard + 1) * _PARTS >= self._depth
-            or (self._unheard_bytes + length) * _PARTS >= self._size
-        )  # fmt: skip
-
-    def post(self, wr_id: int, opcode: int, length: int, *, wanted: bool, signaled: bool) -> None:
-        """Note the next request as posted.
-
-        Args:
-          wr_id: the caller's own number.
-          opcode: what it is; an error completion does not tell.
-          length: bytes of the ring that it uses.
-          wanted: the caller wants to hear of its success.
-          signaled: the adapter tells of its success.
-        """
-        self._posted.append((wr_id, opcode, wanted, length))
-        self.next_id += 1
-        self.free -= length
-        self.position = (self.position + length) % self._size
-        if signaled:
-            self._unheard = self._unheard_bytes = 0
-        else:
-            self._unheard += 1
-            self._unheard_bytes += length
-
-    def done(self, number: int) -> tuple[int, int, bool]:
-        """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
-        while True:
-            wr_id, opcode, wanted, length = self._posted.popleft()
-            self._oldest += 1
-            self.free += length
-            if self._oldest > number:
-                return wr_id, opcode, wanted

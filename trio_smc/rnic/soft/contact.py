@@ -1,9 +1,9 @@
 """What a software queue pair says to its peer and hears of it: the slow path beside the rings.
 
-A `Contact` holds the two sockets of `_fabric`: the *speaker*, which this side dialled, and the
+A `Contact` holds the two sockets of `messages`: the *speaker*, which this side dialled, and the
 *hearer*, which the peer dialled.  Nothing here changes the state of the queue pair or runs its
 queue, because all of it can happen in the middle of a post; what is found is noted with the RNIC
-(`SoftRnic.gone`, `SoftRnic.stalled`) for the next poll.
+(`Port.gone`, `Port.stalled`) for the next poll.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import select
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import PeerMemory
@@ -25,12 +26,9 @@ from trio_smc.rnic.soft.messages import (
     decode_untrusted,
     receive,
 )
-from trio_smc.rnic.soft.port import PortUser
+from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE, PeerRegions
-from trio_smc.rnic.soft.ring import RING_SIZE, SendRing
-
-if TYPE_CHECKING:
-    from trio_smc.rnic.soft.port import Port
+from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, open_doorbell_untrusted
 
 __all__ = [
     "Contact",
@@ -42,6 +40,8 @@ _EDGES: Final = select.EPOLLIN | select.EPOLLET
 _BOTH_EDGES: Final = _EDGES | select.EPOLLOUT
 _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 _MOST_PENDING: Final = 4
+_MOST_HEARD: Final = 64
+"""Messages of one peer that are taken in at a time."""
 
 
 class Peer:
@@ -62,14 +62,7 @@ class Peer:
             undo.callback(ring.close)
             keys = PeerMemory.map_untrusted(fds[1], KEY_PAGE_SIZE)
             undo.callback(keys.close)
-            try:
-                # Anything else could block, or be a file that the peer wants written to.
-                if os.readlink(f"/proc/self/fd/{fds[2]}") != "anon_inode:[eventfd]":
-                    raise ProtocolError("a doorbell that is not an eventfd")
-                doorbell = os.dup(fds[2])
-            except OSError as problem:
-                raise ProtocolError(f"a doorbell that cannot be kept: {problem}") from problem
-            os.set_blocking(doorbell, False)
+            doorbell = open_doorbell_untrusted(fds[2])
             undo.pop_all()
         return cls(hello, SendRing(ring, doorbell), PeerRegions(keys))
 
@@ -91,15 +84,18 @@ class Contact:
 
     Attributes:
       peer: what the peer's Hello brought; None before it came and after the end.
-      unsaid: announcements that the socket had no room for.  Sends wait until they are out, so
-        that no message overtakes the memory region it is about.
+      unsaid: announcements that the socket had no room for, with descriptors of their own: what
+        they are about may be closed before they are out.  Sends wait until then, so that no
+        message overtakes the memory region it is about.
+      behind: the peer has said more than was taken in yet.
     """
 
-    __slots__ = ("_hearer", "_owner", "_pending", "_rnic", "_speaker", "peer", "unsaid")
+    __slots__ = ("_hearer", "_owner", "_pending", "_rnic", "_speaker", "behind", "peer", "unsaid")
 
     def __init__(self, rnic: Port, owner: ContactOwner) -> None:
         self.peer: Peer | None = None
-        self.unsaid: deque[tuple[Message, tuple[int, ...]]] = deque()
+        self.unsaid: deque[tuple[Message, list[int]]] = deque()
+        self.behind = False
         self._rnic = rnic
         self._owner = owner
         self._speaker: socket.socket | None = None
@@ -114,28 +110,40 @@ class Contact:
 
     def say(self, message: Message, fds: tuple[int, ...]) -> None:
         """Tell the peer, as soon as the socket takes it; without a socket nothing happens."""
-        if self._speaker is not None:
-            self.unsaid.append((message, fds))
-            self.speak()
+        if self._speaker is None or (not self.unsaid and self._send(message, fds)):
+            return
+        kept: list[int] = []
+        self.unsaid.append((message, kept))
+        try:
+            kept.extend(map(os.dup, fds))
+        except OSError:  # out of descriptors
+            self._rnic.gone.append(self._owner)
 
     def speak(self) -> None:
         """Send what is unsaid, as far as the socket takes it."""
         unsaid = self.unsaid
-        while unsaid and self._speaker is not None:
-            message, fds = unsaid[0]
-            try:
-                socket.send_fds(self._speaker, [message.encode()], fds, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._rnic.gone.append(self._owner)
-                return
-            unsaid.popleft()
+        while unsaid and self._send(*unsaid[0]):
+            close_all(unsaid.popleft()[1])
+
+    def _send(self, message: Message, fds: Sequence[int]) -> bool:
+        """Whether the socket took it."""
+        if self._speaker is None:
+            return False
+        try:
+            socket.send_fds(self._speaker, [message.encode()], fds, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._rnic.gone.append(self._owner)
+            return False
+        return True
 
     def hear(self) -> None:
-        """Take in the peer's announcements."""
-        while self._hearer is not None:
-            packet = receive(self._hearer)
+        """Take in the peer's announcements; of very many only some, and the rest at a later
+        look."""
+        self.behind = False
+        for _ in range(_MOST_HEARD):
+            packet = None if self._hearer is None else receive(self._hearer)
             if packet is None:
                 return
             data, fds = packet
@@ -148,6 +156,12 @@ class Contact:
                 return
             finally:
                 close_all(fds)
+        self.behind = True
+        self._rnic.look_again(self._hear_on)
+
+    def _hear_on(self) -> None:
+        self.hear()
+        self._rnic.stalled[self._owner] = None  # its requests may wait for what came
 
     def keep(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """Somebody said Hello too early: keep it for `greet_pending`, or refuse it."""
@@ -186,7 +200,10 @@ class Contact:
         self._rnic.hang_up(self._speaker, quietly=quietly)
         self._rnic.hang_up(self._hearer, quietly=quietly)
         self._speaker = self._hearer = None
+        for _, kept in self.unsaid:
+            close_all(kept)
         self.unsaid.clear()
+        self.behind = False
         if self.peer is not None:
             self.peer.close()
             self.peer = None

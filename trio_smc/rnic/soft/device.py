@@ -1,13 +1,13 @@
 """The software RNIC: RDMA between processes of one host, without privileges or hardware.
 
-Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping,
-checked
+Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
 for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
-pair; a doorbell (an eventfd for each queue pair) is rung only when the receiver is asleep.  So
-data needs no system call at all while both sides are busy.  Here is the
-device; the parts are `_ring` (sends), `_softmr` (memory), `_softqp` (queue pairs), and
-`_fabric`,
-`_reception` and `_contact` (how RNICs find and tell each other).
+pair; a doorbell (a pipe for each queue pair) is rung only when the receiver is asleep.  So
+data needs no system call at all while both sides are busy.
+
+Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),
+`regions` (memory), `queue_pair`, and `messages` and `contact` (how RNICs find and tell each
+other); `port` is the device as they see it, and `faults` lets things go wrong on purpose.
 
 Several can be open in one process, also under one name, and a process may connect to itself.
 """
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.private_directory import is_same_user
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.messages import (
     Directory,
@@ -35,9 +36,8 @@ from trio_smc.rnic.soft.messages import (
     close_all,
     decode_untrusted,
     receive,
-    same_user,
 )
-from trio_smc.rnic.soft.port import Port, PortUser, Pushed
+from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import SLOTS, ReceiveRing, fence
@@ -52,9 +52,7 @@ from trio_smc.rnic.verbs import (
 )
 
 __all__ = [
-    "Reception",
     "SoftRnic",
-    "socket_name",
 ]
 
 
@@ -62,6 +60,11 @@ _GID_PREFIX: Final = bytes.fromhex("fd534d4352000000")
 _MACHINES: Final = ("x86_64", "AMD64")
 _SEND_DEPTH: Final = 1024
 _EVENTS_AT_ONCE: Final = 64
+_MOST_ROUNDS: Final = 16
+_MOST_ACCEPTED: Final = 32
+"""Strangers that are let in at a time: less than a millisecond."""
+_MOST_STRANGERS: Final = 64
+_EDGES: Final = select.EPOLLIN | select.EPOLLET
 
 
 class Faults(Protocol):
@@ -100,6 +103,8 @@ class SoftRnic(Rnic):
         self.gone: list[PortUser] = []
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
         self.restless = 0
+        self.crowded = False
+        self._again: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
@@ -159,6 +164,8 @@ class SoftRnic(Rnic):
         self._events.clear()
         self.stalled.clear()
         self.restless = 0
+        self.crowded = False
+        self._again.clear()
         self.done.clear()
         self._directory.close()
         self._epoll.close()
@@ -291,15 +298,27 @@ class SoftRnic(Rnic):
     # -- what queue pairs and protection domains call -------------------------------------
 
     def look(self) -> None:
-        """Handle what the sockets have, without waiting."""
-        while True:
+        """Handle what the sockets have, without waiting; each has its turn once at most."""
+        again, self._again = self._again, {}
+        for action in again:
+            action()
+        for _ in range(_MOST_ROUNDS):
             events = self._epoll.poll(0, _EVENTS_AT_ONCE)
             for fd, mask in events:
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     handler(mask)
             if len(events) < _EVENTS_AT_ONCE:
-                return
+                break
+        else:
+            self._again[_nothing] = None
+        if self._again:
+            os.eventfd_write(self._self_wake, 1)  # after the last poll, which would have taken it
+
+    def look_again(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
+        self._again[action] = None
+        os.eventfd_write(self._self_wake, 1)
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
@@ -373,20 +392,13 @@ def _peer_has_ended(sock: socket.socket) -> bool:
     return bool(looker.poll(0))
 
 
-_MOST_STRANGERS: Final = 64
-_EDGES: Final = select.EPOLLIN | select.EPOLLET
+def _nothing() -> None:
+    """All that has to be done is to look."""
 
 
 def socket_name(gid: bytes) -> str:
     """The name under which the RNIC of this GID listens."""
     return f"rnic-{gid.hex()}"
-
-
-class Listening(Port, Protocol):
-    """The port, for who comes in by its name."""
-
-    def queue_pair(self, qp_num: int) -> SoftQueuePair | None:
-        """The queue pair of that number."""
 
 
 class Reception:
@@ -396,13 +408,13 @@ class Reception:
     belongs to another user, is shown the door.
     """
 
-    def __init__(self, rnic: Listening, directory: Directory) -> None:
+    def __init__(self, rnic: SoftRnic, directory: Directory) -> None:
         self._rnic = rnic
         self._directory = directory
         self._name = socket_name(rnic.gid)
         self._strangers: dict[int, socket.socket] = {}
         self._listener = directory.listen(self._name)
-        rnic.watch(self._listener.fileno(), _EDGES, self._accept)
+        rnic.watch(self._listener.fileno(), _EDGES, lambda _: self._accept())
 
     def close(self) -> None:
         """Remove the name, close everything."""
@@ -417,14 +429,15 @@ class Reception:
         for sock in (*self._strangers.values(), self._listener):
             sock.close()
 
-    def _accept(self, _events: int) -> None:
-        while True:
+    def _accept(self) -> None:
+        self._rnic.crowded = False
+        for _ in range(_MOST_ACCEPTED):
             try:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # nobody left, or out of descriptors: the next who dials tries again
             # A port that is down hears nobody.
-            if not self._rnic.port_active or not same_user(sock):
+            if not self._rnic.port_active or not is_same_user(sock):
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -434,6 +447,8 @@ class Reception:
             self._strangers[fd] = sock
             self._rnic.watch(fd, _EDGES, partial(self._greet, fd))
             self._greet(fd, 0)
+        self._rnic.crowded = True
+        self._rnic.look_again(self._accept)
 
     def _show_out(self, fd: int) -> None:
         self._rnic.unwatch(fd)

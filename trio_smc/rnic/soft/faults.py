@@ -69,6 +69,9 @@ class Fault(StrEnum):
 _OF_MESSAGES: Final = frozenset({Fault.COMPLETION_LOST, Fault.NOT_PLACED, Fault.MESSAGE_LOST})
 _OF_REQUESTS: Final = _OF_MESSAGES | {Fault.WRITE_LOST}
 
+_OK: Final = int(WcStatus.SUCCESS)
+_UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
+
 
 class FaultyPort(Port, Protocol):
     """The port that a plan is for."""
@@ -250,10 +253,6 @@ class FaultPlan:
         if message is None:
             return kind is Fault.WRITE_LOST
         return kind in _OF_MESSAGES and (self.concerns is None or self.concerns(message))
-
-
-_OK: Final = int(WcStatus.SUCCESS)
-_UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
 
 
 class Moment:

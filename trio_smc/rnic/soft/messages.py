@@ -7,25 +7,20 @@ needs to write to it.  The peer's queue pair does the same in the other directio
 queue pairs has two sockets, each with one speaker; nobody waits for an answer, and it does not
 matter who is first.  Later a speaker announces memory regions (`Register`, `Revoke`).  The end of
 a socket tells of the end of its speaker, be it in order or by SIGKILL.
-
-Paths are opened through ``/proc/self/fd/<directory>/name``: a socket address holds 107 bytes, a
-user's directory may be longer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-import stat
 import struct
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_same_user
 from trio_smc.rnic.verbs import RnicError
 
 __all__ = [
@@ -37,12 +32,11 @@ __all__ = [
     "close_all",
     "decode_untrusted",
     "receive",
-    "same_user",
 ]
 
 
 _MAGIC: Final = b"SMCN"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HELLO: Final = 1
 _REGISTER: Final = 2
 _REVOKE: Final = 3
@@ -54,11 +48,8 @@ _REVOKE_BODY: Final = struct.Struct("<I")
 _LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
 _MOST_FDS: Final = 3
 _ANCILLARY: Final = socket.CMSG_SPACE(_MOST_FDS * 4)
-_CREDENTIALS: Final = struct.Struct("3i")
 
 _BACKLOG: Final = 1024
-_STALE_AFTER: Final = 60.0
-"""Seconds after which a socket that never got its final name is left over from a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,89 +173,42 @@ def close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def same_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is a process of this user."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid == os.geteuid()
-
-
 class Directory:
-    """The private directory, opened and checked.  Raises RnicError if it is not private."""
+    """The private directory, where software RNICs listen; what goes wrong is an `RnicError`."""
 
     def __init__(self, path: Path) -> None:
         try:
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700, parents=True)
-            # O_NOFOLLOW: a link could lead into a directory of somebody else.
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as problem:
-            raise RnicError(problem.errno, f"the private directory {path}: {problem}") from problem
-        status = os.fstat(self._fd)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            self.close()
-            raise RnicError(
-                errno.EPERM,
-                f"the private directory {path} must belong to this user and have mode 0700",
-            )
+            self._directory = PrivateDirectory.open(path, create=True)
+        except DirectoryUnusable as problem:
+            text = f"the private directory {problem}"
+            raise RnicError(problem.number, text) from problem
 
     def listen(self, name: str) -> socket.socket:
         """A listening socket of that name; it appears only once it can be dialled."""
-        sock = _new_socket()
         try:
-            sock.bind(self._path(f"new-{name}"))
-            sock.listen(_BACKLOG)
-            os.rename(f"new-{name}", name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            return self._directory.listen(name, _BACKLOG)
         except OSError as problem:
-            sock.close()
-            self.remove(f"new-{name}")
             raise RnicError(problem.errno, f"cannot listen as {name}: {problem}") from problem
-        return sock
 
     def dial(self, name: str) -> socket.socket:
         """A socket connected to the listener of that name.  Raises RnicError."""
-        sock = _new_socket()
         try:
-            sock.connect(self._path(name))
-            if not same_user(sock):
+            sock = self._directory.connect(name)
+            if not is_same_user(sock):
+                sock.close()
                 raise PermissionError(errno.EPERM, "it belongs to another user")
         except OSError as problem:
-            sock.close()
             raise RnicError(problem.errno, f"cannot reach {name}: {problem}") from problem
         return sock
 
     def remove(self, name: str) -> None:
         """Remove a name; one that is gone already is fine."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._fd)
+        self._directory.remove(name)
 
     def remove_stale(self) -> None:
         """Remove the sockets that dead processes left behind."""
-        for name in os.listdir(self._fd):
-            if name.startswith("rnic-") or (name.startswith("new-rnic-") and self._old(name)):
-                try:
-                    self.dial(name).close()
-                except RnicError as problem:
-                    if problem.errno == errno.ECONNREFUSED:
-                        self.remove(name)
+        self._directory.remove_stale("rnic-")
 
     def close(self) -> None:
         """Close the directory.  Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _path(self, name: str) -> str:
-        return f"/proc/self/fd/{self._fd}/{name}"
-
-    def _old(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            made = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
-            return time.time() - made > _STALE_AFTER
-        return False
-
-
-def _new_socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    return sock
+        self._directory.close()

@@ -41,6 +41,7 @@ class Port(Protocol):
       stalled: what the next poll looks after.
       gone: whose peers have ended.
       restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
+      crowded: so many have dialled that some still wait to be let in.
     """
 
     gid: bytes
@@ -50,9 +51,13 @@ class Port(Protocol):
     stalled: dict[Pushed, None]
     gone: list[PortUser]
     restless: int
+    crowded: bool
 
     def look(self) -> None:
         """Handle what the sockets have, without waiting."""
+
+    def look_again(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""

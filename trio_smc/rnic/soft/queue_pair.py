@@ -1,7 +1,7 @@
 """Queue pairs of the software RNIC.
 
-`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `_ring`
-(SEND) and `_softmr` (RDMA WRITE), and `_contact` speaks to the peer's queue pair.
+`SoftQueuePair` is the states of a queue pair and its send queue; the bytes are moved by `ring`
+(SEND) and `regions` (RDMA WRITE), and `contact` speaks to the peer's queue pair.
 
 Work is done while it is posted: a write is a copy into the peer's memory, a send fills a slot of
 the peer's ring.  Only a send for which the peer has no receive posted waits (RNR), and what is
@@ -21,12 +21,21 @@ import os
 import select
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trio_smc.rnic.soft.contact import Contact, Peer
 from trio_smc.rnic.soft.messages import Hello, Message, close_all
+from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, SLOTS, ReceiveRing, Sent, ring_doorbell
+from trio_smc.rnic.soft.ring import (
+    CLOSED,
+    PORT_DOWN,
+    SLOTS,
+    ReceiveRing,
+    Sent,
+    quieten_doorbell,
+    ring_doorbell,
+)
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -38,9 +47,6 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
     WcStatus,
 )
-
-if TYPE_CHECKING:
-    from trio_smc.rnic.soft.port import Port
 
 __all__ = [
     "STALLED",
@@ -107,11 +113,12 @@ class SoftQueuePair(QueuePair):
         self._pd = pd
         self._complete = rnic.done.append
         try:
-            self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            rings, self._doorbell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             self.ring.close()
             raise
-        rnic.watch(self._doorbell, select.EPOLLIN | select.EPOLLET, None)
+        self._rings = rings
+        rnic.watch(rings, select.EPOLLIN | select.EPOLLET, lambda _: quieten_doorbell(rings))
         self._contact = Contact(rnic, self)
         self._ready: Peer | None = None
         self._closed = False
@@ -159,7 +166,8 @@ class SoftQueuePair(QueuePair):
         self._enter_err()
         done = self._rnic.done
         done[:] = [completion for completion in done if completion.qp_num != self.qp_num]
-        self._rnic.unwatch(self._doorbell)
+        self._rnic.unwatch(self._rings)
+        os.close(self._rings)
         os.close(self._doorbell)
         self.ring.close()
         self._pd.queue_pairs.discard(self)
@@ -340,6 +348,8 @@ class SoftQueuePair(QueuePair):
             self._rnic.look()
         contact.speak()
         peer = contact.peer
+        if peer is None and self._rnic.crowded:
+            return STALLED  # it may be among those who wait to be let in
         if peer is None or not self._reachable():
             return _UNREACHABLE
         if contact.unsaid:
@@ -350,6 +360,8 @@ class SoftQueuePair(QueuePair):
             return _UNREACHABLE
         if request.rkey not in peer.regions:
             contact.hear()
+            if contact.behind and request.rkey not in peer.regions:
+                return STALLED
         assert request.data is not None
         try:
             return peer.regions.write(request.data, request.more, request.address, request.rkey)

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import errno
 import secrets
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
-from trio_smc.rnic.soft.messages import Register, Revoke
+from trio_smc.rnic.soft.messages import Message, Register, Revoke
+from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trio_smc.rnic.soft.messages import Message
-    from trio_smc.rnic.soft.port import Port
 
 __all__ = [
     "KEY_PAGE_SIZE",
+    "MOST_MAPPED",
+    "MOST_REGIONS",
     "PeerRegions",
     "SoftMemoryRegion",
     "SoftProtectionDomain",
@@ -32,6 +30,11 @@ __all__ = [
 
 
 _KEYS: Final = 1024
+MOST_REGIONS: Final = 256
+"""Of one protection domain, and with it of one peer: an RMB is one, and a link group has 255 at
+most.  Each costs the peer a descriptor."""
+MOST_MAPPED: Final = 1 << 40
+"""Bytes of all of them: address space that they cost the peer, of 128 TiB."""
 KEY_PAGE_SIZE: Final = _KEYS * 4
 
 _OK: Final = int(WcStatus.SUCCESS)
@@ -91,8 +94,10 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.EBADF, "the protection domain is closed")
         if memory.fd < 0:
             raise RnicError(errno.EFAULT, "the memory is closed")
-        if not self._free:
-            raise RnicError(errno.ENOMEM, f"a protection domain holds {_KEYS} regions")
+        if len(self._regions) >= MOST_REGIONS:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_REGIONS} regions")
+        if memory.size + sum(region.length for region in self._regions.values()) > MOST_MAPPED:
+            raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_MAPPED} bytes")
         slot = self._free.pop()
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
@@ -130,11 +135,12 @@ class PeerRegions:
       key_page: the peer's key page.
     """
 
-    __slots__ = ("_key_page", "_keys", "_regions")
+    __slots__ = ("_key_page", "_keys", "_mapped", "_regions")
 
     def __init__(self, key_page: PeerMemory) -> None:
         self._key_page = key_page
         self._keys = key_page.cast(0, KEY_PAGE_SIZE, "I")
+        self._mapped = 0
         # rkey -> view, address, length, slot, memory
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
 
@@ -145,9 +151,10 @@ class PeerRegions:
         """Map a region that the peer announced.  Raises ProtocolError."""
         if message.slot >= _KEYS or message.rkey == 0 or message.rkey in self._regions:
             raise ProtocolError("a memory region that cannot be")
-        if len(self._regions) >= _KEYS:
-            raise ProtocolError("more memory regions than a key page holds")
+        if len(self._regions) >= MOST_REGIONS or self._mapped + message.length > MOST_MAPPED:
+            raise ProtocolError("more memory regions than a peer may have")
         memory = PeerMemory.map_untrusted(fd, message.length)
+        self._mapped += message.length
         self._regions[message.rkey] = (
             memory.view, message.address, message.length, message.slot, memory
         )  # fmt: skip
@@ -156,6 +163,7 @@ class PeerRegions:
         """Unmap a region; an unknown one is fine."""
         known = self._regions.pop(rkey, None)
         if known is not None:
+            self._mapped -= known[2]
             known[4].close()
 
     def write(self, data: memoryview, more: memoryview | None, address: int, rkey: int) -> int:

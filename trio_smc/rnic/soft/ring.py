@@ -36,6 +36,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.verbs import RECEIVE_SIZE, Completion, WcOpcode
 
@@ -48,6 +49,8 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
+    "open_doorbell_untrusted",
+    "quieten_doorbell",
     "ring_doorbell",
 ]
 
@@ -72,6 +75,8 @@ _SLOT: Final = struct.Struct(f"<B7x{RECEIVE_SIZE}s")
 _pack_slot = _SLOT.pack_into
 _unpack_slot = _SLOT.unpack_from
 
+_MOST_RINGS: Final = 4096
+
 _RECV: Final = int(WcOpcode.RECV)
 _new = tuple.__new__
 
@@ -86,10 +91,32 @@ def fence() -> None:
     _release()
 
 
+def open_doorbell_untrusted(fd: int) -> int:
+    """A doorbell that a peer sent, as a descriptor of our own.  Raises ProtocolError.
+
+    It is opened anew, for the flags of what came are the peer's as well: it could have each ring
+    wait until it reads.  That is why a doorbell is a pipe; an eventfd cannot be opened again.
+    """
+    name = f"/proc/self/fd/{fd}"
+    try:
+        # Anything else could block, or be a file that the peer wants written to.
+        if not os.readlink(name).startswith("pipe:["):
+            raise ProtocolError("a doorbell that is not a pipe")
+        return os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as problem:
+        raise ProtocolError(f"a doorbell that cannot be kept: {problem}") from problem
+
+
 def ring_doorbell(fd: int) -> None:
-    """Wake whoever sleeps on this eventfd.  One whose counter its owner filled stays silent."""
+    """Wake whoever sleeps on this pipe.  One that its owner filled stays silent."""
     with contextlib.suppress(OSError):
-        os.eventfd_write(fd, 1)
+        os.write(fd, b"\0")
+
+
+def quieten_doorbell(fd: int) -> None:
+    """Take what was rung."""
+    with contextlib.suppress(OSError):
+        os.read(fd, _MOST_RINGS)
 
 
 class Sent:
@@ -178,7 +205,7 @@ class ReceiveRing:
 
 
 class SendRing:
-    """The sending end: a peer's ring, and the eventfd that wakes the peer."""
+    """The sending end: a peer's ring, and the pipe that wakes the peer."""
 
     __slots__ = ("_head", "_memory", "_view", "_words", "doorbell")
 

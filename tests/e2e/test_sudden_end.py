@@ -1,0 +1,24 @@
+"""Many connections that end at once, and badly, cost little memory and processor time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MOST_MEMORY = 50 << 20
+MOST_PROCESSOR = 0.5
+"""Seconds."""
+
+
+@pytest.mark.parametrize(
+    ("case", "connections"), [("killed", 1000), ("unread", 200), ("left", 200)]
+)
+def test_what_it_costs(case: str, connections: int) -> None:
+    command = [sys.executable, "-m", "tests.e2e.sudden_end", case, str(connections)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
+    cost = json.loads(said)
+    assert cost["memory"] < MOST_MEMORY, cost
+    assert cost["processor"] < MOST_PROCESSOR, cost

@@ -1,0 +1,46 @@
+"""User enterprise IDs (UEIDs): the names by which hosts of SMC-R version 2 know that they may talk.
+
+Hosts with a UEID in common speak version 2, whatever their subnets.  On the wire an EID has 32
+bytes, padded with blanks; Linux's ``smcr ueid add`` takes the same names.  It is a name, no secret.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "EID_SIZE",
+    "MAX_EIDS",
+    "eid_name",
+    "encode_ueid",
+]
+
+
+EID_SIZE = 32
+"""Bytes of an EID on the wire."""
+MAX_EIDS = 8
+"""EIDs in a Proposal; for more, Linux closes the TCP connection."""
+
+_NAME = re.compile(r"[A-Z0-9][A-Z0-9.-]*")
+
+
+def encode_ueid(name: str) -> bytes:
+    """The 32 bytes of a UEID.
+
+    Parameters:
+      name: 1 to 32 of ``A-Z``, ``0-9``, ``.`` and ``-``, the first a letter or a digit.  Blanks
+        may follow.
+
+    Raises:
+      ValueError: it is no such name.
+    """
+    if len(name) > EID_SIZE or not _NAME.fullmatch(name.rstrip(" ")):
+        raise ValueError(
+            f"{name!r} is no UEID: 1 to {EID_SIZE} of A-Z, 0-9, '.', '-', the first no '.' or '-'"
+        )
+    return name.ljust(EID_SIZE).encode()
+
+
+def eid_name(eid: bytes) -> str:
+    """An EID for people to read; bytes that are no printable ASCII become ``\\xNN``."""
+    return "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in eid).rstrip(" ")
