@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trio_smc.tools.sysfs import Gid, Port, read_ports
+from trio_smc.tools.commands.rnic import Gid, Port, read_ports
 
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
 

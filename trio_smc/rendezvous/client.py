@@ -17,7 +17,7 @@ __all__ = ["ClientNegotiation"]
 
 
 class ClientNegotiation(Negotiation):
-    """Proposes SMC-R; the model of `states.clc_client`.  It begins with `propose` or `decline`.
+    """Proposes SMC-R; the model of `states.clc`.  It begins with `propose` or `decline`.
 
     Args:
       host: the stack.

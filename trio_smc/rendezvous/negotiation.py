@@ -3,7 +3,7 @@
 A negotiation has no sockets, tasks or clocks.  Whole CLC messages and the news of the link group
 come in; `outgoing` holds the messages to send, in order; `outcome` is set once: the connection
 speaks SMC-R, stays on TCP, or must end.  Which message or event does what in which state is
-declared in `states.clc_client` and `states.clc_server`; here is what both sides have in common,
+declared in `states.clc`; here is what both sides have in common,
 and what a negotiation wants of its stack and of the connection it makes.
 
 What is known grows as the handshake goes on, and nothing asks for it before: the peer's message
@@ -209,7 +209,7 @@ class Negotiation(ABC):
 
     @property
     def state(self) -> str:
-        """The state (`trio_smc.states.clc_client`, `clc_server`)."""
+        """The state (`trio_smc.states.clc`)."""
         return self.machine.state
 
     @property

@@ -19,7 +19,7 @@ __all__ = ["ServerNegotiation"]
 
 
 class ServerNegotiation(Negotiation):
-    """Answers an SMC Proposal; the model of `states.clc_server`.
+    """Answers an SMC Proposal; the model of `states.clc`.
 
     Args:
       host: the stack.

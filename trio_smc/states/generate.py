@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trio_smc.states.chart import flatten
-from trio_smc.states.clc_client import ClcClientChart
-from trio_smc.states.clc_server import ClcServerChart
+from trio_smc.states.clc import ClcClientChart, ClcServerChart
 from trio_smc.states.connection import ConnectionChart
 from trio_smc.states.link import LinkChart
 from trio_smc.states.link_group import LinkGroupChart

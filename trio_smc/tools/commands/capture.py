@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.tools.client import stream_capture
-from trio_smc.tools.options import (
+from trio_smc.tools.commands import (
     add_directory,
     positive_seconds,
     private_directory,

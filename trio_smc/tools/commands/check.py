@@ -13,7 +13,7 @@ import trio
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.options import add_directory, add_json, positive_seconds, private_directory
+from trio_smc.tools.commands import add_directory, add_json, positive_seconds, private_directory
 from trio_smc.tools.output import ToolError, address, diagnosis, print_json, show, table, words
 from trio_smc.tools.processes import explain_listener
 from trio_smc.wire import clc, llc

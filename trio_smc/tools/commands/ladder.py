@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Final
 from trio_smc.capture.dissection import Seen, dissect
 from trio_smc.capture.pcapng import DamagedCapture, read
 from trio_smc.tools import ladder_svg, ladder_text
+from trio_smc.tools.commands import add_json, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
-from trio_smc.tools.options import add_json, positive_count
 from trio_smc.tools.output import ToolError, print_json
 
 NAME = "ladder"

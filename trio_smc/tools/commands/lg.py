@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from trio_smc.tools.client import take_snapshots
-from trio_smc.tools.options import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import print_json, show, size, table
 
 NAME = "lg"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.tools.options import add_json
+from trio_smc.tools.commands import add_json
 from trio_smc.tools.output import ToolError, fields, print_json, show, table
 
 NAME = "reasons"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trio_smc.tools.client import Snapshot, take_snapshots
-from trio_smc.tools.options import add_json, add_process, private_directory
+from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import address, fallback_codes, print_json, show, size, table
 
 NAME = "ss"

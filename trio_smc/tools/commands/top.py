@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trio_smc.tools.client import Snapshot, take_snapshots
-from trio_smc.tools.options import (
+from trio_smc.tools.commands import (
     add_json,
     add_process,
     positive_count,

@@ -1,6 +1,7 @@
-"""The server's side of a rendezvous (RFC 7609, 3.5.1, 3.5.2, C.1-C.7).
+"""The two sides of a rendezvous, client and server (RFC 7609, 3.5.1, 3.5.2, C.1-C.7).
 
-The model is `trio_smc.rendezvous.server.ServerNegotiation`.
+The models are `trio_smc.rendezvous.client.ClientNegotiation` and
+`trio_smc.rendezvous.server.ServerNegotiation`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,78 @@ from statemachine import State
 
 from trio_smc.states.chart import Chart, edge, ignore
 
-__all__ = ["ClcServerChart"]
+__all__ = ["ClcClientChart", "ClcServerChart"]
+
+
+class ClcClientChart(Chart):
+    """PROPOSED: waits for SMC Accept.  PREPARING: an RMB element is being made ready.
+    CONFIRMED: subsequent contact, SMC Confirm is on its way.
+    CONFIRMING_LINK: first contact, SMC Confirm was sent and LLC messages flow.
+    LINK_LOST: the new link is gone and it is for the server to send SMC Decline.
+    DECLINING: our SMC Decline is on its way."""
+
+    START = State("START", initial=True)
+    PROPOSED = State("PROPOSED")
+    PREPARING = State("PREPARING")
+    CONFIRMED = State("CONFIRMED")
+    CONFIRMING_LINK = State("CONFIRMING_LINK")
+    LINK_LOST = State("LINK_LOST")
+    DECLINING = State("DECLINING")
+    ESTABLISHED = State("ESTABLISHED")
+    FALLEN_BACK = State("FALLEN_BACK")
+    FAILED = State("FAILED")
+
+    _UNDER_WAY = (START, PROPOSED, PREPARING, CONFIRMED, CONFIRMING_LINK, LINK_LOST, DECLINING)
+    _OVER = (ESTABLISHED, FALLEN_BACK, FAILED)
+
+    # fmt: off
+    edge(START, "propose", PROPOSED, do="send_proposal", rfc="3.5.1.2")
+    edge(START, "unable", DECLINING, do="decline_unable", rfc="C.1 (in lieu of SMC Proposal)")
+    edge(PROPOSED, "accept", DECLINING, when="reserved_value", do="decline_reserved_value",
+         rfc="C.6 (bad enumerated value)")
+    edge(PROPOSED, "accept", PREPARING, when="first_contact", do="form_group", rfc="3.5.1.3")
+    edge(PROPOSED, "accept", PREPARING, when="known_link", do="take_element", rfc="3.5.2.2")
+    edge(PROPOSED, "accept", DECLINING, do="decline_out_of_sync", rfc="C.4")
+    edge(PROPOSED, "decline", FALLEN_BACK, do="note_decline", rfc="C.1")
+    edge(PROPOSED, "clc_timeout", FAILED, do="fail_timeout", rfc="C.5")
+    edge(PREPARING, "element_ready", CONFIRMING_LINK, when="first_contact", do="send_confirm",
+         rfc="3.5.1.3")
+    edge(PREPARING, "element_ready", CONFIRMED, when="peer_element_known",
+         do="introduce_peer send_confirm", rfc="3.5.2.2, 4.4.2")
+    edge(PREPARING, "element_ready", FAILED, do="fail_protocol abandon",
+         rfc="3.5.5.2.2 (the RMB that SMC Accept names was deleted meanwhile)")
+    edge(PREPARING, "unable", DECLINING, do="decline_unable", rfc="C.1 (lack of resources)")
+    edge(PREPARING, "decline", FAILED, do="fail_protocol abandon", rfc="C.1 (no chasing)")
+    ignore(PREPARING, "group_failed", rfc="C.1 (unable follows)")
+    edge(CONFIRMED, "sent", ESTABLISHED, when="usable_connection", do="establish",
+         rfc="3.5.2.4 (no further confirmation)")
+    edge(CONFIRMED, "sent", FAILED, do="fail_reset abandon", rfc="C.1, C.3 (too late to decline)")
+    edge(CONFIRMING_LINK, "group_formed", ESTABLISHED, do="introduce_peer establish",
+         rfc="3.5.1.6")
+    edge(CONFIRMING_LINK, "group_failed", DECLINING, when="may_decline", do="decline_link_failed",
+         rfc="C.2, C.7")
+    edge(CONFIRMING_LINK, "group_failed", LINK_LOST, when="may_fall_back", do="abandon",
+         rfc="C.7 (the Decline comes from the peer whose send failed)")
+    edge(CONFIRMING_LINK, "group_failed", FAILED, do="fail_reset abandon", rfc="C.3, C.7.1")
+    edge(CONFIRMING_LINK, "llc_timeout", FAILED, do="fail_timeout abandon", rfc="C.7")
+    edge(CONFIRMING_LINK, "llc_error", FAILED, do="fail_protocol abandon", rfc="C.7.1")
+    edge(CONFIRMING_LINK, "decline", FALLEN_BACK, when="may_fall_back", do="note_decline abandon",
+         rfc="C.2, C.3")
+    edge(CONFIRMING_LINK, "decline", FAILED, do="fail_protocol abandon",
+         rfc="C.3 (past the point of no return)")
+    edge(LINK_LOST, "decline", FALLEN_BACK, do="note_decline", rfc="C.2, C.7")
+    edge(LINK_LOST, "clc_timeout", FAILED, do="fail_reset", rfc="C.7 (break the TCP connection)")
+    edge(DECLINING, "sent", FALLEN_BACK, do="fall_back", rfc="C.1 (no confirmation is required)")
+    edge((CONFIRMED, DECLINING), "decline", FAILED, do="fail_protocol abandon",
+         rfc="C.1 (no chasing)")
+    edge((PROPOSED, PREPARING, CONFIRMED, CONFIRMING_LINK, LINK_LOST, DECLINING), "protocol_error",
+         FAILED, do="fail_protocol abandon", rfc="C.6")
+    edge(_UNDER_WAY, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
+    ignore((CONFIRMED, LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
+           rfc="C.3 (the link group does not matter any more)")
+    ignore(_OVER, "group_formed group_failed llc_timeout llc_error element_ready unable sent"
+           " tcp_lost clc_timeout decline protocol_error", rfc="3.5.1 (the negotiation is over)")
+    # fmt: on
 
 
 class ClcServerChart(Chart):
