@@ -47,7 +47,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeAlias
@@ -158,6 +159,15 @@ _V2_SIZES: dict[int, Container[int]] = {
 }
 
 
+@contextmanager
+def _received_untrusted(kind: MessageType) -> Iterator[None]:
+    """What may not be sent is a ProtocolError where it was received."""
+    try:
+        yield
+    except ValueError as error:
+        raise ProtocolError(f"CLC {kind.name}: {error}") from None
+
+
 _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
@@ -266,7 +276,7 @@ class V2Offer(_Part):
         """Decode the rest of a Proposal, trailer excluded, from the extension on.
 
         Raises:
-          ProtocolError, ValueError: its parts do not add up to its length; too many EIDs.
+          ProtocolError: its parts do not add up to its length; too many EIDs.
         """
         if len(data) < _V2_OFFER.size:
             raise ProtocolError("CLC PROPOSAL: no room for what version 2 adds")
@@ -274,14 +284,15 @@ class V2Offer(_Part):
         end = _V2_OFFER.size + EID_SIZE * count
         if end > len(data) or (end < len(data) and not smc_d):
             raise ProtocolError(f"CLC PROPOSAL: {count} EIDs in {len(data)} bytes")
-        return cls(
-            eids=tuple(data[at : at + EID_SIZE] for at in range(_V2_OFFER.size, end, EID_SIZE)),
-            gid=gid,
-            release=release >> 4,
-            max_connections=connections,
-            max_links=links,
-            features=features,
-        )
+        with _received_untrusted(MessageType.PROPOSAL):
+            return cls(
+                eids=tuple(data[at : at + EID_SIZE] for at in range(_V2_OFFER.size, end, EID_SIZE)),
+                gid=gid,
+                release=release >> 4,
+                max_connections=connections,
+                max_links=links,
+                features=features,
+            )
 
 
 def proposal_flags(*, v1: bool, v2: bool) -> int:
@@ -345,8 +356,7 @@ class Proposal(ClcMessage):
         """Decode a Proposal whose header and trailer were checked.
 
         Raises:
-          ProtocolError, ValueError: its parts do not add up to its length, or have values that
-            none may have.
+          ProtocolError: its parts do not add up to its length, or have values that none may have.
         """
         return _decoded_untrusted(raw)
 
@@ -408,7 +418,8 @@ def _decoded_untrusted(raw: bytes) -> Proposal:
             if at < end:
                 raise ProtocolError(f"CLC PROPOSAL: version 2 at byte {at}, before {end}")
             parts["v2"] = V2Offer.read_untrusted(data[at:])
-    return Proposal(peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, **parts)
+    with _received_untrusted(MessageType.PROPOSAL):
+        return Proposal(peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, **parts)
 
 
 def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
@@ -420,10 +431,11 @@ def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
     end = start + _PREFIX.size * count
     if end > len(data):
         raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {len(data) - start} bytes")
-    prefixes = tuple(
-        Ipv6Prefix(prefix=prefix, length=length)
-        for prefix, length in _PREFIX.iter_unpack(data[start:end])
-    )
+    with _received_untrusted(MessageType.PROPOSAL):
+        prefixes = tuple(
+            Ipv6Prefix(prefix=prefix, length=length)
+            for prefix, length in _PREFIX.iter_unpack(data[start:end])
+        )
     return {
         "ipv4_subnet": subnet,
         "ipv4_mask_length": mask_length,
@@ -535,7 +547,7 @@ class V2Answer(_Part):
         """Decode what `encode` makes.
 
         Raises:
-          ProtocolError, ValueError: its parts do not add up to its length; GIDs of zeros.
+          ProtocolError: its parts do not add up to its length; GIDs of zeros.
         """
         [eid] = _V2_ANSWER.unpack_from(data)
         data = data[_V2_ANSWER.size :]
@@ -549,7 +561,8 @@ class V2Answer(_Part):
         if count != len(starts):
             raise ProtocolError(f"CLC CONFIRM: {count} GIDs in {len(data)} bytes")
         gids = tuple(data[at : at + len(_NO_GID)] for at in starts)
-        return cls(eid=eid, first=first, gids=gids)
+        with _received_untrusted(MessageType.CONFIRM):
+            return cls(eid=eid, first=first, gids=gids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -652,8 +665,8 @@ class _Credentials(ClcMessage):
         """Decode one whose header and trailer were checked.
 
         Raises:
-          ProtocolError, ValueError: it names nothing that could be written to, or what version 2
-            adds is not as long as it must be.
+          ProtocolError: it names nothing that could be written to, or what version 2 adds is not
+            as long as it must be.
         """
         *_, last, peer_id, gid, mac, qp, rkey, index, token, codes, address, psn = (
             _ACCEPT.unpack_from(raw)
@@ -679,7 +692,10 @@ class _Credentials(ClcMessage):
         value = object.__new__(cls)
         for put, field in zip(_PUT_CREDENTIALS, found, strict=True):
             put(value, field)
-        value._check()
+        try:
+            value._check()
+        except ValueError as error:
+            raise ProtocolError(f"CLC {cls.TYPE.name}: {error}") from None
         return value
 
 
@@ -796,10 +812,7 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"CLC message says {length} bytes and has {len(raw)}")
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
-    try:
-        return _CLASSES[raw[4]].read_untrusted(raw)
-    except ValueError as error:
-        raise ProtocolError(f"CLC {MessageType(raw[4]).name}: {error}") from None
+    return _CLASSES[raw[4]].read_untrusted(raw)
 
 
 class ClcReader:

@@ -206,9 +206,10 @@ class AddLinkExtension:
         """What `encode` makes; how many RTokens there are, its size says, and not its count.
 
         Raises:
-          ProtocolError: it ends before the RTokens do.
+          ProtocolError: it ends within an RToken, or has too many.
         """
-        if len(data) < _EXTENSION.size + 2 or (len(data) - _EXTENSION.size - 2) % _PAIR_SIZE:
+        count, rest = divmod(len(data) - _EXTENSION.size - 2, _PAIR_SIZE)
+        if rest or not 0 <= count <= _MOST:
             raise ProtocolError(f"LLC ADD_LINK with an extension of {len(data)} bytes")
         flags, gid = _EXTENSION.unpack_from(data)
         starts = range(_EXTENSION.size + 2, len(data), _PAIR_SIZE)
