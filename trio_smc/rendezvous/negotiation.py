@@ -362,7 +362,7 @@ class Negotiation(ABC):
         connection.peer_known(
             alert_token=peer.alert_token,
             element_size=peer.buffer_size,
-            eye_catcher=group.setup.peer_eye_catcher,
+            eye_catcher=group.own_rmbs.eye_catcher,
             channel=channel,
             address=address,
             rkey=rkey,

@@ -110,11 +110,13 @@ class OwnRmbs:
 
     Attributes:
       pool: those whose elements may be handed out; the peer knows them on all links.
+      eye_catcher: whether elements of the group, the peer's too, begin with an eye catcher.
     """
 
     def __init__(self, owner: RmbOwner) -> None:
         self._owner = owner
         self.pool = RmbPool()
+        self.eye_catcher = owner.config.rmbe_eye_catcher
         # Where new RMBs are registered, too.
         self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
@@ -145,6 +147,12 @@ class OwnRmbs:
         """Call ``done`` with an element of ``size`` bytes, or with None; now or later."""
         size = rmbe_size_of(rmbe_size_code(size))
         self._serve(size, [done])
+
+    def give_eye_catchers(self) -> None:
+        """The peer's elements have eye catchers, so ours do.  No data may have come yet."""
+        self.eye_catcher = True
+        for rmb in self._regions:
+            rmb.give_eye_catchers()
 
     def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
         """The registration of ``rmb`` on ``link``: its RKey and address."""
@@ -300,7 +308,7 @@ class OwnRmbs:
                 region.close()
             memory.close()
             raise
-        rmb = Rmb(memory, size, count, eye_catcher=owner.config.rmbe_eye_catcher)
+        rmb = Rmb(memory, size, count, eye_catcher=self.eye_catcher)
         self._regions[rmb] = regions
         return rmb
 
