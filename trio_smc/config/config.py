@@ -75,7 +75,8 @@ class Config:
         on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
         memory is taken as it is first written, so only connections that have carried as much
         take all of it; with rings of 1 MiB two processors work in each other's caches.
-      rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
+      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
+        peer that has it brings it along in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
         always checked, rescheduling only now and then.  None: amortised for the sockets of
