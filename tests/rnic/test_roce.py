@@ -598,17 +598,21 @@ def test_a_request_has_an_entry_of_its_own(
     assert (type(lib.signaled), lib.signaled, lib.solicited, lib.inline) == (int, 2, 4, 8)
     assert (lib.port_active, lib.fatal_events) == (4, {0, 8})
     both = [lib.reusable(9, write=write) for write in (False, True)]
-    for number, each in enumerate(both):
-        each.entry.addr, each.entry.length = 1 << 40 | number, 100 + number
-    for number, each in enumerate(both):
-        request: Any = each.request
-        words = heap.lists[request.place]
-        assert list(words) == [1 << 40 | number, 9 << 32 | 100 + number]
+    for number in (0, 1):
+        both[number].entry.addr = 1 << 40 | number
+        both[number].entry.length = 100 + number
+    requests: list[Any] = [each.request for each in both]
+    assert [list(heap.lists[each.place]) for each in requests] == [
+        [1 << 40 | number, 9 << 32 | 100 + number] for number in (0, 1)
+    ]
+    each = both[0]
     if closed:
         for each in both:
             each.owner.close()
         assert heap.lists == {}
-    del both, each, request, words
+    both.clear()
+    requests.clear()
+    del each
     gc.collect()
     # Before 65 nothing is freed that was not closed.
     assert len(heap.lists) == (2 if version < 65 and not closed else 0)

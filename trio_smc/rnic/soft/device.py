@@ -130,6 +130,11 @@ class SoftRnic(Rnic):
                 errno.ENOTSUP,
                 "the software RNIC needs Linux on x86-64: it relies on that memory model",
             )
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            raise RnicError(
+                errno.ENOTSUP,
+                "the software RNIC needs the GIL, which a free-threaded Python runs without",
+            )
         self.gid = _GID_PREFIX + secrets.token_bytes(8)
         # Locally administered, unicast.
         self.mac = b"\x02" + secrets.token_bytes(5)
