@@ -107,7 +107,13 @@ def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -
         return False
     if not (root / "ready").exists():
         shutil.rmtree(root, ignore_errors=True)
-        made = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, root]
+        made: list[str | Path] = [
+            "debootstrap",
+            "--variant=minbase",
+            f"--include={PACKAGES}",
+            SUITE,
+            root,
+        ]
         if not _run(made):
             return False
         (root / "ready").touch()

@@ -347,7 +347,7 @@ class TestDevice:
     def test_another_users_process(
         self, rnic: SoftRnic, other: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_fabric, "is_same_user", lambda _: False)
+        monkeypatch.setattr(_fabric, "is_admitted", lambda _, group: False)
         end = make_end(rnic)
         with pytest.raises(RnicError, match="another user"):
             end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)
