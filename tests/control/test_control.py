@@ -10,6 +10,7 @@ import socket
 import stat
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ async def test_an_answer_is_made_of_parts() -> None:
         assert [each["part"] for each in await answer(path, newer)] == [
             "process", "statistics", "end",
         ]  # fmt: skip
+
+
+async def test_a_group_that_shares_the_directory_may_not_ask(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o3770)
+    async with a_stack(directory=shared) as (stack, path):
+        assert stack.config.private_directory() == shared
+        [rnic] = shared.glob("rnic-*")
+        assert stat.S_IMODE(rnic.stat().st_mode) == 0o660
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        command = partial(take_snapshots, shared, ("statistics",), os.getpid())
+        assert len(await trio.to_thread.run_sync(command)) == 1
 
 
 async def test_the_socket_is_the_users_alone() -> None:

@@ -69,6 +69,8 @@ class ControlSocket:
             self._directory = root.below(control.DIRECTORY, create=True)
         finally:
             root.close()
+        # Where a group shares the directory, this is the user's own for all that.
+        self._directory.group = None
         try:
             listener = self._directory.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
             self._socket = trio.socket.from_stdlib_socket(listener)
