@@ -29,13 +29,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.datapath.connection import Connection
+from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.sender import Sender
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
@@ -371,16 +373,20 @@ class Runtime:
         self.discovery.abandon()
         self.pump.abandon()
         for endpoint in self.groups.endpoints.values():
-            endpoint.connection.__class__ = _ForkedConnection
+            connection = endpoint.connection
+            for part in (connection.receiver, connection.sender, connection):
+                part.__class__ = _IN_FORKED_CHILD[type(part)]
 
 
-class _ForkedConnection(Connection):
-    """What becomes of a connection in a forked child; costs nothing where nobody forks."""
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError(_FORKED)
 
-    __slots__ = ()
 
-    def __getattribute__(self, name: str) -> NoReturn:
-        raise RuntimeError(_FORKED)
+_IN_FORKED_CHILD: Final = {
+    kind: type(f"Forked{kind.__name__}", (kind,), {"__slots__": (), "__getattribute__": _refuse})
+    for kind in (Connection, Receiver, Sender)
+}
+"""What becomes of a connection and its halves, which streams hold; free where nobody forks."""
 
 
 _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -211,8 +212,12 @@ def _interpreter(pid: int) -> str | None:
     """The Python as it was called, which is what finds its environment."""
     with contextlib.suppress(OSError):
         called = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
-        if os.path.isabs(called) and is_python(called) and os.path.exists(called):
-            return called
+        if os.path.dirname(called):
+            found = os.path.join(os.readlink(f"/proc/{pid}/cwd"), called)
+        else:
+            found = shutil.which(called, path=_environment(pid).get("PATH")) or ""
+        if is_python(called) and os.path.exists(found):
+            return found
     return None
 
 
