@@ -8,6 +8,7 @@ import errno
 import gc
 import ipaddress
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -175,11 +176,16 @@ class Device:
         return [each._replace(ifindex=1) for each in TABLE]
 
     def channel(self, context: object) -> tuple[Any, int]:
-        return self.thing("channel"), self.fds[1]
+        return self.thing(
+            "channel", get_cq_event=lambda _: self.do(os.eventfd_read(self.fds[1]))
+        ), self.fds[1]
 
     def cq(self, context: object, size: int, channel: object) -> Any:
         return self.thing(
-            "cq", poll=lambda count: self.do((0, ())), req_notify=lambda solicited: self.do()
+            "cq",
+            poll=lambda count: self.do((0, ())),
+            req_notify=lambda solicited: self.do(),
+            ack_events=lambda count: None,
         )
 
     def pd(self, context: object) -> Any:
@@ -298,6 +304,27 @@ def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
         rnic.service()
         assert (rnic.port_active, rnic.mtu) == (state == 4, mtu)
     assert told == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+
+
+def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> None:
+    """Who waits for completions alone is not told of a port, nor the other way round."""
+    told: list[RnicEvent] = []
+    rnic.on_event = told.append
+    fd = rnic.completion_fd()
+    assert fd == rnic.completion_fd() == device.fds[1]
+    both = select.poll()
+    for each in (fd, rnic.wait_fd()):
+        both.register(each, select.POLLIN)
+    os.eventfd_write(device.fds[1], 1)
+    assert [each for each, _ in both.poll(0)] == [fd]
+    rnic.service()
+    assert rnic.quieten()
+    assert both.poll(0) == []
+    device.event(8)
+    assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
+    rnic.service()
+    assert told == [RnicEvent.FATAL]
+    assert not rnic.quieten(), "nothing comes from a device that failed"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])

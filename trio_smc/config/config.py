@@ -28,9 +28,9 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
     {
-        "rnics", "pnet", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
-        "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
-        "capture", "capture_payload", "control", "log_events",
+        "rnics", "pnet", "directory", "tcp_option", "spin", "wake", "llc_timeout",
+        "first_contact_timeout", "test_link_interval", "test_link_timeout", "link_group_idle",
+        "shutdown_timeout", "capture", "capture_payload", "control", "log_events",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
     }
@@ -42,7 +42,7 @@ class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
     Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
-    ``rmbe_eye_catcher``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
+    ``wake``, ``rmbe_eye_catcher``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
     ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
     them otherwise than its stack's; left at their defaults they are the stack's.
 
@@ -71,6 +71,9 @@ class Config:
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
         peer that has it brings it along in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.
+      wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
+        or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
+        on software RNICs.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
         always checked, rescheduling only now and then.  None: amortised for the sockets of
         `enable` and ``trio-smc run``, strict for everything else.
@@ -114,6 +117,7 @@ class Config:
     receive_buffer: int | None = None
     rmbe_eye_catcher: bool = False
     spin: float = 50e-6
+    wake: Literal["auto", "trio", "thread"] = "auto"
     checkpoints: Literal["strict", "amortised"] | None = None
     handshake_timeout: float = 6
     first_contact_timeout: float = 5
@@ -137,6 +141,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):
             raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
+        if self.wake not in ("auto", "trio", "thread"):
+            raise ValueError(f"wake: {self.wake!r} is neither auto, trio nor thread")
         if self.checkpoints not in (None, "strict", "amortised"):
             raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
         self._check_kinds()

@@ -166,7 +166,7 @@ class Runtime:
 
     def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
         self.config = config
-        self.pump = Pump(spin=config.spin)
+        self.pump = Pump(spin=config.spin, wake=config.wake)
         self.timers = Timers(clock, self._timer_is_earlier)
         self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.discovery = Discovery(config.private_directory(), self.spinner)
