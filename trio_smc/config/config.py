@@ -86,8 +86,9 @@ class Config:
       link_group_idle: how long a link group without connections is kept (3.5.4).
       shutdown_timeout: how long a closing stack finishes what closed streams still owe; at most
         as long again for calls under way to end, and for link groups.
-      max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
-        further ones wait in the TCP backlog.
+      max_handshakes: connections of one listener that wait for `accept`; further ones wait in
+        the TCP backlog.  Four times as many may be in a handshake; beyond that, those give way
+        whose clients have said nothing for a second.
       handshake_limit: while more handshakes of one listener are under way, it takes further
         connections as TCP at once; None: they wait their turn.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
