@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from trio_smc.config.config import Config
 from trio_smc.rnic.roce import device as roce_device
 from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -643,3 +644,12 @@ def test_a_request_has_an_entry_of_its_own(
     gc.collect()
     # Before 65 nothing is freed that was not closed.
     assert len(heap.lists) == (2 if version < 65 and not closed else 0)
+
+
+@pytest.mark.rfc("C.7/2")
+def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
+    """An RNIC may wait up to four times as long as it is told for each try.
+    What is left is for the Decline."""
+    tries = pyverbs._RETRY_COUNT + 1
+    longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
+    assert longest + 1 < Config().first_contact_timeout

@@ -116,6 +116,7 @@ def test_trios_own_streams_keep_their_contract(
     trio.run(check_half_closeable_stream, make_pair, make_clogged)
 
 
+@pytest.mark.rfc("B/1", "B/2")
 def test_bytes_and_names(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 

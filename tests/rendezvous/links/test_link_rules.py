@@ -11,6 +11,7 @@ from tests.rendezvous.links.link_group_rules import known, registered
 from tests.rendezvous.links.llc_wire import Stage
 from tests.rendezvous.rendezvous_pair import SIZE, World, exchange
 from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.rendezvous.links.link import Link
 from trio_smc.wire import llc
 
 BIG = 4 * SIZE
@@ -127,7 +128,31 @@ def test_connections_move_before_the_peer_is_told(world: World, place: int) -> N
     assert stage.works()
 
 
-@pytest.mark.rfc("3.5.5.1.3/1", "3.5.5.1.4/2", "3.5.5.1.4/3", "2.3/2")
+@pytest.mark.rfc("3.5.5.1.4/2", "3.5.5.1.4/3")
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_client_asks_for_a_link_to_be_deleted_now_or_when_it_suits(
+    world: World, orderly: bool
+) -> None:
+    """In order the server lets what it has written arrive; else the link is dead at once."""
+    stage = Stage(world, (2, 2))
+    connection = stage.call.server.connection
+    assert isinstance(connection.channel, Link)
+    link = connection.channel
+    stage.client.group.delete_link(link.number, orderly=orderly)
+    world.until(lambda: any("DELETE_LINK" in name for name in stage.log))
+    connection.send(memoryview(b"on its way"))
+    asked = llc.DeleteLink(orderly=orderly, link_number=link.number, reason=0x00020000)
+    (other,) = [each for each in stage.server.group.links.values() if each is not link]
+    stage.server.group.on_llc_untrusted(other, asked.encode())
+    assert link.state == ("LEAVING" if orderly else "DOWN")
+    assert (link.qp.state.value == "RTS") is orderly
+    world.settle()
+    assert stage.links() == [other.number]
+    assert stage.call.client.connection.receiver.receive(100) == b"on its way"
+    assert stage.works()
+
+
+@pytest.mark.rfc("3.5.5.1.3/1", "3.5.5.1.4/2", "2.3/2")
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("orderly", [False, True])
 def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: bool) -> None:
