@@ -36,6 +36,8 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.datapath.connection import Connection
+from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.sender import Sender
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
@@ -371,16 +373,32 @@ class Runtime:
         self.discovery.abandon()
         self.pump.abandon()
         for endpoint in self.groups.endpoints.values():
-            endpoint.connection.__class__ = _ForkedConnection
+            # Streams go to the parts directly.
+            connection = endpoint.connection
+            connection.receiver.__class__ = _ForkedReceiver
+            connection.sender.__class__ = _ForkedSender
+            connection.__class__ = _ForkedConnection
 
 
-class _ForkedConnection(Connection):
+class _Forked:
     """What becomes of a connection in a forked child; costs nothing where nobody forks."""
 
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> NoReturn:
         raise RuntimeError(_FORKED)
+
+
+class _ForkedConnection(_Forked, Connection):
+    __slots__ = ()
+
+
+class _ForkedReceiver(_Forked, Receiver):
+    __slots__ = ()
+
+
+class _ForkedSender(_Forked, Sender):
+    __slots__ = ()
 
 
 _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
