@@ -126,7 +126,8 @@ def explain_listener(address: str, port: int, directory: Path) -> Obstacle:
     uid = found[0].uid
     if uid != os.geteuid():
         text = f"the listener belongs to user {uid}, this process to {os.geteuid()}"
-        return Obstacle(text, "run both processes as one user", uid=uid)
+        remedy = "run both processes as one user, or let a group of both share a directory"
+        return Obstacle(text, remedy, uid=uid)
     inodes = {each.inode for each in found}
     pid = next((pid for pid in _own_processes() if inodes & _sockets(pid)), None)
     if pid is None:
