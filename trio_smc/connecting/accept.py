@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc.datapath.connection import Connection
 from trio_smc.host.addresses import (
     Prefix,
     is_attached,
@@ -74,8 +75,9 @@ class Arrival:
       begun: when it was accepted, as `trio.current_time`.
     """
 
-    __slots__ = ("_claim", "_client", "_config", "_failure", "_local", "_plain", "_publication",
-                 "_remote", "_rnic", "_search", "_stack", "begun", "sock")  # fmt: skip
+    __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
+                 "_publication", "_remote", "_rnic", "_search", "_stack", "begun",
+                 "sock")  # fmt: skip
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Arrival:
         busy: bool,
     ) -> None:
         self.sock = sock
+        self._accepted = remote
         self._stack = stack
         self._config = config
         self._publication = publication
@@ -220,7 +223,9 @@ class Arrival:
                 negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
             )
             if isinstance(outcome, Established):
-                return established_stream(stack, outcome, sock, config, self._client, options)
+                return established_stream(
+                    stack, outcome, sock, config, self._client, options, self._accepted
+                )
         return outcome.fallback
 
     async def _discover(self) -> Fallback | None:
@@ -248,16 +253,20 @@ def established_stream(
     config: Config,
     peer: Peer,
     options: Inherited | None,
+    accepted: tuple[str, int] | None = None,
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete.
 
     ``options``: what ``sock`` had before it was ours; None: it was made here.
+    ``accepted``: of a server, the client's address as ``accept`` gave it.
 
-    Raises OSError when it has ended since, before anybody could use it.
+    A peer may be gone by now: what it sent, and how it ended, is for the program to see.
+
+    Raises OSError when it had to be reset since.
     """
     endpoint = stack.groups.endpoint_of(outcome.connection)
     if endpoint is None:
-        raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
+        return _ended_stream(stack, outcome, sock, config, accepted)
     if endpoint.reset:
         # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
         # abort needs no stream.
@@ -271,12 +280,32 @@ def established_stream(
     endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     view = LinkGroupView(endpoint.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config)
+    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
     stack.groups.count_mode(stream, None)
     if config.learn_short:
         stack.short_connections.opened(endpoint.connection, peer)
+    return stream
+
+
+def _ended_stream(
+    stack: HandshakeHost,
+    outcome: Established,
+    sock: trio.socket.SocketType,
+    config: Config,
+    accepted: tuple[str, int] | None,
+) -> RdmaStream:
+    """The stream of a connection that has gone through all of its life already."""
+    connection = outcome.connection
+    if not isinstance(connection, Connection) or connection.receiver.purged:
+        raise ConnectionResetError(errno.ECONNRESET, "the new connection was reset")
+    endpoint = stack.groups.ended_endpoint(connection, outcome.group)
+    view = LinkGroupView(outcome.group, stack.check_not_forked)
+    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
+    stream.socket.keep_names()
+    sock.close()
+    stack.groups.count_mode(stream, None)
     return stream
 
 

@@ -254,7 +254,12 @@ class Negotiation(ABC):
         self.machine.send("clc_timeout")
 
     def tcp_lost(self, cause: OSError | None = None) -> None:
-        """The TCP connection ended."""
+        """The TCP connection ended.
+
+        That may be a while after the rendezvous was complete for the peer, which is gone by now.
+        """
+        if self._group is not None:
+            self._group.mover.catch_up()
         self._cause = cause
         self.machine.send("tcp_lost")
 
