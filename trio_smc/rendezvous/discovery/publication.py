@@ -25,7 +25,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
-from trio_smc.host.private_directory import is_admitted
+from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
@@ -50,6 +50,7 @@ _EVENTS_AT_ONCE = 64
 _AT_ONCE = 64  # packets and clients that a claim looks through before other tasks have their turn
 _MOST_QUEUED = 1024  # packets of one client that nobody has read: many times what a queue holds
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
+_NAME_INTERVAL = 10.0  # how often to look whether the socket still has its name, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -359,19 +360,22 @@ class Publication:
             for each in (heard, moves):
                 each.register(made.listener, select.EPOLLIN)
             name = "trio_smc same-host discovery"
-            nursery.start_soon(self._run, made.listener, heard, moves, name=name)
+            nursery.start_soon(self._run, heard, moves, name=name)
             self._listener, self._heard, self._moves = made.listener, heard, moves
+            self._timers.call_later(_NAME_INTERVAL, self._keep_name)
             undo.pop_all()
 
-    async def _run(self, listener: socket.socket, heard: select.epoll, moves: select.epoll) -> None:
+    async def _run(self, heard: select.epoll, moves: select.epoll) -> None:
         try:
-            with listener, heard, moves, self._scope:
+            with heard, moves, self._scope:
                 try:
                     while True:
                         with trio.move_on_at(self._timers.next_deadline()) as self._nap:
                             await trio.lowlevel.wait_readable(moves.fileno())
-                        self._look(listener, moves)
+                        self._look(moves)
                 finally:
+                    if self._listener is not None:
+                        self._listener.close()
                     for client in list(self._clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
@@ -382,18 +386,42 @@ class Publication:
         finally:
             self.close()
 
-    def _look(self, listener: socket.socket, moves: select.epoll) -> None:
+    def _look(self, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
         for number, _ in moves.poll(0, _EVENTS_AT_ONCE):
-            if number == listener.fileno():
+            listener = self._listener
+            if listener is not None and number == listener.fileno():
                 if self._accept(listener) in _EXHAUSTED:
                     moves.modify(listener, 0)
-                    again = partial(moves.modify, listener, select.EPOLLIN)
-                    self._timers.call_later(_EXHAUSTED_INTERVAL, again)
+                    self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
             elif (client := self._clients.get(number)) is not None:
                 self.hear_all(client)
                 self._drop(client)
         self._timers.run_due()
+
+    def _accept_again(self) -> None:
+        if self._moves is not None and self._listener is not None:
+            self._moves.modify(self._listener, select.EPOLLIN)
+
+    def _keep_name(self) -> None:
+        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        made, heard, moves = self._made, self._heard, self._moves
+        if made is None or heard is None or moves is None:
+            return
+        self._timers.call_later(_NAME_INTERVAL, self._keep_name)
+        if made.is_there():
+            return
+        try:
+            renewed = made.renewed()
+        except DirectoryUnusable as error:
+            _log.info("same-host discovery cannot listen again: %s", error)
+            return
+        for each in (heard, moves):
+            each.unregister(made.listener)
+            each.register(renewed.listener, select.EPOLLIN)
+        made.listener.close()
+        made.remove()
+        self._made, self._listener = renewed, renewed.listener
 
     def _waited_enough(self, client: Client) -> None:
         """Who comes and announces nothing has to go."""

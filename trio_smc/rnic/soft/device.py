@@ -209,6 +209,7 @@ class SoftRnic(Rnic):
         self._check_open()
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
             raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+        self._reception.keep_name()  # before anybody is told to come here
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
@@ -468,6 +469,17 @@ class Reception:
         self._rnic.unwatch(self._listener.fileno())
         self._listener.close()
         self._directory.remove(self._name)
+
+    def keep_name(self) -> None:
+        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        if self._directory.has(self._name):
+            return
+        self._directory.renew()
+        listener = self._directory.listen(self._name)
+        self._rnic.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._listener = listener
+        self._rnic.watch(listener.fileno(), _EDGES, lambda _: self._accept())
 
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""
