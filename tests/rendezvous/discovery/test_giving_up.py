@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -22,6 +24,7 @@ from tests.rendezvous.discovery.world import (
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages, publication
+from trio_smc.rendezvous.discovery.publication import Claim, Claims, Client
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
@@ -218,3 +221,18 @@ async def test_of_three_who_wait_one_gives_up(impatient: int, private: Path) -> 
         assert set(answers.values()) == {None}
         background.cancel_scope.cancel()
     asking.close()
+
+
+def test_another_clients_withdrawal_is_not_heard() -> None:
+    """Every process of the user can say that it withdraws a connection."""
+    key = bytes(range(36))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        client, stranger = Client(ours), Client(theirs)
+        claims = Claims()
+        unused: Any = None
+        claim = claims.taken[key] = Claim(unused, client, key)
+        claims.withdrawn(stranger, key)
+        assert not claim.withdrawn
+        claims.withdrawn(client, key)
+        assert claim.withdrawn

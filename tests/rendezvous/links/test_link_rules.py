@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.rendezvous.links.link_group_rules import known, registered
 from tests.rendezvous.links.llc_wire import Stage
 from tests.rendezvous.rendezvous_pair import SIZE, World, exchange
+from tests.rnic.memory_rnic import DEPTH, PlainQueuePair
+from tests.wire import vectors
 from trio_smc.rendezvous.links import own_rmbs
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.wire import llc
@@ -167,6 +170,49 @@ def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: b
         assert connection.channel.number == 2
         assert connection.receiver.receive(100) == text
     assert stage.works()
+
+
+class _Poster:
+    """A connection that fills a link."""
+
+    def on_room(self) -> None:
+        pass
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        pass
+
+
+def test_a_link_full_of_data_has_room_for_llc_messages(world: World) -> None:
+    client, server = world.side(), world.side()
+    call = world.connect(client, server)
+    link = client.group.links[1]
+    poster: Any = _Poster()
+    posted = 0
+    while link.capacity():
+        link.post_cdc(poster, vectors.CDC["no flags"][1])
+        posted += 1
+    assert 0 < posted < DEPTH
+    for _ in range(32):
+        link.send_llc(llc.OptionalMessage(data=b"\x8f\x2c".ljust(44, b"\0")))
+    assert link.state == "ACTIVE"
+    assert isinstance(link.qp, PlainQueuePair)
+    assert len(link.qp.work) == posted + 32
+    world.settle()
+    assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_closed_queue_pair_is_nothing_to_the_pump(world: World, orderly: bool) -> None:
+    stage = Stage(world, (2, 2))
+    gone = [side.group.links[2] for side in (stage.client, stage.server)]
+    stage.server.group.delete_link(2, orderly=orderly)
+    world.settle()
+    for side, link in zip((stage.client, stage.server), gone, strict=True):
+        lane = side.stack.pump._lane(link.rnic)
+        assert link.qp.qp_num not in lane.sinks
+        assert link.qp.qp_num not in lane.queue_pairs
+        (kept,) = side.group.links.values()
+        assert kept.qp.qp_num in side.stack.pump._lane(kept.rnic).sinks
 
 
 @pytest.mark.rfc("3.5.1.6.4/2", "C.7/5")

@@ -183,6 +183,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._directory = self._opened()
+        self.group = self._directory.group
 
     def _opened(self) -> PrivateDirectory:
         try:
@@ -190,7 +191,6 @@ class Directory:
         except DirectoryUnusable as problem:
             text = f"the private directory {problem}"
             raise RnicError(problem.number, text) from problem
-        self.group = self._directory.group
 
     def has(self, name: str) -> bool:
         """Whether there still is a socket of that name, for those who look from outside."""
@@ -199,6 +199,7 @@ class Directory:
     def renew(self) -> None:
         """Open it anew: somebody may have removed it.  Raises RnicError."""
         older, self._directory = self._directory, self._opened()
+        self.group = self._directory.group
         older.close()
 
     def listen(self, name: str) -> socket.socket:
