@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
+    from trio_smc.rendezvous.terms import Terms
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.states.engine import Machine
 
@@ -70,6 +71,7 @@ class GroupData(Protocol):
     timers: Timers
     links: Links
     peer_rmbs: PeerRmbs
+    terms: Terms
 
     @property
     def mover(self) -> Mover:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._base.timers import Timer, Timers
     from trio_smc.config.config import Config
+    from trio_smc.rendezvous.terms import Terms
 
 __all__ = [
     "Backlog",
@@ -142,6 +143,7 @@ class LinkOwner(Protocol):
     peer_id: bytes
     config: Config
     timers: Timers
+    terms: Terms
 
     @property
     def host(self) -> LinkHost:
@@ -199,7 +201,7 @@ class Link:
         self.rnic = rnic
         self.pd = rnic.alloc_pd()
         try:
-            self.qp = rnic.create_qp(self.pd)
+            self.qp = rnic.create_qp(self.pd, group.terms.framing.largest)
             try:
                 self.qp.to_init()
             except BaseException:
@@ -239,7 +241,7 @@ class Link:
         )
         self._waiting: dict[Poster, None] = {}
         self._received = 0
-        self._replenish = max(1, rnic.receive_depth // 4)
+        self._replenish = max(1, self.qp.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
 
     def __repr__(self) -> str:
@@ -331,7 +333,7 @@ class Link:
             LOGGER.warning("%r: the peer takes no LLC messages", self)
             self.machine.send("failed")
             return
-        data = message.encode()
+        data = self.group.terms.framing.encode(message)
         self._free -= 1
         self._wr_id += 1
         self._pending.append((self._wr_id, self._since_signal + 1, None, 0, on_sent))
@@ -438,7 +440,7 @@ class Link:
         self.qp.to_rtr(
             gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn, mtu=min(peer.mtu, self.rnic.mtu)
         )
-        self.qp.post_receive(self.rnic.receive_depth)
+        self.qp.post_receive(self.qp.receive_depth)
         if not self.group.client:
             self.ready_to_send()
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 from trio_smc.host.netlink import ask_anew
 
 __all__ = [
+    "is_direct",
     "is_known",
 ]
 
@@ -41,13 +42,9 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
       peer, own: GIDs, 16 bytes each.
       interface: index of the interface that our GID belongs to.
     """
-    source, destination = _address(own), _address(peer)
-    if (":" in source) != (":" in destination):
-        return True  # refused at once
+    destination = _address(peer)
     try:
-        routes = ask_anew(
-            lambda route: route.route("get", dst=destination, src=source, oif=interface)
-        )
+        routes = _routes(peer, own, interface)
     except OSError:
         return True  # no way leads there: refused at once
     if not routes or routes[0]["type"] != _UNICAST:
@@ -58,6 +55,26 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     if state != _INCOMPLETE:
         _look_for(destination, interface)
     return False
+
+
+def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
+    """Whether no gateway is between this peer and our interface; None: no way leads there.
+
+    True as well where there is no netlink to tell.  Args are those of `is_known`.
+    """
+    try:
+        routes = _routes(peer, own, interface)
+    except OSError:
+        return None
+    return not routes or _next_hop(routes[0]) is None
+
+
+def _routes(peer: bytes, own: bytes, interface: int) -> list[Any] | None:
+    """The route to a peer; none where there is no netlink.  Raises OSError: no way leads there."""
+    source, destination = _address(own), _address(peer)
+    if (":" in source) != (":" in destination):
+        raise OSError(errno.EAFNOSUPPORT, "addresses of two families")
+    return ask_anew(lambda route: route.route("get", dst=destination, src=source, oif=interface))
 
 
 def _state(hop: str, interface: int) -> int | None:
