@@ -175,6 +175,10 @@ async def symmetric(world: World) -> None:
                 "an asymmetric link",
             )
             stack.undrain_rnic("rxe1")
+            with trio.fail_after(PATIENCE):
+                # The asymmetric link goes, at the kernel too.
+                while len(await newest_links(world)) != 2 or len(stack.link_groups[0].links) != 2:
+                    await trio.sleep(0.1)
             await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
             assert REQUEST_ADD_LINK in seen.types(True)
             await talk(both)

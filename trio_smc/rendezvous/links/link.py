@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.channel import Poster
-from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
+from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    QueuePair,
+    Rnic,
+    RnicError,
+    WcOpcode,
+    WcStatus,
+)
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
@@ -201,7 +209,7 @@ class Link:
         self.rnic = rnic
         self.pd = rnic.alloc_pd()
         try:
-            self.qp = rnic.create_qp(self.pd, group.terms.framing.largest)
+            self.qp = rnic.create_qp(self.pd, max(RECEIVE_SIZE, group.terms.framing.largest))
             try:
                 self.qp.to_init()
             except BaseException:

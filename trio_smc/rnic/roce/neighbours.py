@@ -18,7 +18,7 @@ import ipaddress
 import socket
 from typing import Any, Final
 
-from trio_smc.host.netlink import ask_anew
+from trio_smc.host.netlink import ask, ask_anew
 
 __all__ = [
     "is_direct",
@@ -42,9 +42,13 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
       peer, own: GIDs, 16 bytes each.
       interface: index of the interface that our GID belongs to.
     """
-    destination = _address(peer)
+    source, destination = _address(own), _address(peer)
+    if (":" in source) != (":" in destination):
+        return True  # refused at once
     try:
-        routes = _routes(peer, own, interface)
+        routes = ask_anew(
+            lambda route: route.route("get", dst=destination, src=source, oif=interface)
+        )
     except OSError:
         return True  # no way leads there: refused at once
     if not routes or routes[0]["type"] != _UNICAST:
@@ -58,23 +62,17 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
 
 
 def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
-    """Whether no gateway is between this peer and our interface; None: no way leads there.
-
-    True as well where there is no netlink to tell.  Args are those of `is_known`.
-    """
-    try:
-        routes = _routes(peer, own, interface)
-    except OSError:
-        return None
-    return not routes or _next_hop(routes[0]) is None
-
-
-def _routes(peer: bytes, own: bytes, interface: int) -> list[Any] | None:
-    """The route to a peer; none where there is no netlink.  Raises OSError: no way leads there."""
+    """Whether no gateway is between this peer and our interface; None: no way leads there, or
+    there is no netlink to tell.  Args are those of `is_known`."""
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
-        raise OSError(errno.EAFNOSUPPORT, "addresses of two families")
-    return ask_anew(lambda route: route.route("get", dst=destination, src=source, oif=interface))
+        return None
+    found = ask(
+        lambda route: route.route("get", dst=destination, src=source, oif=interface),
+        lambda message: _next_hop(message) is None,
+        ("gateway", source, destination, interface),
+    )
+    return found[0] if found else None
 
 
 def _state(hop: str, interface: int) -> int | None:
