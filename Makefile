@@ -1,5 +1,5 @@
 # Every target prepares what it needs by itself; afterwards that costs a twentieth of a second.
-# Needed beforehand: git, make, Python 3.11.
+# Needed beforehand: git, make, Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 CASES ?= 50000
@@ -7,13 +7,14 @@ JOBS ?= 2
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test interop lint types bench states rooms ladders cli-page compliance campaigns docs docs-check figures performance clean \
+.PHONY: help demo example test pythons interop lint types bench states rooms ladders cli-page compliance campaigns docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
 	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
+	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about ten minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look'
 	@echo 'make lint       ruff and the import rules between rooms'
@@ -50,6 +51,9 @@ example: ready-dev
 
 test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+pythons:
+	@$(PYTHON) -m scripts.pythons $(ARGS)
 
 interop: ready-dev
 	@$(BIN)/python -m tests.lab.setup

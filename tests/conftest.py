@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -37,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Who starts us in the background of a shell has it ignored, and so would the processes that
+    # tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Under xdist the controller chose the seed, so that all workers share it.
     given: int | None = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
     seed = random.SystemRandom().getrandbits(32) if given is None else given

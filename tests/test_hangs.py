@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,28 @@ def test_a_blocked_test_is_ended_by_force(pytester: pytest.Pytester) -> None:
     )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*Timeout*"])
+
+
+@pytest.fixture
+def _interrupts_ignored() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_ignored")
+def test_processes_can_be_interrupted_also_in_the_background_of_a_shell(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import signal, subprocess, sys
+        def test_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            with subprocess.Popen(["sleep", "30"]) as sleeper:
+                sleeper.send_signal(signal.SIGINT)
+                assert sleeper.wait(5) == -signal.SIGINT
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "tests.conftest", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)

@@ -10,6 +10,7 @@ import socket
 import stat
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import trio_smc
 from tests.api.api_peers import QUICK
 from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
+from trio_smc.capture import stream as capture_stream
 from trio_smc.control import protocol as control
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
@@ -75,6 +77,19 @@ async def test_an_answer_is_made_of_parts() -> None:
         ]  # fmt: skip
 
 
+async def test_a_group_that_shares_the_directory_may_not_ask(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o3770)
+    async with a_stack(directory=shared) as (stack, path):
+        assert stack.config.private_directory() == shared
+        [rnic] = shared.glob("rnic-*")
+        assert stat.S_IMODE(rnic.stat().st_mode) == 0o660
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        command = partial(take_snapshots, shared, ("statistics",), os.getpid())
+        assert len(await trio.to_thread.run_sync(command)) == 1
+
+
 async def test_the_socket_is_the_users_alone() -> None:
     async with a_stack() as (_, path):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -111,6 +126,53 @@ async def test_bad_requests_are_told_so(request_bytes: bytes, said: str) -> None
         assert refusal["part"] == "error"
         assert said in refusal["data"]
         assert len(await answer(path, GOOD)) == 3, "the next client is answered"
+
+
+CAPTURE = control.encode({"want": [control.CAPTURE]})
+
+
+async def test_captures_leave_room_for_others() -> None:
+    """Clients that ask for captures and do nothing more: half of the slots are not for them."""
+    async with a_stack() as (_, path), contextlib.AsyncExitStack() as opened:
+        idle = await trio.open_unix_socket(str(path))
+        for turn in range(4):
+            if turn:
+                idle = await trio.open_unix_socket(str(path))
+            await opened.enter_async_context(idle)
+            await idle.send_all(CAPTURE)
+            with trio.fail_after(LIMIT):
+                assert await idle.receive_some()  # begun
+        for _ in range(8):
+            [refusal] = await answer(path, CAPTURE)
+            assert refusal["part"] == "error"
+            assert "captures of this process are under way" in refusal["data"]
+        assert len(await answer(path, GOOD)) == 3
+        await idle.aclose()
+        with trio.fail_after(LIMIT):
+            while True:
+                async with await trio.open_unix_socket(str(path)) as another:
+                    await another.send_all(CAPTURE)
+                    if b"error" not in await another.receive_some():
+                        break
+
+
+async def test_a_capture_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_stream, "_STALLED", 0.2)
+    async with (
+        a_stack() as (_, path),
+        await trio.open_unix_socket(str(path)) as idle,
+        await trio.open_unix_socket(str(path)) as taking,
+    ):
+        await idle.send_all(CAPTURE)
+        await taking.send_all(CAPTURE)
+        with trio.move_on_after(1) as watched:
+            while await taking.receive_some():
+                pass
+        assert watched.cancelled_caught, "who takes what there is may wait for more"
+        # All that was sent is there, and then the end.
+        with trio.fail_after(LIMIT):
+            while await idle.receive_some():
+                pass
 
 
 async def test_random_requests(rng: random.Random) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from trio_smc.host.private_directory import PrivateDirectory, is_same_user, peer_user
+from trio_smc.host.private_directory import (
+    DirectoryUnusable,
+    PrivateDirectory,
+    is_admitted,
+    is_same_user,
+    peer_user,
+)
 
 
 @pytest.fixture
@@ -84,6 +91,70 @@ def test_a_name_comes_with_its_listener(opened: PrivateDirectory, tmp_path: Path
     with pytest.raises(OSError, match="directory"):
         opened.listen("taken", 1)
     assert os.listdir(tmp_path / "private") == ["taken"]
+
+
+def shared_with(path: Path, group: int, mode: int = 0o3770) -> Path:
+    path.mkdir()
+    os.chown(path, -1, group)
+    path.chmod(mode)
+    return path
+
+
+def test_what_is_made_in_a_directory_of_a_group_is_the_groups(tmp_path: Path) -> None:
+    path = shared_with(tmp_path / "shared", os.getegid())
+    umask = os.umask(0o077)
+    try:
+        with contextlib.closing(PrivateDirectory.open(path, create=False)) as opened:
+            assert opened.group == os.getegid()
+            with contextlib.closing(opened.below("one/two", create=True)) as below:
+                assert below.group == os.getegid()
+                with below.listen("name", 1), below.connect("name") as connection:
+                    mode = (path / "one/two/name").stat().st_mode
+                    assert is_admitted(connection, below.group)
+                below.remove("name")
+            opened.below("one/two", create=True).close()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(mode) == 0o660
+    for each in ("one", "one/two"):
+        found = (path / each).stat()
+        assert (stat.S_IMODE(found.st_mode), found.st_gid) == (0o3770, os.getegid())
+    assert sorted(os.listdir(path)) == ["one"], "nothing hidden is left"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o2770, 0o1770, 0o3775, 0o3750, 0o750])
+def test_no_other_mode_shares_a_directory(tmp_path: Path, mode: int) -> None:
+    path = shared_with(tmp_path / "shared", os.getegid(), mode)
+    with pytest.raises(DirectoryUnusable, match="700 is private"):
+        PrivateDirectory.open(path, create=False)
+
+
+def test_a_default_place_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have put it there."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = shared_with(tmp_path / "trio-smc", os.getegid())
+    with pytest.raises(DirectoryUnusable, match="700 is private"):
+        PrivateDirectory.open(path, create=False)
+
+
+def test_a_group_of_others_does_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shared_with(tmp_path / "shared", os.getegid())
+    real = os.getegid()
+    monkeypatch.setattr(os, "getegid", lambda: real + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [real + 2])
+    with pytest.raises(DirectoryUnusable, match="700 is private"):
+        PrivateDirectory.open(path, create=False)
+
+
+def test_a_member_of_the_group_is_admitted_and_nobody_else(
+    opened: PrivateDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, groups = os.geteuid(), {os.getegid(), *os.getgroups()}
+    with opened.listen("name", 1), opened.connect("name") as connection:
+        monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+        assert not is_admitted(connection, None)
+        assert all(is_admitted(connection, group) for group in groups)
+        assert not is_admitted(connection, max(groups) + 1)
 
 
 def test_another_user(opened: PrivateDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rendezvous.rendezvous_pair import Recorder, Side, World, exchange
+from tests.rendezvous.rendezvous_pair import SIZE, Recorder, Side, World, exchange
 from tests.rendezvous.transcripts import line
 from tests.rnic.memory_rnic import PlainQueuePair
 from trio_smc._base.reasons import FallbackReason, Origin
@@ -178,22 +178,30 @@ def test_the_client_has_nothing_before_accept_came() -> None:
 
 @pytest.mark.rfc("4.2/2")
 @pytest.mark.parametrize("catchers", [(False, False), (True, False), (False, True), (True, True)])
-def test_each_side_lays_out_its_elements_as_it_said(catchers: tuple[bool, bool]) -> None:
-    """The dialects of the two directions are independent."""
+def test_both_sides_have_eye_catchers_or_neither(catchers: tuple[bool, bool]) -> None:
+    """The bits that say "none" are not the RFC's: they count only when both sides send them."""
     with World() as world:
         client, server = (world.side(Config(rmbe_eye_catcher=each)) for each in catchers)
         record = client.record()
         call = world.connect(client, server)
         flags = [message[3] for kind, _, message in record.messages() if kind == "llc"][:2]
-        assert flags == [0x00 if catchers[1] else 0x03, 0x80 if catchers[0] else 0x83]
+        assert flags == [0x00 if catchers[1] else 0x03, 0x80 if any(catchers) else 0x83]
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
         # On later contacts the group's dialect holds.
         again = world.connect(client, server)
         assert exchange(world, again, (b"one", b"two")) == (b"two", b"one")
-        for side, has in zip((client, server), catchers, strict=True):
-            cursors = [message[12:16] for kind, way, message in record.messages() if kind == "cdc"]
-            assert side.group.own_rmbs.pool.rmbs[0].eye_catcher is has
-            assert len(cursors) == 4
+        cursors = [message[12:16] for kind, way, message in record.messages() if kind == "cdc"]
+        assert len(cursors) == 4
+        for side in (client, server):
+            (rmb,) = side.group.own_rmbs.pool.rmbs
+            assert rmb.eye_catcher is any(catchers)
+            assert all(each.first == 4 * any(catchers) for each in rmb.elements)
+            assert all(each.check_eye_catcher() for each in rmb.elements)
+            # So has an RMB that is made later.
+            side.group.request_element(4 * SIZE, lambda _: None)
+        world.settle()
+        for side in (client, server):
+            assert side.group.own_rmbs.pool.rmbs[1].eye_catcher is any(catchers)
 
 
 @pytest.mark.rfc("A.3.1/3")

@@ -72,6 +72,33 @@ def test_a_reply_travels_on_the_link_of_its_request(world: World) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.rfc("A.3.5/7")
+def test_a_new_rmb_is_told_over_the_link_that_its_first_connection_names(world: World) -> None:
+    stage = Stage(world, (2, 2))
+    records = [side.record() for side in (stage.client, stage.server)]
+    world.connect(stage.client, stage.server, size=BIG)
+    told = [name for name in stage.log if name.endswith("CONFIRM_RKEY")]
+    assert told == ["S2 CONFIRM_RKEY", "C2 CONFIRM_RKEY"], "link 1 has a connection already"
+    for record, side in zip(records, (stage.client, stage.server), strict=True):
+        (sent,) = [
+            clc.decode_untrusted(data)
+            for kind, way, data in record.messages()
+            if (kind, way) == ("clc", "out") and data[4] in (2, 3)
+        ]
+        assert isinstance(sent, clc.Accept | clc.Confirm)
+        assert sent.qp_number == side.group.links[2].qp.qp_num
+
+
+@pytest.mark.rfc("A.3.5/7")
+def test_a_new_rmb_is_told_over_another_link_when_that_one_is_lost(world: World) -> None:
+    stage = Stage(world, (2, 2))
+    call = world.call(stage.client, stage.server, size=BIG)
+    stage.wire.fail("S2 CONFIRM_RKEY")
+    world.pass_time(10.0)
+    assert "S1 CONFIRM_RKEY" in stage.log
+    assert call.states == ("ESTABLISHED", "ESTABLISHED")
+
+
 @pytest.mark.rfc("3.3/4")
 def test_confirm_link_and_test_link_travel_on_their_own_link(world: World) -> None:
     stage = Stage(world, (3, 3), connect=False)

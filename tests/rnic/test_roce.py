@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import errno
+import gc
 import ipaddress
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from trio_smc.rnic.roce import device as roce_device
 from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.roce.hotplug import is_news
-from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
+from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid, Reusable
 from trio_smc.rnic.verbs import RnicError, RnicEvent
 
 # --- which entry of the GID table -----------------------------------------------------------------
@@ -200,8 +204,9 @@ class Device:
     def recv_wr(self, wr_id: int, sge: object) -> Any:
         return self.thing("request")
 
-    def send_wr(self, sge: object, *, write: bool) -> Any:
-        return self.thing("request", set_wr_rdma=lambda rkey, address: None)
+    def reusable(self, lkey: int, *, write: bool) -> Reusable:
+        made = self.thing("request", set_wr_rdma=lambda rkey, address: None)
+        return Reusable(made, SimpleNamespace(), made)
 
     def modify_to_init(self, qp: object, port: int) -> None:
         self.do()
@@ -483,3 +488,131 @@ def test_nobody_need_be_asked_for_an_address(
     assert rnic.address_known(gid("2001:db8::9")), "refused at once from an IPv4 address"
     rnic.close()
     assert rnic.address_known(gid("192.0.2.9")), "refused at once"
+
+
+# --- pyverbs of each version ----------------------------------------------------------------------
+
+
+class Heap:
+    """What made-up SGEs and requests have allocated; freeing twice is what ends a process."""
+
+    def __init__(self) -> None:
+        self.lists: dict[int, Any] = {}
+
+    def take(self, fields: list[tuple[int, int, int]]) -> int:
+        made = (ctypes.c_uint64 * (2 * len(fields)))(
+            *(word for addr, length, lkey in fields for word in (addr, length | lkey << 32))
+        )
+        place = ctypes.addressof(made)
+        self.lists[place] = made
+        return place
+
+    def free(self, place: int) -> None:
+        del self.lists[place]
+
+
+def requests_of(version: int, heap: Heap) -> ModuleType:
+    """``pyverbs.wr``, which owns memory as that of this version of rdma-core does."""
+    frees_itself = version >= 65
+
+    class SGE:
+        def __init__(self, addr: int, length: int, lkey: int) -> None:
+            self.place = heap.take([(addr, length, lkey)])
+
+        def close(self) -> None:
+            if self.place or not frees_itself:
+                heap.free(self.place)
+                self.place = 0 if frees_itself else self.place
+
+        addr = property(
+            lambda self: heap.lists[self.place][0],
+            lambda self, value: heap.lists[self.place].__setitem__(0, value),
+        )
+        length = property(
+            lambda self: heap.lists[self.place][1] & 0xFFFFFFFF,
+            lambda self, value: heap.lists[self.place].__setitem__(
+                1, heap.lists[self.place][1] >> 32 << 32 | value
+            ),
+        )
+        if frees_itself:
+            __del__ = close
+
+    class SendWR:
+        def __init__(self, *, num_sge: int, sg: list[SGE], opcode: int) -> None:
+            self.place = heap.take(
+                [(w[0], w[1] & 0xFFFFFFFF, w[1] >> 32) for w in (heap.lists[e.place] for e in sg)]
+            )
+
+        def close(self) -> None:
+            if self.place or not frees_itself:
+                heap.free(self.place)
+                self.place = 0 if frees_itself else self.place
+
+        def _share(self, sge: SGE) -> None:
+            self.place = sge.place
+
+        sg_list = property((lambda self: self.place) if version >= 63 else None, _share)
+        if frees_itself:
+            __del__ = close
+
+    made = ModuleType("pyverbs.wr")
+    vars(made).update(SGE=SGE, SendWR=SendWR)
+    return made
+
+
+def constants_of(version: int) -> ModuleType:
+    """The constants, as pyverbs of this version of rdma-core names them."""
+    kinds = {
+        "ibv_send_flags": {"IBV_SEND_SIGNALED": 2, "IBV_SEND_SOLICITED": 4, "IBV_SEND_INLINE": 8},
+        "ibv_port_state": {"IBV_PORT_ACTIVE": 4},
+        "ibv_event_type": {"IBV_EVENT_CQ_ERR": 0, "IBV_EVENT_DEVICE_FATAL": 8},
+        "ibv_wr_opcode": {"IBV_WR_RDMA_WRITE": 0, "IBV_WR_SEND": 2},
+    }
+    constants = ModuleType("pyverbs.libibverbs_enums" if version >= 59 else "pyverbs.enums")
+    for kind, members in kinds.items():
+        if version >= 59:
+            setattr(constants, kind, enum.IntFlag(kind, members))
+        else:
+            vars(constants).update(members)
+    return constants
+
+
+@pytest.mark.parametrize("version", [44, 59, 63, 65])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_request_has_an_entry_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, version: int, closed: bool
+) -> None:
+    """In no version of pyverbs is anything freed twice, closed or only collected."""
+    heap = Heap()
+    for name in [each for each in sys.modules if each.partition(".")[0] == "pyverbs"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = ModuleType("pyverbs")
+    monkeypatch.setitem(sys.modules, "pyverbs", package)
+    parts = [ModuleType(f"pyverbs.{name}") for name in ("addr", "cq", "device", "mr", "pd", "qp")]
+    errors = ModuleType("pyverbs.pyverbs_error")
+    vars(errors).update(PyverbsError=Refused)
+    for module in (*parts, errors, requests_of(version, heap), constants_of(version)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(package, module.__name__.rpartition(".")[2], module)
+    lib = pyverbs.Verbs()
+    assert (type(lib.signaled), lib.signaled, lib.solicited, lib.inline) == (int, 2, 4, 8)
+    assert (lib.port_active, lib.fatal_events) == (4, {0, 8})
+    both = [lib.reusable(9, write=write) for write in (False, True)]
+    for number in (0, 1):
+        both[number].entry.addr = 1 << 40 | number
+        both[number].entry.length = 100 + number
+    requests: list[Any] = [each.request for each in both]
+    assert [list(heap.lists[each.place]) for each in requests] == [
+        [1 << 40 | number, 9 << 32 | 100 + number] for number in (0, 1)
+    ]
+    each = both[0]
+    if closed:
+        for each in both:
+            each.owner.close()
+        assert heap.lists == {}
+    both.clear()
+    requests.clear()
+    del each
+    gc.collect()
+    # Before 65 nothing is freed that was not closed.
+    assert len(heap.lists) == (2 if version < 65 and not closed else 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -333,10 +335,19 @@ class TestDevice:
         with pytest.raises(RnicError, match="x86-64"):
             SoftRnic().open(directory)
 
+    def test_a_python_without_its_gil_is_refused(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+        with pytest.raises(RnicError, match="GIL") as refused:
+            SoftRnic().open(directory)
+        assert refused.value.errno == errno.ENOTSUP
+        assert not directory.exists()
+
     def test_another_users_process(
         self, rnic: SoftRnic, other: SoftRnic, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_fabric, "is_same_user", lambda _: False)
+        monkeypatch.setattr(_fabric, "is_admitted", lambda _, group: False)
         end = make_end(rnic)
         with pytest.raises(RnicError, match="another user"):
             end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
@@ -297,3 +300,42 @@ async def tell_and_wait(world: World, condition: Callable[[], bool]) -> None:
     with trio.fail_after(5):
         while not condition():
             await trio.lowlevel.checkpoint()
+
+
+# --- peer IDs ------------------------------------------------------------------------------------
+
+HOLDER = """
+import secrets, sys
+from types import SimpleNamespace
+from trio_smc.stack.rnics import StackRnics
+
+secrets.token_bytes = lambda count: b"\\x11" * count
+rnics = StackRnics.__new__(StackRnics)
+rnics.opened = [SimpleNamespace(kind="roce", mac=bytes.fromhex(sys.argv[1]))]
+print(rnics.new_peer_id().hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.rfc("2.2.4/4", "A.2.1/1", "A.2.1/2")
+def test_two_processes_on_one_port_have_different_peer_ids(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both draw the same number."""
+    mac = b"\x02" + secrets.token_bytes(5)  # no other run's
+    draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
+    monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))
+    world.come("rxe0")
+    rnics = Followed(Config(rnics=(world.port("rxe0"),))).rnics
+    rnics.open()
+    rnics.opened[0].mac = mac
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, mac.hex()],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == (b"\x11\x11" + mac).hex()
+        assert rnics.new_peer_id() == b"\x22\x22" + mac
+        assert next(draws, None) is None
+        holder.communicate()
+    rnics.close()

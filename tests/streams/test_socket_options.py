@@ -194,7 +194,8 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
 
         assert await sizes() == (4 << 20, 4 << 20)
         # Twice the first is the kernel's default: set by hand it counts all the same.
-        for asked, rmbe in ((65536, 65536), (65537, 131072), (20_000, 32768), (1, SMALL_RING)):
+        # Four bytes may be an eye catcher's, and are not part of the ring.
+        for asked, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
             listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
             assert await sizes() == (4 << 20, rmbe)
 

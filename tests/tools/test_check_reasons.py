@@ -169,7 +169,7 @@ def open_to_all(patch: Patch) -> None:
 
 def another_user(patch: Patch) -> None:
     """The process that answers for the port is another user's."""
-    patch.setattr(announcing, "is_same_user", lambda connection: False)
+    patch.setattr(announcing, "is_admitted", lambda connection, group: False)
 
 
 def another_release(patch: Patch) -> None:

@@ -111,6 +111,13 @@ def test_known_error_add_link_continuation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shown", "value"), [("0", 0), ("False", 0), ("1", 1), ("True", 1), ("0x0a", 10)]
+)
+def test_a_flag_is_a_number_whichever_tshark_shows_it(shown: str, value: int) -> None:
+    assert tshark.value(shown) == value
+
+
+@pytest.mark.parametrize(
     ("name", "value", "outcome"),
     [
         ("CI", "true", pytest.fail.Exception),

@@ -107,6 +107,8 @@ def value(show: str) -> int | bytes | str:
     """One value as tshark prints it: addresses (MAC, IPv6, IPv4) as bytes, numbers as int."""
     if _MAC.fullmatch(show):
         return bytes.fromhex(show.replace(":", ""))
+    if show in ("False", "True"):  # since 4.2; 0 and 1 before
+        return int(show == "True")
     if ":" in show or "." in show:
         return ipaddress.ip_address(show).packed
     return int(show, 0) if show[0].isdecimal() else show

@@ -248,7 +248,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "this operating system offers nothing that SMC-R could use",
-        "run both ends on Linux on x86-64",
+        "run both ends on Linux on x86-64, by a Python that has its GIL",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.NOT_PERMITTED: _Explanation(

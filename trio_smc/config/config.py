@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.config.lists import Listed, check_list, is_listed
+from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.sizes import RMBE_SIZE_UNIT, rmbe_size_code, rmbe_size_of
 from trio_smc.wire.ueid import MAX_EIDS, encode_ueid
 
@@ -40,14 +40,6 @@ _STACK_FIELDS = frozenset(
 )  # fmt: skip
 
 
-def _default_directory() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime) / "trio-smc"
-    # Not every system has user numbers; those that have none have no use for the directory.
-    return Path(f"/tmp/trio-smc-{os.getuid() if hasattr(os, 'getuid') else 0}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
@@ -62,8 +54,9 @@ class Config:
         that come later.
       pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
         an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
-      directory: the user's private directory (mode 0700, owner checked): software RNICs,
-        same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
+      directory: the user's private directory (mode 0700, owner checked), or one of a group (mode
+        3770) whose members trust each other with their connections: docs/security.md.  Software
+        RNICs, same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
         ``/tmp/trio-smc-UID``.
       discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
         TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
@@ -82,7 +75,8 @@ class Config:
         on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
         memory is taken as it is first written, so only connections that have carried as much
         take all of it; with rings of 1 MiB two processors work in each other's caches.
-      rmbe_eye_catcher: give our RMB elements the eye catcher of RFC 7609, 4.2.
+      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
+        peer that has it brings it along in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
         always checked, rescheduling only now and then.  None: amortised for the sockets of
@@ -189,7 +183,7 @@ class Config:
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
-        return _default_directory() if self.directory is None else Path(self.directory)
+        return default_directories()[0] if self.directory is None else Path(self.directory)
 
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""

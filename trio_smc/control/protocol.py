@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.private_directory import peer_user
+from trio_smc.host.private_directory import peer_user, shared_group
 
 __all__ = [
     "CAPTURE",
@@ -43,6 +43,7 @@ __all__ = [
     "length_untrusted",
     "peer_user",
     "pid_of_name",
+    "shared_group",
 ]
 
 

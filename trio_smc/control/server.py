@@ -30,6 +30,7 @@ from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
+from trio_smc.host.tcp import unsent_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,8 @@ LOGGER = logging.getLogger("trio_smc.control")
 
 _CLIENTS: Final = 8
 """Clients answered at a time; further ones wait in the backlog."""
+_CAPTURES: Final = 4
+"""Of these, captures, which last for as long as their clients want."""
 _PATIENCE: Final = 5.0
 """Seconds a client may take for its request and for taking the answer."""
 _CAPACITY_PAUSE: Final = 0.5
@@ -59,12 +62,15 @@ class ControlSocket:
         self._snapshots = Snapshots(stack)
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._slots = trio.CapacityLimiter(_CLIENTS)
+        self._captures = 0
         self._closed = False
         root = PrivateDirectory.open(directory, create=True)
         try:
             self._directory = root.below(control.DIRECTORY, create=True)
         finally:
             root.close()
+        # Where a group shares the directory, this is the user's own for all that.
+        self._directory.group = None
         try:
             listener = self._directory.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
             self._socket = trio.socket.from_stdlib_socket(listener)
@@ -163,10 +169,16 @@ class ControlSocket:
             kept = Config(capture_payload=payload).capture_payload  # type: ignore[arg-type]
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
-        await stream.send_all(control.encode(begun))
-        patience.deadline = math.inf
-        await send_capture(self._stack, stream, kept)
+        if self._captures >= _CAPTURES:
+            raise ProtocolError(f"{_CAPTURES} captures of this process are under way already")
+        self._captures += 1
+        try:
+            begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
+            await stream.send_all(control.encode(begun))
+            patience.deadline = math.inf
+            await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
+        finally:
+            self._captures -= 1
 
 
 async def _request(stream: trio.SocketStream) -> dict[str, Any]:

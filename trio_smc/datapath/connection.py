@@ -308,7 +308,7 @@ class Connection:
         Args:
           alert_token: the peer's token, for our CDC messages to it.
           element_size: bytes of the peer's RMBE.
-          eye_catcher: whether the peer's RMBEs start with an eye catcher.
+          eye_catcher: whether the peer's RMBEs start with an eye catcher; ours are laid out.
           channel: the link to use.
           address: where the peer's RMBE starts, as its RMB's address on that link says.
           rkey: of the peer's RMB on that link.
@@ -323,6 +323,8 @@ class Connection:
         self.sender.set_peer(alert_token, element_size, first)
         if self._released:
             return
+        if self.receiver.first != self._rmbe.first:
+            self.receiver.lay_out()
         self._use(channel, address, rkey)
         if self.receiver.told < self.receiver.urgent_mark <= self.receiver.consumed:
             self.messenger.owe()

@@ -133,15 +133,10 @@ class Receiver:
         self.owner = owner
         self.error: OSError | None = None
         self._rmbe = rmbe
-        self.first = rmbe.first
-        self._eye_catcher = bool(rmbe.first)
-        self._ring = rmbe.data
         self._ring_start = 0  # the count at which the ring began
-        self.usable = rmbe.usable
-        self._least_update = max(1, -(-rmbe.usable // 10))
         self.received = 0
         self.received_wrap = 0
-        self.received_offset = rmbe.first
+        self.lay_out()
         self.consumed = 0
         self.told = 0
         self.done = False
@@ -155,6 +150,15 @@ class Receiver:
         self.urgent_inline = False
         self._urgent_flags = 0  # P and U of the last CDC message
         self._urgent_byte: int | None = None
+
+    def lay_out(self) -> None:
+        """Take the ring as the element has it: at first contact that comes late (A.3.1)."""
+        rmbe = self._rmbe
+        self.first = self.received_offset = rmbe.first
+        self._eye_catcher = bool(rmbe.first)
+        self._ring = rmbe.data
+        self.usable = rmbe.usable
+        self._least_update = max(1, -(-rmbe.usable // 10))
 
     # --- what the application sees -----------------------------------------------------------
 

@@ -95,14 +95,19 @@ class Rmbe:
         self.index = index
         self.size = rmb.element_size
         self.offset = (index - 1) * rmb.element_size
-        self.first = len(EYE_CATCHER) if rmb.eye_catcher else 0
-        self.usable = self.size - self.first
-        self.data = rmb.memory.slice(self.offset + self.first, self.usable)
         self.in_use = False
         self.served = False
         self.warm = 0
         self._to_wipe = range(0)
-        self._eye_catcher = rmb.memory.slice(self.offset, self.first)
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Divide it into eye catcher and ring, as its RMB says."""
+        memory = self.rmb.memory
+        self.first = len(EYE_CATCHER) if self.rmb.eye_catcher else 0
+        self.usable = self.size - self.first
+        self.data = memory.slice(self.offset + self.first, self.usable)
+        self._eye_catcher = memory.slice(self.offset, self.first)
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
     def check_eye_catcher(self) -> bool:
@@ -159,6 +164,13 @@ class Rmb:
         self.element_size = element_size
         self.eye_catcher = eye_catcher
         self.elements = tuple(Rmbe(self, index) for index in range(1, count + 1))
+
+    def give_eye_catchers(self) -> None:
+        """The RFC's layout from now on; nothing has been written into the elements."""
+        if not self.eye_catcher:
+            self.eye_catcher = True
+            for element in self.elements:
+                element.lay_out()
 
 
 class RmbPool:

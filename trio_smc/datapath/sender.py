@@ -400,11 +400,14 @@ class Sender:
         Returns:
           Whether nothing is `borrowed` any more.
         """
-        borrowed = self.borrowed
         record = self._record
+        if self.borrowed:
+            while record and not (sequence - record[0][0]) & 0x8000:
+                self._release(record)
+            return not self.borrowed
         while record and not (sequence - record[0][0]) & 0x8000:
-            self._release(record)
-        return borrowed > 0 and not self.borrowed
+            self.delivered = record.popleft()[1]
+        return False
 
     def _release(self, record: deque[tuple[int, int, memoryview]]) -> None:
         _, self.delivered, data = record.popleft()

@@ -207,6 +207,7 @@ class Negotiation(ABC):
         # What the peer names: any link of an existing group (3.5.2.2, 3.5.2.3).
         self._peers_link: Link | None = None
         self._first_link: Link | None = None
+        self._link: Link | None = None  # which we shall name
         self._end: _LocalEnd | None = None
         self._fell_back: FellBack | None = None  # what a Decline would come to
         self._terms = VERSION_1
@@ -321,7 +322,10 @@ class Negotiation(ABC):
 
     def take_element(self) -> None:
         """Get an RMB element for the connection; `element_ready` or `unable` follows."""
-        known(self._group).request_element(self._receive_buffer, self._element_taken)
+        group = known(self._group)
+        self._link = None
+        self._link = self._first_link or self._link_to_name(group)
+        group.request_element(self._receive_buffer, self._element_taken, self._link)
 
     def decline_refused(self) -> None:
         """C.1."""
@@ -383,7 +387,7 @@ class Negotiation(ABC):
         connection.peer_known(
             alert_token=peer.alert_token,
             element_size=peer.buffer_size,
-            eye_catcher=group.setup.peer_eye_catcher,
+            eye_catcher=group.own_rmbs.eye_catcher,
             channel=channel,
             address=address,
             rkey=rkey,
@@ -430,7 +434,7 @@ class Negotiation(ABC):
         """The link that Accept names, in Confirm too: the server has it for sure."""
         if group.state not in USABLE:
             return None  # it ended while an RMB was made
-        named = self._peers_link
+        named = self._peers_link or self._link
         return named if named is not None and named.usable else group.least_loaded_link()
 
     def _form_group(

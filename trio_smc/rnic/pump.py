@@ -45,8 +45,7 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
-_MOST_CALLS: Final = 32
-_LONG_PASS_NS: Final = 200_000
+_LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
 
 
@@ -104,12 +103,11 @@ class Pump:
         self._flushes: list[Callable[[], None]] = []
         self._soon: list[Callable[[], None]] = []
         self._busy_passes = 0  # since the first of `_soon` came
-        # For `is_due`: the pass of its last call and when it began, the task whose turn it was and
-        # how many calls it made; the tasks that were told to yield in the pass before, and in it.
+        # For `is_due`: the pass of its last call and when it began, the task that called it last
+        # in a long one; the tasks that were told to yield in the pass before, and in it.
         self._pass = 0
         self._pass_began = 0
         self._turn: trio.lowlevel.Task | None = None
-        self._calls = 0
         self._yielded: set[trio.lowlevel.Task] = set()
         self._yielding: set[trio.lowlevel.Task] = set()
         self._put_off: deque[tuple[_Lane, Completion]] = deque()
@@ -257,27 +255,26 @@ class Pump:
     def is_due(self) -> bool:
         """Whether an amortised checkpoint of the running task is to be a full one.
 
-        That is so when the task has made many calls in its turn.  When the scheduler's pass is
-        long already each task gets one call, as with strict checkpoints, so that a pass with many
-        busy tasks is no longer than with those: the first call of a turn is full if the task has
-        come from such a checkpoint, and the second in any case.
+        Not while the scheduler's pass is short.  When it is long already each task gets one call,
+        as with strict checkpoints, so that a pass with many busy tasks is no longer than with
+        those: the first call of a turn is full if the task has come from such a checkpoint, and
+        the second in any case.
         """
-        task = trio.lowlevel.current_task()
+        now = time.perf_counter_ns()
         if self._pass != self.passes:
             self._pass = self.passes
-            self._pass_began = time.perf_counter_ns()
-            self._yielded, self._yielding = self._yielding, set()
-            self._turn, self._calls = task, 1
+            self._pass_began = now
+            self._turn = trio.lowlevel.current_task()
+            if self._yielded or self._yielding:
+                self._yielded, self._yielding = self._yielding, set()
             return False
-        if self._turn is task:
-            self._calls += 1
-        else:
-            self._turn, self._calls = task, 1
-        if self._calls < _MOST_CALLS and (
-            (self._calls == 1 and task not in self._yielded)
-            or time.perf_counter_ns() - self._pass_began < _LONG_PASS_NS
-        ):
+        if now - self._pass_began < _LONG_PASS_NS:
             return False
+        task = trio.lowlevel.current_task()
+        if self._turn is not task:
+            self._turn = task
+            if task not in self._yielded:
+                return False
         self._yielding.add(task)
         return True
 

@@ -13,7 +13,6 @@ move (`failover`).
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
 import weakref
 from collections import Counter
@@ -105,8 +104,7 @@ class GroupTable:
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._counts: Counter[str] = Counter()
-        mac = rnics.opened[0].mac if rnics.opened else b"\x02" + secrets.token_bytes(5)
-        self.peer_id = secrets.token_bytes(2) + mac
+        self.peer_id = rnics.new_peer_id()
 
     # --- RNICs -----------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import secrets
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -55,6 +57,9 @@ LOGGER = logging.getLogger("trio_smc.rnic")
 
 _LOOK_AGAIN: Final = (0.3, 1.0, 5.0)
 """Seconds after news, each after the one before."""
+
+_INSTANCES: Final = 64
+"""Instance numbers that are tried; so many are in use only where somebody keeps them all."""
 
 
 class RnicChange(Enum):
@@ -94,6 +99,7 @@ class StackRnics:
         self._refused: set[str] = set()
         # Those of the configuration whose devices are gone.
         self._away: list[VerbsRnic] = []
+        self._instance: socket.socket | None = None
         self._failure = trio.Event()
         self._network = Remembering()
         self.table: PnetTable = ()
@@ -138,8 +144,34 @@ class StackRnics:
     def close(self) -> None:
         """Close all of them; what used them is gone."""
         self._network.close()
+        if self._instance is not None:
+            self._instance.close()
         for rnic in self.opened:
             self._close(rnic)
+
+    def new_peer_id(self) -> bytes:
+        """An instance number of two bytes, and the MAC of the first RNIC (RFC 7609, A.2.1).
+
+        Two processes on one RoCE port have that MAC in common, and two random bytes alike in one
+        case of 65536.  So a socket without a file holds each number as long as the stack is there;
+        a software RNIC's MAC is random itself.
+        """
+        if not self.opened:
+            return secrets.token_bytes(2) + b"\x02" + secrets.token_bytes(5)
+        first = self.opened[0]
+        for _ in range(_INSTANCES if first.kind == "roce" else 0):
+            number = secrets.token_bytes(2)
+            holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                holder.bind(b"\0trio_smc instance " + (first.mac + number).hex().encode())
+            except OSError as error:
+                holder.close()
+                if error.errno != errno.EADDRINUSE:
+                    break  # nobody can tell
+            else:
+                self._instance = holder
+                return number + first.mac
+        return secrets.token_bytes(2) + first.mac
 
     def adopt(self, rnic: Rnic) -> None:
         """Use an RNIC that is open."""

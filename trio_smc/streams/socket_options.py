@@ -40,6 +40,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
+from trio_smc.datapath.rmb import EYE_CATCHER
+
 if TYPE_CHECKING:
     import trio
     from typing_extensions import Buffer
@@ -462,7 +464,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
         level="SOL_SOCKET", name="SO_RCVBUF", owner=Owner.DATA_PATH,
         meaning="Read: bytes of this side's RMB element. Set: accepted, the element stays as it "
         "is (the TCP connection keeps the number). Set on a listener's socket it sizes the "
-        "elements of connections accepted later, rounded up to 16 KiB << n and bounded by "
+        "elements of connections accepted later, with 4 bytes for an eye catcher, rounded up to "
+        "16 KiB << n and bounded by "
         "net.core.rmem_max; Config.receive_buffer has no such bound.",
         write=StreamOptions.set_receive_buffer, read=StreamOptions.receive_buffer,
     ),
@@ -634,10 +637,11 @@ def receive_buffer_for(
     """Bytes of the RMBE for an accepted TCP connection.
 
     SO_RCVBUF of the listening socket, when somebody set it (the accepted socket inherits that),
-    rounded up to 16 KiB << n; else ``config.receive_buffer``.
+    and an eye catcher, rounded up to 16 KiB << n; else ``config.receive_buffer``.  At least as much
+    as was asked for can be received (RFC 7609, 4.1), whatever the peer's elements look like.
     """
     if found.locks & _RCVBUF_LOCKED:
-        asked = max(1, sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2)
+        asked = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2 + len(EYE_CATCHER)
         config = replace(config, receive_buffer=asked)
     return config.receive_buffer_for(kind)
 

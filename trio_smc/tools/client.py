@@ -137,9 +137,10 @@ def _opened(directory: Path) -> Iterator[int | None]:
         try:
             root = os.open(directory, flags)
             found = os.fstat(root)
-            if found.st_uid != os.geteuid():
+            shared = control.shared_group(directory, found) is not None
+            if not shared and found.st_uid != os.geteuid():
                 raise ToolError(f"{directory} belongs to user {found.st_uid}")
-            if found.st_mode & 0o077:
+            if not shared and found.st_mode & 0o077:
                 raise ToolError(
                     f"{directory} has mode {stat.S_IMODE(found.st_mode):o} "
                     "where only 700 is private"

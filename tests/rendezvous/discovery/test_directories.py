@@ -19,7 +19,7 @@ from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 async def test_a_client_of_another_user_is_refused(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publication, "is_same_user", lambda connection: False)
+    monkeypatch.setattr(publication, "is_admitted", lambda connection, group: False)
     async with serving(private) as server:
         outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
         assert isinstance(outcome, Announcement)
@@ -29,7 +29,7 @@ async def test_a_client_of_another_user_is_refused(
 async def test_a_listener_of_another_user_is_not_believed(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcing, "is_same_user", lambda connection: False)
+    monkeypatch.setattr(announcing, "is_admitted", lambda connection, group: False)
     async with serving(private) as server:
         outcome = await Discovery(private).announce(("127.0.0.1", 1), server.address, soon())
         assert outcome is FallbackReason.OTHER_USER

@@ -80,8 +80,41 @@ def test_an_add_link_reply_that_makes_a_parallel_link(world: World) -> None:
     assert stage.works()
 
 
-@pytest.mark.rfc("C.7.1/messages/4", "2.3/7", "2.3/8")
-def test_what_comes_on_a_link_that_the_client_has_asked_to_delete(world: World) -> None:
+@pytest.mark.rfc("C.7.1/messages/4")
+def test_commands_on_a_link_that_the_client_has_asked_to_delete_in_order(world: World) -> None:
+    """The link works, but its CONFIRM RKEY is ignored; the server asks anew over another link."""
+    stage = Stage(world, (2, 2))
+    done: list[object] = []
+    stage.server.group.request_element(4 * SIZE, done.append)
+    stage.client.group.delete_link(1, orderly=True)
+    world.settle()
+    assert stage.log[:2] == ["S1 CONFIRM_RKEY", "C2 DELETE_LINK 1"]
+    assert not any(name.startswith("C1") for name in stage.log)
+    world.pass_time(3.0)
+    assert not any(name.startswith("C1") for name in stage.log)
+    assert "C2 CONFIRM_RKEY reply" in stage.log
+    assert done[0] is not None
+    assert 1 not in stage.links()
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/4")
+def test_the_end_of_the_group_comes_on_a_link_that_is_to_be_deleted(world: World) -> None:
+    stage = Stage(world, (2, 2))
+    stage.server.group.request_element(4 * SIZE, lambda _: None)
+    stage.client.group.delete_link(1, orderly=True)
+    world.settle()
+    stage.server.group.links[1].send_llc(
+        llc.DeleteLink(all_links=True, link_number=0, reason=llc.DeleteLinkReason.PROGRAM)
+    )
+    world.settle()
+    assert not stage.client.groups
+    world.pass_time(70.0)
+    assert stage.is_over()
+
+
+@pytest.mark.rfc("2.3/7", "2.3/8")
+def test_what_comes_on_a_link_that_has_failed_at_the_client(world: World) -> None:
     """The server's CONFIRM RKEY is there, unread, when the client sees that the link has failed."""
     stage = Stage(world, (2, 2))
     done: list[object] = []
@@ -125,6 +158,33 @@ def test_rtokens_that_are_not_as_many_as_announced(
         assert 1 not in stage.links()
         assert any(each.endswith("2 DELETE_LINK 1") for each in stage.log)
         assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/5")
+@pytest.mark.parametrize("name", ["S1 ADD_LINK_CONTINUATION", "C1 ADD_LINK_CONTINUATION reply"])
+def test_fewer_rtokens_than_there_are_rmbs_in_use(world: World, name: str) -> None:
+    """All counts fit each other, but one of the RMBs is left out."""
+    stage = Stage(world, (3, 3), down=1)
+    for _ in range(3):
+        world.pass_time(2.0)  # slowly: no RMB is made ahead
+        world.connect(stage.client, stage.server, size=4 * SIZE)
+    told: list[int] = []
+
+    def leave_one_out(message: Any) -> llc.Message:
+        left = message.tokens_left - 1
+        told.append(left)
+        changed: llc.Message = dataclasses.replace(
+            message, tokens_left=left, pairs=message.pairs[: min(left, 2)]
+        )
+        return changed
+
+    stage.wire.change(name, leave_one_out, count=2)
+    stage.server.rnics[-1].port_up()
+    world.pass_time(70.0)
+    assert told == [3, 1]
+    assert 1 not in stage.links()
+    assert any(each.endswith("2 DELETE_LINK 1") for each in stage.log)
+    assert stage.works()
 
 
 @pytest.mark.rfc("C.7.1/messages/6")

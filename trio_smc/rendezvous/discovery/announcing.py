@@ -28,7 +28,7 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import is_same_host
-from trio_smc.host.private_directory import PrivateDirectory, is_same_user
+from trio_smc.host.private_directory import PrivateDirectory, is_admitted
 from trio_smc.rendezvous.discovery import directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind, Message, take
 from trio_smc.rnic.spinner import NEVER, Spinner
@@ -235,7 +235,7 @@ class Lookups:
             for each in listeners:
                 each.close()
             root.close()
-        ours = [server for server in servers if is_same_user(server.connection)]
+        ours = [each for each in servers if is_admitted(each.connection, root.group)]
         if not others and ours == servers and stamps and directory.settled(stamps):
             if len(self.known) >= _MOST_LOOKUPS:
                 self.known.clear()

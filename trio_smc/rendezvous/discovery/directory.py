@@ -61,7 +61,11 @@ def wildcard_names(address: str, port: int) -> tuple[str, ...]:
 
 
 class NewSocket:
-    """A listening Unix socket in the directory `name`, reachable until `remove`."""
+    """A listening Unix socket in the directory `name`, reachable until `remove`.
+
+    Attributes:
+      group: `PrivateDirectory.group`.
+    """
 
     def __init__(self, private: Path, name: str, backlog: int) -> None:
         """Make it.
@@ -75,6 +79,7 @@ class NewSocket:
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
             root = PrivateDirectory.open(private, create=True)
+            self.group = root.group
             try:
                 self._directory = root.below(self._path, create=True)
                 try:

@@ -24,7 +24,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
-from trio_smc.host.private_directory import is_same_user
+from trio_smc.host.private_directory import is_admitted
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
@@ -203,6 +203,7 @@ class Publication:
         self.address = address
         self.spinner = spinner
         self._made = made
+        self._group = made.group if made is not None else None
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
         self._clients: dict[int, Client] = {}  # by descriptor
@@ -400,7 +401,7 @@ class Publication:
             return False
         if message is None:
             self._drop(client)
-        elif client in self._silent and not is_same_user(client.connection):
+        elif client in self._silent and not is_admitted(client.connection, self._group):
             client.tell(messages.refused(FallbackReason.OTHER_USER))
             self._drop(client)
         elif message.kind is Kind.ANNOUNCE:

@@ -29,7 +29,8 @@ connection, as after any message of a handshake that does not come (RFC 7609, C.
 The Unix connection of a client to a listening process is made once and kept.
 
 What comes in on a Unix socket is a peer's input: only processes of the same user are listened to,
-what is not understood costs that peer only, and the number of pending announcements is bounded.
+and of a group where the directory is that group's; what is not understood costs that peer only, and
+the number of pending announcements is bounded.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_set import Links
+    from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
     from trio_smc.rendezvous.terms import Terms
     from trio_smc.rnic.verbs import Rnic
@@ -70,6 +71,7 @@ class GroupData(Protocol):
     config: Config
     timers: Timers
     links: Links
+    own_rmbs: OwnRmbs
     peer_rmbs: PeerRmbs
     terms: Terms
 

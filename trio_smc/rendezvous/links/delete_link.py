@@ -117,6 +117,12 @@ class DeletionRequests:
         asked = self.asked.get(number)
         return None if asked is None else asked.wanted
 
+    def given_up(self, link: Link) -> bool:
+        """Whether another link has told the server that ``link`` is to go: what the server asks
+        over it meanwhile is ignored, and asked again over another one (C.7.1)."""
+        asked = self.asked.get(link.number)
+        return asked is not None and asked.link is not link
+
     def forget(self, number: int) -> bool:
         """Wait no longer; whether anything was asked."""
         asked = self.asked.pop(number, None)

@@ -123,7 +123,9 @@ class Exchanges:
         message = self._group.terms.framing.decode_untrusted(data)
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
-        if _comes_too_late(self._group, link, message):
+        if _comes_too_late(self._group, link, message) or (
+            self.deletion.requests.given_up(link) and _is_command(message)
+        ):
             LOGGER.debug("%r: %s is not listened to any more", link, type(message).__name__)
             return
         match message:
@@ -293,6 +295,13 @@ def _comes_too_late(group: Group, link: Link, message: llc.Message) -> bool:
     if group.state == "GONE" or (link.failing and not _ends_group(message)):
         return True
     return group.client and link.state == "LEAVING" and isinstance(message, llc.AddLink)
+
+
+def _is_command(message: llc.Message) -> bool:
+    """Whether a server's message asks the group for something (C.7.1)."""
+    if isinstance(message, llc.ConfirmLink | llc.TestLink | llc.OptionalMessage):
+        return False
+    return not (message.reply or _ends_group(message))
 
 
 def _ends_group(message: llc.Message) -> bool:

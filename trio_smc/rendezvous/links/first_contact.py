@@ -8,6 +8,11 @@ ADD LINK is tried (`add_link`), and whatever comes of it the group is formed.  T
 mirrors this: `connect_first` (RTR) on SMC Accept, RTS and the CONFIRM LINK reply when the request
 arrives, then the server's ADD LINK is answered and the group is formed.
 
+RMB elements begin with an eye catcher (4.2) on both sides, or on neither.  Linux, which has none,
+says so in two bits of CONFIRM LINK that the RFC reserves; a peer that follows the RFC knows
+nothing of them.  So they count only when both CONFIRM LINKs carry them.  The first elements are
+laid out before that is known: they get their eye catchers then, and no data has come yet.
+
 When a first contact fails, `our_turn` tells whether the negotiation may decline: the next LLC
 message was ours to send, or ours was not seen to arrive.  Otherwise the peer knows first (C.7).
 """
@@ -66,7 +71,6 @@ class LinkSetup:
     Attributes:
       may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
       our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
-      peer_eye_catcher: whether the peer's RMB elements start with an eye catcher.
       max_links: how many links the group may have (3.5.1.5); in version 2 CLC has agreed on it.
       failure, error: why the first contact failed, once it has.
     """
@@ -77,7 +81,6 @@ class LinkSetup:
         self._rkeys = rkeys
         self.may_fall_back = True
         self.our_turn = not group.client
-        self.peer_eye_catcher = True
         self.max_links = group.terms.max_links
         self.failure = GroupFailure.LINK_LOST
         self.error: ProtocolError | None = None
@@ -109,7 +112,7 @@ class LinkSetup:
         terms = self._group.terms
         return llc.ConfirmLink(
             reply=reply,
-            no_eye_catcher=not self._group.config.rmbe_eye_catcher,
+            no_eye_catcher=not self._group.own_rmbs.eye_catcher,
             mac=link.rnic.mac,
             gid=link.rnic.gid,
             qp_number=link.qp.qp_num,
@@ -144,7 +147,8 @@ class LinkSetup:
             raise ProtocolError("CONFIRM LINK reply for another link")
         self.our_turn = True
         link.peer_user_id = message.link_user_id
-        self.peer_eye_catcher = not message.no_eye_catcher
+        if not message.no_eye_catcher:
+            self._group.own_rmbs.give_eye_catchers()
         if self._group.terms.version == 1:
             # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
             self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))

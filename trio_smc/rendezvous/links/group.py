@@ -270,10 +270,13 @@ class LinkGroup:
 
     # --- connections -------------------------------------------------------------------------
 
-    def request_element(self, size: int, done: Callable[[Rmbe | None], None]) -> None:
+    def request_element(
+        self, size: int, done: Callable[[Rmbe | None], None], over: Link | None = None
+    ) -> None:
         """Take an RMB element of ``size`` bytes; ``done(None)`` when none can be had.
 
-        A new RMB is told to the peer first (RFC 7609, 3.5.5.2.1), so ``done`` may come later.
+        A new RMB is told to the peer first (RFC 7609, 3.5.5.2.1), so ``done`` may come later;
+        over the link ``over``, which is the connection's (A.3.5).
         """
         self._requested += 1
 
@@ -281,7 +284,7 @@ class LinkGroup:
             self._requested -= 1
             done(rmbe)
 
-        self.own_rmbs.request(size, taken)
+        self.own_rmbs.request(size, taken, over)
 
     def add_connection(self, token: int, connection: GroupConnection) -> None:
         """Route CDC messages with ``token`` to ``connection``."""

@@ -51,6 +51,8 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 _Done = Callable[["Rmbe | None"], None]
+_Waiter = tuple[_Done, "Link | None"]
+"""Whom to tell, and the link of its connection."""
 
 _KEEP_COMING: Final = 1.0
 """Seconds between two connections of a burst: far more than making an RMB takes, so that a spare
@@ -74,8 +76,8 @@ _LOOK_EVERY: Final = 15.0
 class RmbTeller(Protocol):
     """Who tells the peer of RMBs, and then calls ``finished`` with whether it has agreed."""
 
-    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
-        """Tell the peer of a new RMB (3.5.5.2.1)."""
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None], over: Link | None) -> None:
+        """Tell the peer of a new RMB (3.5.5.2.1), over that link if it can be (A.3.5)."""
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
@@ -110,17 +112,19 @@ class OwnRmbs:
 
     Attributes:
       pool: those whose elements may be handed out; the peer knows them on all links.
+      eye_catcher: whether elements of the group, the peer's too, begin with an eye catcher.
     """
 
     def __init__(self, owner: RmbOwner) -> None:
         self._owner = owner
         self.pool = RmbPool()
+        self.eye_catcher = owner.config.rmbe_eye_catcher
         # Where new RMBs are registered, too.
         self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.
         self._regions: dict[Rmb, dict[int, MemoryRegion]] = {}
         # Who waits for the peer's reply, by element size; nobody, when an RMB is made ahead.
-        self._waiting: dict[int, list[_Done]] = {}
+        self._waiting: dict[int, list[_Waiter]] = {}
         self._last_request: dict[int, float] = {}
         self._idle = IdleRmbs(owner, self)
         self._tidying: Timer | None = None
@@ -141,10 +145,19 @@ class OwnRmbs:
         size = rmbe_size_of(rmbe_size_code(size))
         return size in self._waiting or self.pool.has_free(size)
 
-    def request(self, size: int, done: _Done) -> None:
-        """Call ``done`` with an element of ``size`` bytes, or with None; now or later."""
+    def request(self, size: int, done: _Done, over: Link | None = None) -> None:
+        """Call ``done`` with an element of ``size`` bytes, or with None; now or later.
+
+        ``over``: the link that the connection is to use.
+        """
         size = rmbe_size_of(rmbe_size_code(size))
-        self._serve(size, [done])
+        self._serve(size, [(done, over)])
+
+    def give_eye_catchers(self) -> None:
+        """The peer's elements have eye catchers, so ours do.  No data may have come yet."""
+        self.eye_catcher = True
+        for rmb in self._regions:
+            rmb.give_eye_catchers()
 
     def region(self, rmb: Rmb, link: Link) -> MemoryRegion:
         """The registration of ``rmb`` on ``link``: its RKey and address."""
@@ -236,7 +249,7 @@ class OwnRmbs:
 
     # --- new RMBs -----------------------------------------------------------------------------
 
-    def _serve(self, size: int, waiting: list[_Done]) -> None:
+    def _serve(self, size: int, waiting: list[_Waiter]) -> None:
         """Give each an element; those for whom there is none wait for one more RMB."""
         taken: list[Rmbe] = []
         while len(taken) < len(waiting) and (rmbe := self.pool.take(size)) is not None:
@@ -251,7 +264,7 @@ class OwnRmbs:
         elif taken:
             self._make_ahead(size)
         # Last: a link may have failed with the messages above, and who gets an element names one.
-        for done, each in zip(waiting, taken, strict=False):
+        for (done, _), each in zip(waiting, taken, strict=False):
             done(each)
 
     def _make_ahead(self, size: int) -> None:
@@ -267,7 +280,7 @@ class OwnRmbs:
         ):
             self._add_rmb(size, [])
 
-    def _add_rmb(self, size: int, waiting: list[_Done]) -> None:
+    def _add_rmb(self, size: int, waiting: list[_Waiter]) -> None:
         owner = self._owner
         try:
             if len(self._regions) >= MAX_RMBS:
@@ -275,16 +288,17 @@ class OwnRmbs:
             rmb = self._make_rmb(size)
         except (OSError, OverflowError) as error:
             LOGGER.warning("%r: no new RMB of %d-byte elements: %s", owner, size, error)
-            for done in waiting:
+            for done, _ in waiting:
                 done(None)
             return
         if owner.forming:
             self.pool.add(rmb)
-            for done in waiting:
+            for done, _ in waiting:
                 done(self.pool.take(size))
             return
         self._waiting[size] = waiting
-        owner.rkey_exchanges.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed))
+        over = waiting[0][1] if waiting else None  # of the first connection (A.3.5)
+        owner.rkey_exchanges.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed), over)
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -300,7 +314,7 @@ class OwnRmbs:
                 region.close()
             memory.close()
             raise
-        rmb = Rmb(memory, size, count, eye_catcher=owner.config.rmbe_eye_catcher)
+        rmb = Rmb(memory, size, count, eye_catcher=self.eye_catcher)
         self._regions[rmb] = regions
         return rmb
 
@@ -311,7 +325,7 @@ class OwnRmbs:
         elif rmb in self._regions:  # else the group has ended, and freed it
             self.free(rmb)
         if not agreed:
-            for done in waiting:
+            for done, _ in waiting:
                 done(None)
             return
         self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that

@@ -314,10 +314,12 @@ class RkeyRequest:
     Attributes:
       messages: makes the request for the link it will travel on, when its turn has come.
       finished: called once with whether the peer agreed.
+      over: the link to send it over, if that is still usable then.
     """
 
     messages: Callable[[Link], list[llc.Message]]
     finished: Callable[[bool], None]
+    over: Link | None = None
     tries: int = 0
     _awaited: deque[type[llc.Message]] = field(default_factory=deque)
     _negative: bool = False
@@ -381,9 +383,10 @@ class RkeyExchanges:
 
     # --- requests of this side ------------------------------------------------------------
 
-    def confirm(self, rmb: Rmb, finished: Callable[[bool], None]) -> None:
+    def confirm(self, rmb: Rmb, finished: Callable[[bool], None], over: Link | None = None) -> None:
         """Tell the peer of a new RMB on all links (3.5.5.2.1).
 
+        ``over``: the link of the first connection that uses it, which carries the message (A.3.5).
         ``finished`` is called once with whether the peer knows it, now or later.
         """
         rkeys = self._rkeys
@@ -397,11 +400,11 @@ class RkeyExchanges:
         def answered(agreed: bool) -> None:
             # A link that came up while the reply was on its way over another one.
             if agreed and not told.issuperset(rkeys.carrying()):
-                self.confirm(rmb, finished)
+                self.confirm(rmb, finished, over)
             else:
                 finished(agreed)
 
-        self._change(RkeyRequest(messages, answered))
+        self._change(RkeyRequest(messages, answered, over))
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
@@ -424,8 +427,9 @@ class RkeyExchanges:
         link = self._group.links.oldest()
         if not self._queue or link is None or self._current is not None:
             return False
-        self._current = self._queue.popleft()
-        self._rkeys_link = link
+        request = self._current = self._queue.popleft()
+        over = request.over
+        self._rkeys_link = over if over is not None and over.usable else link
         self._exchange.send("change_rkeys")
         return True
 

@@ -1,18 +1,23 @@
 """The seam to pyverbs: the only module that imports it, and the types of what is used of it.
 
-pyverbs 44 is untyped, imports slowly and is optional, so it is loaded at the first `load`.  What
-has to be known about it is applied here, once:
+pyverbs is untyped, imports slowly and is optional, so it is loaded at the first `load`.  What has
+to be known about it, from rdma-core 44 to 65, is applied here, once:
 
 * Importing it configures the root logger (``logging.basicConfig``); that is undone.
 * It tells no file descriptor of a completion channel or of the asynchronous events.  Both are
   found as the one event file that appears around the constructor, and made non-blocking: pyverbs
   holds the GIL in every call, so a blocking one would stop the whole process.
-* SGEs and work requests are never freed by the collector, closing one twice is a double free,
-  and a call on a closed object is a crash.  So work requests are made once per queue pair.
+* A call on a closed object is a crash.  Up to rdma-core 64 SGEs and work requests are never freed
+  by the collector, and closing one twice is a double free; since 65 each frees its list itself,
+  and two that share one are a double free.  So work requests are made once per queue pair, each is
+  closed once, and none shares its SGE with another (`Reusable`).
+* Its constants are in ``pyverbs.enums``; since 59 in enumerations of ``pyverbs.libibverbs_enums``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import errno
 import ipaddress
 import logging
@@ -21,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trio_smc.rnic.verbs import RnicError
@@ -37,6 +42,7 @@ __all__ = [
     "Mr",
     "Qp",
     "RecvWr",
+    "Reusable",
     "SendWr",
     "Sge",
     "Verbs",
@@ -102,13 +108,42 @@ class Sge(Closable, Protocol):
 class SendWr(Closable, Protocol):
     wr_id: int
     send_flags: int
-    sg_list: Sge
 
     def set_wr_rdma(self, rkey: int, address: int) -> None: ...
 
 
 class RecvWr(Closable, Protocol):
     wr_id: int
+
+
+class Entry(Protocol):
+    """The part of an SGE that changes between posts."""
+
+    addr: int
+    length: int
+
+
+class Reusable(NamedTuple):
+    """A send request with one SGE of its own, which can be changed and posted again.
+
+    Fields:
+      request: what to post; not to be closed.
+      entry: its SGE.
+      owner: what has the memory of that SGE: to be closed, once.
+    """
+
+    request: SendWr
+    entry: Entry
+    owner: Closable
+
+
+class _RawSge(ctypes.Structure):
+    """``struct ibv_sge``."""
+
+    _fields_ = (("addr", ctypes.c_uint64), ("length", ctypes.c_uint32), ("lkey", ctypes.c_uint32))
+
+    addr: int
+    length: int
 
 
 class Qp(Closable, Protocol):
@@ -152,6 +187,17 @@ def _with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
     return made, fd
 
 
+def _constants(module: ModuleType) -> SimpleNamespace:
+    """The constants of libibverbs as plain numbers: those of enumerations compute slowly."""
+    found: dict[str, int] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag):
+            found.update((each, int(member)) for each, member in value.__members__.items())
+        elif name.startswith("IBV_") and isinstance(value, int):
+            found[name] = int(value)
+    return SimpleNamespace(**found)
+
+
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
     root = logging.getLogger()
@@ -175,8 +221,13 @@ class Verbs:
 
     def __init__(self) -> None:
         with _root_logger_kept():
-            from pyverbs import addr, cq, device, enums, mr, pd, pyverbs_error, qp, wr
-        self._enums: Any = enums
+            from pyverbs import addr, cq, device, mr, pd, pyverbs_error, qp, wr
+
+            try:
+                from pyverbs import libibverbs_enums as constants
+            except ImportError:
+                from pyverbs import enums as constants
+        enums = self._enums = _constants(constants)
         self._lib: Any = SimpleNamespace(
             addr=addr, cq=cq, device=device, mr=mr, pd=pd, qp=qp, wr=wr
         )
@@ -299,22 +350,24 @@ class Verbs:
         made: RecvWr = self._lib.wr.RecvWR(wr_id=wr_id, num_sge=1, sg=[sge])
         return made
 
-    def send_wr(self, sge: Sge, *, write: bool) -> SendWr:
-        """A request that uses ``sge`` itself, so that both can be changed and posted again.
-
-        Its own copy is closed here; it must not be closed again, and ``sge`` be kept and closed.
-        """
+    def reusable(self, lkey: int, *, write: bool) -> Reusable:
+        """A send request that can be changed and posted again, of the memory of ``lkey``."""
+        sge = self.sge(0, 0, lkey)
         made = self.gather_wr([sge], write=write)
-        made.close()
-        made.sg_list = sge
-        return made
+        try:
+            address: int = made.sg_list
+        except AttributeError:  # before rdma-core 63 it does not tell where its own copy is
+            made.close()
+            made.sg_list = sge
+            return Reusable(made, sge, sge)
+        sge.close()
+        return Reusable(made, _RawSge.from_address(address), made)
 
-    def gather_wr(self, sges: Sequence[Sge], *, write: bool) -> SendWr:
-        """A request with copies of ``sges``; to be closed once."""
+    def gather_wr(self, sges: Sequence[Sge], *, write: bool) -> Any:
+        """A `SendWr` with copies of ``sges``; to be closed once."""
         e = self._enums
         opcode = e.IBV_WR_RDMA_WRITE if write else e.IBV_WR_SEND
-        made: SendWr = self._lib.wr.SendWR(num_sge=len(sges), sg=list(sges), opcode=opcode)
-        return made
+        return self._lib.wr.SendWR(num_sge=len(sges), sg=list(sges), opcode=opcode)
 
 
 @cache

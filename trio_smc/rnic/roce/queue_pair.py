@@ -264,9 +264,8 @@ class RoceQueuePair(QueuePair):
             slot.addr = self._base + number * self._receive_slot
             self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
         slot.close()
-        self._sge = lib.sge(self._base, 0, lkey)
-        self._send_wr = lib.send_wr(self._sge, write=False)
-        self._write_wr = lib.send_wr(self._sge, write=True)
+        self._send = lib.reusable(lkey, write=False)
+        self._write = lib.reusable(lkey, write=True)
         self._signaled, self._solicited, self._inline = lib.signaled, lib.solicited, lib.inline
 
     def _create(self, cq: Cq) -> tuple[Qp, int]:
@@ -350,12 +349,12 @@ class RoceQueuePair(QueuePair):
                 raise QueueFull
             start, self._long = self._ring + _RING_SIZE, posted.next_id
         self._view[start : start + len(data)] = data
-        sge = self._sge
+        request, sge, _ = self._send
         sge.addr, sge.length = self._base + start, len(data)
         flags = self._solicited
         if len(data) <= self._inline_limit:
             flags |= self._inline
-        self._post(self._send_wr, wr_id, WcOpcode.SEND, 0, flags, signaled)
+        self._post(request, wr_id, WcOpcode.SEND, 0, flags, signaled)
 
     def post_write(
         self,
@@ -378,21 +377,22 @@ class RoceQueuePair(QueuePair):
             self._copy((start + len(data)) % _RING_SIZE, more)
         first = min(length, _RING_SIZE - start)
         flags = self._inline if length <= self._inline_limit else 0
-        sge = self._sge
-        sge.addr, sge.length = self._base + self._ring + start, first
         if first == length:
-            self._write_wr.set_wr_rdma(rkey, address)
-            self._post(self._write_wr, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
+            request, entry, _ = self._write
+            entry.addr, entry.length = self._base + self._ring + start, first
+            request.set_wr_rdma(rkey, address)
+            self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
         else:
-            # Once per turn of the ring; a reusable request can point at one entry only.
+            # Once per turn of the ring; a reusable request has one entry only.
+            sge = self._lib.sge(self._base + self._ring + start, first, self._mr.lkey)
             rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
             request = self._lib.gather_wr([sge, rest], write=True)
             try:
                 request.set_wr_rdma(rkey, address)
                 self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
             finally:
-                request.close()
-                rest.close()
+                for each in (request, sge, rest):
+                    each.close()
 
     def _copy(self, start: int, data: memoryview) -> None:
         ring, view = self._ring, self._view
@@ -450,7 +450,8 @@ class RoceQueuePair(QueuePair):
             self._qp.close()
         for request in self._receives:
             request.close()
-        self._sge.close()  # the two reusable requests use it and have nothing of their own
+        for reusable in (self._send, self._write):
+            reusable.owner.close()
         with self._rnic.releasing("ibv_dereg_mr"):
             self._mr.close()
         self._memory.close()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.private_directory import is_same_user
+from trio_smc.host.private_directory import is_admitted
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.messages import (
     Directory,
@@ -97,6 +97,7 @@ class SoftRnic(Rnic):
         self.mtu = 5
         self.port_active = False
         self.send_depth = _SEND_DEPTH
+        self.group: int | None = None
         self.on_event = None
         self.done: list[Completion] = []
         self.stalled: dict[Pushed, None] = {}
@@ -130,10 +131,16 @@ class SoftRnic(Rnic):
                 errno.ENOTSUP,
                 "the software RNIC needs Linux on x86-64: it relies on that memory model",
             )
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            raise RnicError(
+                errno.ENOTSUP,
+                "the software RNIC needs the GIL, which a free-threaded Python runs without",
+            )
         self.gid = _GID_PREFIX + secrets.token_bytes(8)
         # Locally administered, unicast.
         self.mac = b"\x02" + secrets.token_bytes(5)
         self._directory = Directory(directory)
+        self.group = self._directory.group
         with contextlib.ExitStack() as undo:
             undo.callback(self._directory.close)
             self._directory.remove_stale()
@@ -439,7 +446,8 @@ class Reception:
             except OSError:
                 return  # nobody left, or out of descriptors: the next who dials tries again
             # A port that is down hears nobody.
-            if not self._rnic.port_active or not is_same_user(sock):
+            group = self._directory.group
+            if not self._rnic.port_active or not is_admitted(sock, group):
                 sock.close()
                 continue
             sock.setblocking(False)

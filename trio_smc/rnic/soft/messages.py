@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_same_user
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_admitted
 from trio_smc.rnic.verbs import RnicError
 
 __all__ = [
@@ -174,7 +174,11 @@ def close_all(fds: list[int]) -> None:
 
 
 class Directory:
-    """The private directory, where software RNICs listen; what goes wrong is an `RnicError`."""
+    """The private directory, where software RNICs listen; what goes wrong is an `RnicError`.
+
+    Attributes:
+      group: `PrivateDirectory.group`.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -182,6 +186,7 @@ class Directory:
         except DirectoryUnusable as problem:
             text = f"the private directory {problem}"
             raise RnicError(problem.number, text) from problem
+        self.group = self._directory.group
 
     def listen(self, name: str) -> socket.socket:
         """A listening socket of that name; it appears only once it can be dialled."""
@@ -194,7 +199,7 @@ class Directory:
         """A socket connected to the listener of that name.  Raises RnicError."""
         try:
             sock = self._directory.connect(name)
-            if not is_same_user(sock):
+            if not is_admitted(sock, self.group):
                 sock.close()
                 raise PermissionError(errno.EPERM, "it belongs to another user")
         except OSError as problem:

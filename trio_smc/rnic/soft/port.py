@@ -42,9 +42,11 @@ class Port(Protocol):
       gone: whose peers have ended.
       restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
       crowded: so many have dialled that some still wait to be let in.
+      group: whose members may be peers, besides processes of this user; None: nobody else.
     """
 
     gid: bytes
+    group: int | None
     port_active: bool
     send_depth: int
     done: list[Completion]

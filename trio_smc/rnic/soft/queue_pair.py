@@ -33,6 +33,7 @@ from trio_smc.rnic.soft.ring import (
     SLOTS,
     ReceiveRing,
     Sent,
+    make_doorbell,
     quieten_doorbell,
     ring_doorbell,
 )
@@ -114,7 +115,7 @@ class SoftQueuePair(QueuePair):
         self._pd = pd
         self._complete = rnic.done.append
         try:
-            rings, self._doorbell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            rings, self._doorbell = make_doorbell(rnic.group)
         except OSError:
             self.ring.close()
             raise

@@ -49,6 +49,7 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
+    "make_doorbell",
     "open_doorbell_untrusted",
     "quieten_doorbell",
     "ring_doorbell",
@@ -89,6 +90,20 @@ def fence() -> None:
     """A full memory fence (see above).  Callers are on the Trio thread: never contended."""
     _acquire()
     _release()
+
+
+def make_doorbell(group: int | None) -> tuple[int, int]:
+    """A pipe's end to read from, and the one to ring; peers of the group may open it anew."""
+    rings, doorbell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    if group is not None:
+        try:
+            os.fchown(doorbell, -1, group)
+            os.fchmod(doorbell, 0o660)
+        except OSError:
+            os.close(rings)
+            os.close(doorbell)
+            raise
+    return rings, doorbell
 
 
 def open_doorbell_untrusted(fd: int) -> int:

@@ -36,27 +36,32 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        action = self._after.pop(name, None)
-        if action is None:
+        if name not in self._after:
             return None
-        if action is _enable:
-            # Trio, or trio_smc on top of it: whichever is first.
-            self._after = {k: v for k, v in self._after.items() if v is not _enable}
-        spec = importlib.util.find_spec(name)
+        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            loader.exec_module = _afterwards(loader.exec_module, action)
+            loader.exec_module = self._afterwards(name, loader.exec_module)
         return spec
 
+    def _afterwards(
+        self, name: str, execute: Callable[[ModuleType], None]
+    ) -> Callable[[ModuleType], None]:
+        # Who only asks whether there is such a module (`importlib.util.find_spec`) comes by, too.
+        def exec_module(module: ModuleType) -> None:
+            before, action = self._after, self._after.get(name)
+            # Trio, or trio_smc on top of it: whichever is first.
+            self._after = {k: v for k, v in before.items() if v is not action}
+            try:
+                execute(module)
+            except BaseException:
+                self._after = before
+                raise
+            if action is not None:
+                action()
 
-def _afterwards(
-    execute: Callable[[ModuleType], None], action: Callable[[], None]
-) -> Callable[[ModuleType], None]:
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        action()
-
-    return exec_module
+        return exec_module
 
 
 def _enable() -> None:

@@ -1,0 +1,158 @@
+"""Run the tests on every Python that the project supports and that this machine has.
+
+    python3 -m scripts.pythons [--debian13 [--share PATH ...]] [TESTS ...]
+
+Interpreters are those on the path and those of pyenv, the newest of each minor version; each has an
+environment of its own in build/pythons. With --debian13 (as root, and with debootstrap) a root
+directory of Debian 13 is made there as well, and the tests run in it, on its Python and with its
+programs; it gets a copy of this tree, and sees what --share names of this machine (pip's settings,
+a mirror of packages). TESTS go to pytest; without any the whole suite runs. The exit code is 1
+when anything failed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = ROOT / "build" / "pythons"
+OLDEST, NEWEST = (3, 11), (3, 13)
+SUITE = "trixie"
+PACKAGES = "ca-certificates,git,graphviz,iproute2,make,python3-venv,redis-server,tshark"
+TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
+# What processes in a root directory need of the machine.
+SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0 when the tests passed everywhere."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--debian13", action="store_true", help="in a root of Debian 13, too")
+    parser.add_argument(
+        "--share",
+        action="append",
+        type=Path,
+        default=[],
+        help="what that root sees of this machine",
+    )
+    parser.add_argument("tests", nargs="*", help="for pytest; default: all")
+    options = parser.parse_args(arguments)
+    outcomes: dict[str, bool] = {}
+    found = newest_of_each(interpreters(os.environ.get("PATH", ""), Path.home() / ".pyenv"))
+    for version, python in found.items():
+        print(f"\n=== Python {version} ({python})", flush=True)
+        outcomes[f"Python {version}"] = tested(python, PLACE / version, options.tests)
+    if options.debian13:
+        print("\n=== Debian 13", flush=True)
+        outcomes["Debian 13"] = tested_in_debian(PLACE / SUITE, options.share, options.tests)
+    print("\n=== summary")
+    for name, passed in outcomes.items():
+        print(f"{name:16} {'passed' if passed else 'FAILED'}")
+    if not found:
+        print("no interpreter found")
+    return 0 if found and all(outcomes.values()) else 1
+
+
+def interpreters(path: str, pyenv: Path) -> Iterator[Path]:
+    """Everything that looks like an interpreter, in the directories of ``path`` and in pyenv's."""
+    for directory in map(Path, path.split(os.pathsep)):
+        if directory.is_dir():
+            names = sorted(directory.iterdir())
+            yield from (each for each in names if re.fullmatch(r"python3(\.\d+t?)?", each.name))
+    yield from sorted(pyenv.glob("versions/*/bin/python3"))
+
+
+def newest_of_each(candidates: Iterator[Path]) -> dict[str, Path]:
+    """The newest interpreter of each supported minor version and build ("3.13", "3.13t")."""
+    best: dict[tuple[int, int, str], tuple[int, Path]] = {}
+    for python in candidates:
+        told = subprocess.run([python, "-c", TELL], capture_output=True, text=True, check=False)
+        words = told.stdout.split()
+        if told.returncode or len(words) < 3:
+            continue  # a shim without its version, or Python 2
+        major, minor, micro = map(int, words[:3])
+        build = words[3] if len(words) > 3 else ""
+        if OLDEST <= (major, minor) <= NEWEST:
+            known = best.get((major, minor, build))
+            if known is None or known[0] < micro:
+                best[major, minor, build] = micro, python
+    return {f"{a}.{b}{build}": best[a, b, build][1] for a, b, build in sorted(best)}
+
+
+def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
+    """Whether the tests pass on an interpreter; its environment is made when it is missing."""
+    inside = environment / "bin" / "python"
+    steps: list[list[str | Path]] = [
+        [python, "-m", "venv", environment],
+        [inside, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-e", f"{ROOT}[dev]"],
+        [inside, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", *tests],
+    ]
+    if inside.exists():
+        del steps[0]
+    return all(_run(step) for step in steps)
+
+
+def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
+    """Whether the tests pass in a root directory of Debian 13, which is made when it is missing."""
+    if os.geteuid() or not shutil.which("debootstrap"):
+        print("needed: root, and Debian's package debootstrap")
+        return False
+    if not (root / "ready").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        made: list[str | Path] = [
+            "debootstrap",
+            "--variant=minbase",
+            f"--include={PACKAGES}",
+            SUITE,
+            root,
+        ]
+        if not _run(made):
+            return False
+        (root / "ready").touch()
+    _copy_tree(root / "work")
+    mounts = []
+    for each in (*SHARED, *shared):
+        place = root / each.relative_to("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if each.is_dir():
+            place.mkdir(exist_ok=True)
+        else:
+            place.touch()
+        mounts.append(shlex.join(["mount", "--rbind", str(each), str(place)]))
+    inside = shlex.join(["python3", "-m", "scripts.pythons", *tests])
+    enter = shlex.join(["exec", "chroot", str(root), "sh", "-c", f"cd /work && {inside}"])
+    # Mounts in a namespace of their own end with it, however this ends.
+    return _run(["unshare", "--mount", "sh", "-c", " && ".join([*mounts, enter])])
+
+
+def _copy_tree(tree: Path) -> None:
+    """Copy what belongs to the project, for a repository of its own: some tests ask git."""
+    shutil.rmtree(tree, ignore_errors=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    for command in (["git", "init", "-q"], ["git", "add", "-A"]):
+        subprocess.run(command, cwd=tree, check=True)
+
+
+def _run(command: Sequence[str | Path]) -> bool:
+    try:
+        return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    except OSError as error:
+        print(error)
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Users who share a directory by their group, and processes in namespaces of their own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import trio
+
+SERVICE, CLIENT, STRANGER, GROUP = 64201, 64202, 64203, 64210
+
+BOTH = """
+    import encodings.idna, json, os, sys
+    sys.path[:0] = {path!r}
+    import trio, trio_smc
+    from tests.e2e.bytes_by_position import Text
+
+    settings = json.loads(sys.argv[1])
+    if settings["user"]:
+        os.setgroups(settings["groups"])
+        os.setgid(settings["user"])
+        os.setuid(settings["user"])
+    config = trio_smc.Config(directory=settings["directory"])
+    text = Text(1).piece(0, 3_000_000)
+
+    async def server():
+        async with trio_smc.open_stack(config) as stack:
+            [listener] = await stack.open_listeners(0, host="127.0.0.1")
+            print(listener.socket.getsockname()[1], os.getpid(), flush=True)
+            async with listener, await listener.accept() as stream:
+                got = b""
+                while data := await stream.receive_some():
+                    got += data
+                assert got == text
+                await stream.send_all(got)
+
+    async def client():
+        async with trio_smc.open_stack(config) as stack:
+            async with await stack.open_stream("127.0.0.1", settings["port"]) as stream:
+                await stream.send_all(text)
+                await stream.send_eof()
+                got = b""
+                while data := await stream.receive_some():
+                    got += data
+                assert got == text
+                reason = stream.fallback.reason if stream.fallback else ""
+                print(stream.mode, reason, os.getpid())
+
+    trio.run(client if "port" in settings else server)
+"""
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory that every user may pass through."""
+    if os.geteuid():
+        pytest.skip("takes root: to become other users, and to make namespaces")
+    made = Path(tempfile.mkdtemp(prefix="smc-", dir="/tmp"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+def _settings(user: int, groups: Sequence[int], directory: Path, port: int = 0) -> str:
+    listed = ", ".join(map(str, groups))
+    end = f', "port": {port}' if port else ""
+    return f'{{"user": {user}, "groups": [{listed}], "directory": "{directory}"{end}}}'
+
+
+async def _outcome(
+    server: tuple[int, Sequence[int], Path],
+    client: tuple[int, Sequence[int], Path],
+    inside: Sequence[Sequence[str]] = ((), ()),
+) -> tuple[str, str]:
+    """What a client says of its connection, and the process numbers of both, as they see them.
+
+    Args:
+      server, client: each one's user, groups and directory.
+      inside: the command that runs each one's.
+    """
+    root = str(Path(__file__).parents[2])
+    program = textwrap.dedent(BOTH).format(path=[root, *sys.path])
+    command = [sys.executable, "-W", "error", "-c", program]
+    # Namespaces have a /tmp of this one's, so they see what they need of this tree.
+    environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    with trio.fail_after(100):
+        process = await trio.lowlevel.open_process(
+            [*inside[0], *command, _settings(*server)], env=environment, stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            port, number = (await process.stdout.receive_some()).split()
+            said = await trio.run_process(
+                [*inside[1], *command, _settings(*client, int(port))],
+                env=environment,
+                capture_stdout=True,
+            )
+            assert await process.wait() == 0
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+            if process.stdout is not None:
+                await process.stdout.aclose()
+    outcome, _, theirs = said.stdout.decode().strip().rpartition(" ")
+    return outcome.strip(), f"{int(number)} {theirs}"
+
+
+def shared(base: Path, mode: int = 0o3770) -> Path:
+    path = base / "shared"
+    path.mkdir()
+    os.chown(path, 0, GROUP)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("mode", "user", "groups", "expected"),
+    [
+        (0o3770, CLIENT, [GROUP], "smc-r"),
+        (0o3770, GROUP, [], "smc-r"),  # its primary group is that one
+        (0o3770, STRANGER, [], "tcp other-user"),
+        (0o2770, CLIENT, [GROUP], "tcp other-user"),
+    ],
+)
+async def test_users_of_one_group(
+    base: Path, mode: int, user: int, groups: list[int], expected: str
+) -> None:
+    path = shared(base, mode)
+    outcome, _ = await _outcome((SERVICE, [GROUP], path), (user, groups, path))
+    assert outcome == expected
+    left = [each for each in path.rglob("*") if not each.is_dir()]
+    assert left == []
+
+
+@pytest.mark.timeout(120)
+async def test_a_member_without_the_directorys_rights_on_the_way_is_no_peer(base: Path) -> None:
+    """Who listens elsewhere, as the same user would, is not found."""
+    path = shared(base)
+    other = base / "other"
+    other.mkdir()
+    os.chown(other, CLIENT, CLIENT)
+    other.chmod(0o700)
+    outcome, _ = await _outcome((SERVICE, [GROUP], path), (CLIENT, [GROUP], other))
+    assert outcome == "tcp peer-not-capable"
+
+
+@pytest.mark.timeout(120)
+async def test_namespaces_of_processes_mounts_and_users(base: Path) -> None:
+    """As in a pod: both are process 1, and have the directory at paths of their own."""
+    real = base / "real"
+    real.mkdir(0o700)
+    places = [base / "one", base / "two"]
+    commands = []
+    for place in places:
+        place.mkdir()
+        enter = f"mount --bind {shlex.quote(str(real))} {shlex.quote(str(place))}"
+        commands.append(
+            ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc",
+             "sh", "-c", f'{enter} && exec "$0" "$@"']
+        )  # fmt: skip
+    able = await trio.run_process(
+        [*commands[0], "true"], capture_stdout=True, capture_stderr=True, check=False
+    )
+    if able.returncode:
+        pytest.skip(f"no namespaces here: {able.stderr.decode().strip()}")
+    outcome, numbers = await _outcome((0, [], places[0]), (0, [], places[1]), commands)
+    assert (outcome, numbers) == ("smc-r", "1 1")

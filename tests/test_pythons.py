@@ -1,0 +1,75 @@
+"""Which interpreters `make pythons` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts import pythons
+
+Make = Callable[[str, str, str], Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Make a program that says of itself what an interpreter of that version would."""
+
+    def made(place: str, name: str, says: str) -> Path:
+        path = tmp_path / place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{says}\n")
+        path.chmod(0o755)
+        return path
+
+    return made
+
+
+def test_the_newest_of_each_supported_version_is_taken(tmp_path: Path, make: Make) -> None:
+    make("bin", "python3", "echo 3 11 2")
+    old = make("bin", "python3.12", "echo 3 12 1")
+    threads = make("bin", "python3.13t", "echo 3 13 5 t")
+    make("bin", "python3.10", "echo 3 10 9")
+    make("bin", "python3.99", "echo 3 99 0")
+    make("bin", "python3.14", "exit 127")
+    make("bin", "python3-config", "echo 3 12 99")
+    newest = make("pyenv/versions/3.11.7/bin", "python3", "echo 3 11 7")
+    make("pyenv/versions/3.12.0/bin", "python3", "echo 3 12 0")
+    path = f"{tmp_path / 'bin'}:{tmp_path / 'nowhere'}"
+    found = pythons.newest_of_each(pythons.interpreters(path, tmp_path / "pyenv"))
+    assert found == {"3.11": newest, "3.12": old, "3.13t": threads}
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_one_that_fails_is_said_and_the_others_run(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], passes: bool
+) -> None:
+    first = make("bin", "python3.11", "echo 3 11 2")
+    make("bin", "python3.12", "echo 3 12 1")
+    monkeypatch.setenv("PATH", str(first.parent))
+    monkeypatch.setattr(Path, "home", lambda: first.parent / "nobody")
+    ran: list[str] = []
+
+    def tested(_python: Path, environment: Path, tests: list[str]) -> bool:
+        ran.append(environment.name)
+        assert tests == ["tests/wire"]
+        return passes or environment.name != "3.11"
+
+    monkeypatch.setattr(pythons, "tested", tested)
+    assert pythons.main(["tests/wire"]) == (0 if passes else 1)
+    assert ran == ["3.11", "3.12"]
+    summary = capsys.readouterr().out.partition("=== summary\n")[2]
+    assert summary.split() == [
+        *("Python", "3.11", "passed" if passes else "FAILED"),
+        *("Python", "3.12", "passed"),
+    ]
+
+
+def test_classifiers_workflow_and_command_name_the_same_versions() -> None:
+    versions = [f"3.{minor}" for minor in range(pythons.OLDEST[1], pythons.NEWEST[1] + 1)]
+    listed = (pythons.ROOT / "pyproject.toml").read_text().split('"')
+    assert [each.rpartition(" ")[2] for each in listed if "Python :: 3." in each] == versions
+    workflow = (pythons.ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    quoted = ", ".join(f'"{each}"' for each in versions)
+    assert f"python: [{quoted}]" in workflow
