@@ -22,6 +22,7 @@ STACK_FIELDS: dict[str, Any] = {
     "spin": 0.0,
     "wake": "thread",
     "rmbe_eye_catcher": True,
+    "ueids": ("TRIO",),
     "first_contact_timeout": 1,
     "llc_timeout": 1,
     "test_link_interval": 1,
@@ -59,6 +60,11 @@ def test_defaults() -> None:
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
     assert (config.close_timeout, config.link_group_idle) == (60, 600)
     assert (config.shutdown_timeout, config.max_handshakes) == (5, 128)
+
+
+@pytest.mark.parametrize("ueids", [(), ("A",), ("A" * 32, "0.B-C"), ("A",) * 8, "kernel"])
+def test_ueids(ueids: Any) -> None:
+    assert Config(ueids=ueids).ueids == ueids
 
 
 def test_immutable_and_keyword_only() -> None:
@@ -108,6 +114,14 @@ def test_immutable_and_keyword_only() -> None:
         ("assume", (7,)),
         ("require_smc", 1),
         ("rmbe_eye_catcher", None),
+        ("ueids", "TRIO"),
+        ("ueids", ["TRIO"]),
+        ("ueids", (b"TRIO",)),
+        ("ueids", ("trio",)),
+        ("ueids", ("",)),
+        ("ueids", (".TRIO",)),
+        ("ueids", ("T" * 33,)),
+        ("ueids", ("TRIO",) * 9),
         ("learn_short", 100),
         ("urgent_inline", "no"),
         ("control", 0),

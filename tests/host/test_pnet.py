@@ -16,6 +16,7 @@ from trio_smc import Config, FallbackReason
 from trio_smc.connecting.accept import _admit
 from trio_smc.host import netlink, pnet
 from trio_smc.host.pnet import Interface, PortGid, choose_gids, parse_table, same_network
+from trio_smc.rendezvous.terms import VERSION_1
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce.hotplug import active_ports
 from trio_smc.rnic.verbs import Rnic
@@ -308,8 +309,8 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
     rnic = MemoryRnic(Fabric(), kind="roce")
-    admitted = _admit(proposal, rnic, "192.0.2.1")
-    assert admitted is (rnic if expected else FallbackReason.PREFIX_MISMATCH)
+    admitted = _admit(proposal, rnic, "192.0.2.1", None)
+    assert admitted == ((rnic, VERSION_1) if expected else FallbackReason.PREFIX_MISMATCH)
 
 
 # --- what the kernel says -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.lab import (
     interop_links,
     interop_programs,
     interop_streams,
+    interop_v2,
 )
 from tests.lab.interop_world import CONFIG, World
 from tests.lab.kernel import Kernel
@@ -46,6 +47,25 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_streams.many_connections,
         interop_streams.loss,
     ),
+    "v2": (
+        interop_v2.contacts,
+        interop_v2.kernel_ueids,
+        interop_v2.ueids_differ,
+        interop_v2.limits,
+        interop_v2.release_0,
+        interop_streams.window_full,
+        interop_endings.half_close,
+        interop_endings.close_with_data,
+        interop_endings.abort,
+        interop_endings.urgent,
+        interop_fallbacks.plain_peer,
+        interop_programs.c_programs,
+        interop_programs.python_programs,
+        interop_streams.many_connections,
+        interop_streams.loss,
+        interop_links.asymmetric,
+        interop_v2.symmetric,
+    ),
     "links": (
         # First: it makes and removes a second device of its own.
         interop_links.asymmetric,
@@ -68,6 +88,9 @@ async def main() -> int:
         config = replace(config, rnics=(VerbsRnic("rxe0", gid_index=1),), pnet=(("lo", "rxe0"),))
     async with Kernel.at(control, 60) as kernel:
         world = World(kernel, here, there, config, Path(file))
+        if suite == "v2":
+            world.config = replace(config, ueids=(interop_v2.UEID,))
+            await kernel.call("ueid", name=interop_v2.UEID)
         if here.startswith("127."):
             await kernel.call("pnet", name="LAB", interface="lo")
             await kernel.call("pnet", name="LAB", device="rxe0")

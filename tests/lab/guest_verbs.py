@@ -30,6 +30,7 @@ from tests.lab.verbs_side import (
     open_device,
 )
 from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.roce.queue_pair import RECEIVES
 from trio_smc.rnic.verbs import (
     Completion,
     QpState,
@@ -150,7 +151,7 @@ class Transfer:
 
 
 async def bytes_both_ways(device: Device, control: Control, role: str, seed: int) -> str:
-    async with connected(device, control, size=RING, receives=device.rnic.receive_depth) as pair:
+    async with connected(device, control, size=RING, receives=RECEIVES) as pair:
         transfer = Transfer(pair, 2 * seed + (role == "server"))
         start = time.perf_counter()
         await transfer.run()
@@ -318,7 +319,7 @@ async def full_queues(device: Device, control: Control, role: str, seed: int) ->
             assert (done.status, done.wr_id) == (WcStatus.SUCCESS, 999), done
         else:
             await control.swap()
-            pair.qp.post_receive(rnic.receive_depth)
+            pair.qp.post_receive(pair.qp.receive_depth)
             refused = 0
             try:
                 pair.qp.post_receive(1)
@@ -330,7 +331,7 @@ async def full_queues(device: Device, control: Control, role: str, seed: int) ->
             assert numbers == list(range(rnic.send_depth)), numbers
             pair.qp.post_receive(1)
             await control.swap()
-    return f"QueueFull at {rnic.send_depth} sends and {rnic.receive_depth} receives; order kept"
+    return f"QueueFull at {rnic.send_depth} sends and {pair.qp.receive_depth} receives; order kept"
 
 
 async def full_ring(device: Device, control: Control, role: str, seed: int) -> str:

@@ -258,6 +258,12 @@ class Agent:
         output = program.communicate()[0]
         return [program.returncode, output]
 
+    def ueid(self, name: str, add: bool = True) -> None:
+        smc_netlink.ueid(name, add=add)
+
+    def versions(self) -> dict[str, int]:
+        return smc_netlink.versions()
+
     def pnet(self, name: str, interface: str | None = None, device: str | None = None) -> None:
         smc_netlink.pnet_add(name, interface=interface, device=device)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
+from tests.lab.setup import STOCK
 
 __all__ = ["contract", "hostile", "ours", "streams", "verbs", "with_kernel"]
 
@@ -86,6 +87,11 @@ def with_kernel(suite: str, *steps: str) -> Finished:
     ours = f"{PYTHON} -m tests.lab.guest_interop"
     rest = f"{shlex.quote(str(file))} {suite} {' '.join(steps)}"
     allow = "echo 1 > /sys/module/smc/parameters/lab_gids\n"
+    if suite == "v2":
+        allow = (
+            f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
+            f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
+        )
     if suite == "quick":
         commands = (
             "modules dummy; ip link add dummy0 type dummy\n"

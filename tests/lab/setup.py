@@ -9,6 +9,7 @@ The kernel is Debian's own binary.  One module is built again: `net/smc`, for so
 `relax` gives it two parameters: ``lab_gids`` makes SMC-R version 1, which takes RoCE v1 GIDs alone,
 take soft-RoCE's too, and ``lab_retries`` is how often its queue pairs send again before they fail,
 where it asks for 7, which soft-RoCE reads as "for ever".  docs/interop.md says it in words.
+SMC-R version 2 is tried with Debian's own module, which is kept beside it (`STOCK`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ MODULES: Final = (
 )  # fmt: skip
 KERNEL: Final = "kernel"
 """The directory under the cache: vmlinuz, initrd.gz, lib/modules/VERSION, version, `PROGRAMS`."""
+STOCK: Final = "stock"
+"""A directory there: Debian's own modules of SMC, as they are."""
 PROGRAMS: Final = {"plain_echo.c": (), "smc_sockets.c": ("-shared", "-fPIC", "-ldl")}
 """C programs for the guests' side of the kernel, with the compiler's options."""
 _HERE = Path(__file__).resolve().parent
@@ -243,7 +246,10 @@ def build_smc(cache: Path, work: Path, made: Path) -> None:
         "CONFIG_SMC=m", "CONFIG_SMC_DIAG=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules",
     )  # fmt: skip
     place = made / "lib" / "modules" / release / "kernel" / "net" / "smc"
+    stock = made / STOCK
+    stock.mkdir()
     for name in ("smc.ko", "smc_diag.ko"):
+        shutil.copy(place / name, stock)
         run("strip", "--strip-debug", "-o", place / name, smc / name)
     run("depmod", "-b", made, release)
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["fallback_counts", "links", "pnet_add", "socket_info", "sockets"]
+__all__ = ["fallback_counts", "links", "pnet_add", "socket_info", "sockets", "ueid", "versions"]
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST, _ACK, _DUMP = 1, 4, 0x300
@@ -138,6 +138,20 @@ def fallback_counts() -> list[dict[str, int]]:
         if each.get(4):
             found.append({"server": each.get(2, 0), "client": each.get(3, 0), "reason": each[4]})
     return found
+
+
+def versions() -> dict[str, int]:
+    """How many connections the kernel has counted as SMC-R, by its role and version."""
+    [answer] = _command("SMC_GEN_NETLINK", 7, _DUMP)
+    counts = _attributes(_attributes(answer[7])[2])
+    names = {7: "client_v1", 8: "client_v2", 9: "server_v1", 10: "server_v2"}
+    return {name: int.from_bytes(counts[kind], "little") for kind, name in names.items()}
+
+
+def ueid(name: str, *, add: bool = True) -> None:
+    """Give the kernel a UEID, or take it back, as ``smcr ueid`` does."""
+    body = _attribute(1, name.ljust(32).encode() + b"\0")
+    list(_command("SMC_GEN_NETLINK", 10 if add else 11, _ACK, body))
 
 
 def pnet_add(name: str, *, interface: str | None = None, device: str | None = None) -> None:

@@ -25,13 +25,17 @@ from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Established, Failed, FellBack
 from trio_smc.rendezvous.server import ServerNegotiation
+from trio_smc.rendezvous.terms import Terms, answer, proposing
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange
 from trio_smc.stack.runtime import Runtime
 from trio_smc.wire import clc
 from trio_smc.wire.clc import ClcReader
 
-__all__ = ["SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "exchange"]
+__all__ = [
+    "SIZE", "Call", "Clock", "Complaints", "Recorder", "Side", "Tcp", "World", "admitted",
+    "exchange", "proposal_of",
+]  # fmt: skip
 
 SIZE = 1 << 20
 """Bytes of an RMB element: four in an RMB of 4 MiB."""
@@ -384,6 +388,29 @@ class End:
             self.tcp.end("rst")
 
 
+def proposal_of(client: Side) -> clc.Proposal:
+    """What a client proposes, as `connecting.connect` does."""
+    rnic, groups = client.serving(), client.stack.groups
+    proposal = clc.Proposal(
+        peer_id=groups.peer_id,
+        gid=rnic.gid,
+        mac=rnic.mac,
+        ipv4_subnet=b"\x0a\0\0\0",
+        ipv4_mask_length=8,
+    )
+    if groups.offer is not None and rnic.routable:
+        return proposing(proposal, groups.offer)
+    return proposal
+
+
+def admitted(proposal: clc.Proposal, server: Side) -> tuple[MemoryRnic, Terms] | FallbackReason:
+    """The server's look at it, as `connecting.accept` has it; the prefix always fits."""
+    rnic, groups = server.serving(), server.stack.groups
+    direct = None if proposal.v2 is None else rnic.is_direct(proposal.v2.gid)
+    terms = answer(proposal, groups.offer if rnic.routable else None, None, direct)
+    return terms if isinstance(terms, FallbackReason) else (rnic, terms)
+
+
 class Call:
     """One TCP connection, client and server."""
 
@@ -399,14 +426,8 @@ class Call:
     ) -> None:
         self.tcp = (Tcp(world.news), Tcp(world.news))
         self.tcp[0].peer, self.tcp[1].peer = self.tcp[1], self.tcp[0]
-        ours, theirs = client.serving(), server.serving()
-        self.proposal = proposal or clc.Proposal(
-            peer_id=client.stack.groups.peer_id,
-            gid=ours.gid,
-            mac=ours.mac,
-            ipv4_subnet=b"\x0a\0\0\0",
-            ipv4_mask_length=8,
-        )
+        ours = client.serving()
+        self.proposal = proposal or proposal_of(client)
         negotiation = ClientNegotiation(host=client.stack.groups, receive_buffer=size)
         self.client = End(client, self.tcp[0], negotiation)
         self.server = End(
@@ -414,7 +435,7 @@ class Call:
             self.tcp[1],
             ServerNegotiation(
                 host=server.stack.groups,
-                admit=lambda _: refusal or theirs,
+                admit=lambda proposal: refusal or admitted(proposal, server),
                 receive_buffer=size,
             ),
         )

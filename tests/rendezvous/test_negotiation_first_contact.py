@@ -161,7 +161,7 @@ def test_receives_are_posted_before_the_peer_may_send() -> None:
         call = world.call(client, server)
         world.until(lambda: call.client.state == "CONFIRMING_LINK")
         (qp,) = client.rnic.qps.values()
-        assert qp.receives == client.rnic.receive_depth
+        assert qp.receives == qp.receive_depth
 
 
 @pytest.mark.rfc("3.5.1.2/2")

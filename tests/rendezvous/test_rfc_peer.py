@@ -15,6 +15,7 @@ from tests.rendezvous.rendezvous_pair import SIZE, End, Tcp, World
 from tests.rnic.memory_rnic import MemoryRnic
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.server import ServerNegotiation
+from trio_smc.rendezvous.terms import VERSION_1
 from trio_smc.wire import clc
 
 EYE = bytes.fromhex("E2D4C3D9")
@@ -169,7 +170,7 @@ def test_as_the_server_of_a_peer_that_has_only_the_rfc(world: World) -> None:
     side = world.side()
     theirs, ours = tcp_pair(world)
     negotiation = ServerNegotiation(
-        host=side.stack.groups, admit=lambda _: side.rnic, receive_buffer=SIZE
+        host=side.stack.groups, admit=lambda _: (side.rnic, VERSION_1), receive_buffer=SIZE
     )
     end = End(side, ours, negotiation)
     world.calls.append(_Single(end))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ def line(event: tuple[str, str, bytes]) -> str:
     kind, way, data = event
     if kind == "clc":
         return f"{way} {clc.MessageType(data[4]).name}"
-    name = _TYPES[data[0]]
+    name = _TYPES[data[0] if kind == "cdc" else data[0] & 0x0F]
     if kind == "cdc" or not data[3] & 0x80:
         return f"{way} {name}"
     return f"{way} {name} reply"
@@ -30,8 +30,8 @@ def transcript(side: Side) -> list[str]:
     return [line(each) for each in side.recorder.messages() if each[0] == "llc"]
 
 
-def messages(side: Side, kind: type[M]) -> list[M]:
+def messages(side: Side, kind: type[M], framing: llc.Framing = llc.V1) -> list[M]:
     """Those of one kind."""
     events = side.recorder.messages()
-    found = [llc.decode_untrusted(data) for what, _, data in events if what == "llc"]
+    found = [framing.decode_untrusted(data) for what, _, data in events if what == "llc"]
     return [each for each in found if isinstance(each, kind)]

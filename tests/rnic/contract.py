@@ -373,7 +373,7 @@ class RnicContract:
 
     def test_the_receive_queue_is_bounded(self, ends: tuple[End, End]) -> None:
         a, b = ends
-        connect(a, b, receives=b.rnic.receive_depth)
+        connect(a, b, receives=b.qp.receive_depth)
         with pytest.raises(QueueFull):
             b.qp.post_receive(1)
         a.qp.post_send(1, b"x")

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
     Completion,
     DeliveryUnknown,
     MemoryRegion,
@@ -113,6 +114,7 @@ class Fabric:
         (the sender's completion is good all the same), or None to let the request fail.
       cut: pairs of GIDs between which nothing arrives, although their ports are active.
       at_once: whether what need not wait can be done at once (`QueuePair.deliver`).
+      direct: for GIDs, whether they are reached without a gateway, if it is not so.
       looks: for GIDs, how often `Rnic.address_known` says no before it says yes.
       doubt: asked by each queue pair that is about to: None: nothing is wrong; else the other end
         ends just then, and it says whether the message has arrived.
@@ -125,6 +127,7 @@ class Fabric:
         self.cut: set[frozenset[bytes]] = set()
         self.at_once = False
         self.looks: dict[bytes, int] = {}
+        self.direct: dict[bytes, bool | None] = {}
         self.doubt: Callable[[PlainQueuePair], bool | None] = lambda qp: None
         self.busy: dict[PlainQueuePair, None] = {}
         self.rnics: dict[bytes, MemoryRnic] = {}
@@ -188,8 +191,10 @@ class _Domain(ProtectionDomain):
 class PlainQueuePair(QueuePair):
     """A queue pair; `log` has the states it went through."""
 
-    def __init__(self, rnic: MemoryRnic, domain: _Domain) -> None:
+    def __init__(self, rnic: MemoryRnic, domain: _Domain, receive_size: int) -> None:
         self.rnic = rnic
+        self.receive_size = receive_size
+        self.receive_depth = DEPTH
         self.domain = domain
         self.qp_num = rnic.fabric.number()
         self.state = QpState.RESET
@@ -261,7 +266,7 @@ class PlainQueuePair(QueuePair):
         if self.state is QpState.RESET or self._closed:
             raise RnicError(errno.EINVAL, "no receives in this state")
         self.receives += count
-        assert self.receives <= self.rnic.receive_depth
+        assert self.receives <= self.receive_depth
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
         self._post(Work(self.rnic.fabric.number(), wr_id, signaled, bytes(data)))
@@ -378,6 +383,9 @@ class PlainQueuePair(QueuePair):
             if not peer.receives:
                 return WcStatus.RNR_RETRY_EXC_ERR
             peer.receives -= 1
+            if len(message) > peer.receive_size:
+                peer.fail(notices=False)
+                return WcStatus.REM_INV_REQ_ERR
             peer.rnic.done.append(Completion(peer.qp_num, int(WcOpcode.RECV), 0, 0, bytes(message)))
         return WcStatus.SUCCESS
 
@@ -403,6 +411,7 @@ class MemoryRnic(Rnic):
       fabric: what it is connected to.
       kind: what it says it is: "roce" makes RMBs with few elements.
       most_qps: queue pairs that can be open at a time; None: any number.
+      routable: whether it serves SMC-R version 2.
     """
 
     copies_on_post = False
@@ -414,6 +423,7 @@ class MemoryRnic(Rnic):
         kind: Literal["software", "roce"] = "roce",
         most_qps: int | None = None,
         name: str = "memory0",
+        routable: bool = False,
     ) -> None:
         self.fabric = fabric
         self.kind = kind
@@ -421,11 +431,14 @@ class MemoryRnic(Rnic):
         self.most_qps = most_qps
         number = fabric.number()
         self.gid = b"\xfd" + number.to_bytes(15, "big")
+        self.routable = routable
+        if routable:
+            self.gid = bytes(10) + b"\xff\xff" + (0x0A000000 | number).to_bytes(4, "big")
         self.mac = b"\x02" + number.to_bytes(5, "big")
         self.mtu = 5
         self.port_active = False
         self.on_event = None
-        self.send_depth = self.receive_depth = DEPTH
+        self.send_depth = DEPTH
         self.qps: dict[int, PlainQueuePair] = {}
         self.done: list[Completion] = []
         self.no_memory = False
@@ -473,11 +486,14 @@ class MemoryRnic(Rnic):
         self.fabric.looks[gid] = max(0, left - 1)
         return left == 0
 
-    def create_qp(self, pd: ProtectionDomain) -> QueuePair:
+    def is_direct(self, gid: bytes) -> bool | None:
+        return self.fabric.direct.get(gid, True)
+
+    def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> QueuePair:
         assert isinstance(pd, _Domain)
         if self.most_qps is not None and len(self.qps) >= self.most_qps:
             raise RnicError(errno.ENOMEM, "no more queue pairs")
-        return PlainQueuePair(self, pd)
+        return PlainQueuePair(self, pd, receive_size)
 
     def poll(self) -> list[Completion]:
         taken, self.done = self.done, []

@@ -35,12 +35,19 @@ class Diagnosis(IntEnum):
     CONFIGURATION = 0x03000000
     PEER_NOT_CAPABLE = 0x03010000
     NO_DEVICE = 0x03030000
+    NO_V2_DEVICE = 0x03030002
+    NO_UEID = 0x03030008
+    RELEASE_MISMATCH = 0x03030009
+    MAX_CONNECTIONS = 0x0303000A
+    MAX_LINKS = 0x0303000B
     MODE_MISMATCH = 0x03040000
     EYE_CATCHER = 0x03050000
     PREFIX_MISMATCH = 0x03070000
     NO_ACTIVE_LINK = 0x030A0000
     LINK_NOT_FOUND = 0x030B0000
     VERSION_MISMATCH = 0x030C0000
+    NO_ROUTE = 0x030E0000
+    ROUTE_MISMATCH = 0x030F0000
     OUT_OF_SYNC = 0x04000000
     PEER_DECLINED = 0x05000000
     INTERNAL = 0x09990000
@@ -66,7 +73,20 @@ class FallbackReason(StrEnum):
     VERSION_MISMATCH = "version-mismatch"
     """No protocol version is common to both sides."""
     MODE_MISMATCH = "mode-mismatch"
-    """The peer offers another kind of SMC only (SMC-D)."""
+    """The peer offers another kind of SMC only: SMC-D, or version 2 to a side without UEIDs."""
+    NO_COMMON_UEID = "no-common-ueid"
+    """The two sides have no UEID in common, by which SMC-R version 2 knows who may talk.  Linux
+    has the same word for a missing RNIC."""
+    NO_ROUTE = "no-route"
+    """No route leads from the RNIC to the GID that the peer names (version 2)."""
+    ROUTE_MISMATCH = "route-mismatch"
+    """The server says that a gateway is between the RNICs, and there is none (version 2)."""
+    RELEASE_MISMATCH = "release-mismatch"
+    """The peer names a release of version 2 that was not agreed on."""
+    CONNECTION_LIMIT = "connection-limit"
+    """The two sides' limits of connections in a link group do not fit (version 2)."""
+    LINK_LIMIT = "link-limit"
+    """The two sides' limits of links in a link group do not fit (version 2)."""
     EYE_CATCHER = "eye-catcher"
     """The peer does not take RMB elements with eye catchers (RFC 7609, 4.2)."""
     LINK_FAILED = "link-failed"
@@ -147,9 +167,40 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.VERSION_MISMATCH,
     ),
     FallbackReason.MODE_MISMATCH: _Explanation(
-        "the peer offers SMC-D only, which stays within one machine's firmware",
-        "enable SMC-R at the peer",
+        "the peer offers only SMC-D or, to a side without a UEID, SMC-R version 2",
+        "enable SMC-R at the peer, or name its UEID in Config(ueids=...)",
         Diagnosis.MODE_MISMATCH,
+    ),
+    FallbackReason.NO_COMMON_UEID: _Explanation(
+        "no UEID is common to both sides, or an RNIC for SMC-R version 2 is missing",
+        "give both sides the same UEID: Config(ueids=...), or 'smcr ueid add' at a Linux kernel",
+        Diagnosis.NO_DEVICE,
+    ),
+    FallbackReason.NO_ROUTE: _Explanation(
+        "no route leads to the peer's RNIC",
+        "give both RNICs' interfaces IPv4 addresses, and routes to each other",
+        Diagnosis.NO_ROUTE,
+        at_decider=True,
+    ),
+    FallbackReason.ROUTE_MISMATCH: _Explanation(
+        "the server reaches the client's RNIC through a gateway, and the client needs none",
+        "make the routes between the two RNICs' addresses alike in both directions",
+        Diagnosis.ROUTE_MISMATCH,
+    ),
+    FallbackReason.RELEASE_MISMATCH: _Explanation(
+        "the peer names a release of SMC-R version 2 that was not agreed on",
+        "upgrade the peer: its Accept or Confirm breaks the rules of version 2",
+        Diagnosis.RELEASE_MISMATCH,
+    ),
+    FallbackReason.CONNECTION_LIMIT: _Explanation(
+        "the two sides' limits of connections in a link group do not fit",
+        "allow 16 or more connections: net.smc.smcr_max_conns_per_lgr at a Linux kernel",
+        Diagnosis.MAX_CONNECTIONS,
+    ),
+    FallbackReason.LINK_LIMIT: _Explanation(
+        "the two sides' limits of links in a link group do not fit",
+        "allow one or two links: net.smc.smcr_max_links_per_lgr at a Linux kernel",
+        Diagnosis.MAX_LINKS,
     ),
     FallbackReason.EYE_CATCHER: _Explanation(
         "the peer does not take RMB elements with eye catchers",
@@ -225,6 +276,13 @@ _MEANING: dict[int, FallbackReason] = {
     Diagnosis.ADD_LINK_TIMEOUT: FallbackReason.LINK_FAILED,
     Diagnosis.PEER_NOT_CAPABLE: FallbackReason.PEER_NOT_CAPABLE,
     Diagnosis.NO_DEVICE: FallbackReason.NO_RNIC,
+    Diagnosis.NO_V2_DEVICE: FallbackReason.NO_RNIC,
+    Diagnosis.NO_UEID: FallbackReason.NO_COMMON_UEID,
+    Diagnosis.RELEASE_MISMATCH: FallbackReason.RELEASE_MISMATCH,
+    Diagnosis.MAX_CONNECTIONS: FallbackReason.CONNECTION_LIMIT,
+    Diagnosis.MAX_LINKS: FallbackReason.LINK_LIMIT,
+    Diagnosis.NO_ROUTE: FallbackReason.NO_ROUTE,
+    Diagnosis.ROUTE_MISMATCH: FallbackReason.ROUTE_MISMATCH,
     Diagnosis.MODE_MISMATCH: FallbackReason.MODE_MISMATCH,
     Diagnosis.EYE_CATCHER: FallbackReason.EYE_CATCHER,
     Diagnosis.PREFIX_MISMATCH: FallbackReason.PREFIX_MISMATCH,
@@ -255,9 +313,15 @@ class Fallback:
         return cls(reason=reason, origin=Origin.LOCAL, code=int(_EXPLANATIONS[reason].code))
 
     @classmethod
-    def from_peer(cls, diagnosis: int) -> Fallback:
-        """A fallback that the peer asked for by a Decline with this diagnosis word."""
+    def from_peer(cls, diagnosis: int, *, ueids: bool = False) -> Fallback:
+        """A fallback that the peer asked for by a Decline with this diagnosis word.
+
+        ``ueids``: we offered version 2, and Linux says that it has no device when it has none of
+        our UEIDs.
+        """
         reason = _MEANING.get(diagnosis, FallbackReason.DECLINED)
+        if ueids and diagnosis == Diagnosis.NO_DEVICE:
+            reason = FallbackReason.NO_COMMON_UEID
         return cls(
             reason=reason,
             origin=Origin.PEER,

@@ -10,6 +10,7 @@ from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.config.lists import Listed, check_list, is_listed
 from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.sizes import RMBE_SIZE_UNIT, rmbe_size_code, rmbe_size_of
+from trio_smc.wire.ueid import MAX_EIDS, encode_ueid
 
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
@@ -33,6 +34,8 @@ _STACK_FIELDS = frozenset(
         "shutdown_timeout", "capture", "capture_payload", "control", "log_events",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
+        # Who shares a link group has agreed on one.
+        "ueids",
     }
 )  # fmt: skip
 
@@ -42,9 +45,9 @@ class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
     Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
-    ``wake``, ``rmbe_eye_catcher``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
-    ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
-    them otherwise than its stack's; left at their defaults they are the stack's.
+    ``wake``, ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``,
+    ``capture``, ``capture_payload`` and the timers of links) raise ValueError when a call's own
+    config sets them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, also those
@@ -63,6 +66,10 @@ class Config:
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
         A client compares the host as it was named and as it was resolved; a listener compares
         its own address, as bound and as accepted, and the client's.
+      ueids: names by which hosts know that they may speak SMC-R version 2, over RoCE ports only: 8
+        at most, each 1 to 32 of A-Z, 0-9, "." and "-", the first a letter or a digit.  "kernel":
+        what ``smcr ueid`` has given to the Linux kernel, read when the stack opens.  None: version
+        1 only.  It is no secret.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
         on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
@@ -114,6 +121,7 @@ class Config:
     discovery: Literal["auto", "tcp-option", "assume"] = "auto"
     tcp_option: Path | str = DEFAULT_PINS
     assume: tuple[str | tuple[str, int], ...] = ()
+    ueids: tuple[str, ...] | Literal["kernel"] = ()
     require_smc: bool = False
     receive_buffer: int | None = None
     rmbe_eye_catcher: bool = False
@@ -161,6 +169,8 @@ class Config:
             raise ValueError("rnics: a tuple of RNICs or 'auto'")
         if not isinstance(self.pnet, Path | str) and not _is_table(self.pnet):
             raise ValueError("pnet: a tuple of (interface, RNIC) pairs, or a file")
+        if self.ueids != "kernel":
+            _check_ueids(self.ueids)
         check_list("assume", self.assume)
         check_list("allow", self.allow, ports=True)
         check_list("deny", self.deny, ports=True)
@@ -235,6 +245,18 @@ _PATHS = ("directory", "tcp_option", "capture")
 def _check_number(name: str, value: object, least: int) -> None:
     if not _is_integer(value) or cast(int, value) < least:
         raise ValueError(f"{name}: {value!r} is not a number from {least} on")
+
+
+def _check_ueids(ueids: object) -> None:
+    if not isinstance(ueids, tuple) or not all(isinstance(each, str) for each in ueids):
+        raise ValueError("ueids: a tuple of names or 'kernel'")
+    if len(ueids) > MAX_EIDS:
+        raise ValueError(f"ueids: {len(ueids)} of them, where {MAX_EIDS} can be offered")
+    for each in ueids:
+        try:
+            encode_ueid(each)
+        except ValueError as error:
+            raise ValueError(f"ueids: {error}") from None
 
 
 def _is_table(value: object) -> bool:

@@ -23,6 +23,7 @@ from trio_smc.rendezvous.discovery.same_host import Search
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
+from trio_smc.rendezvous.terms import Offer, Terms, answer
 from trio_smc.stack.policy import Chooser, Peer, permitted_rnic
 from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.rdma_stream import RdmaStream, StreamOwner
@@ -214,7 +215,7 @@ class Arrival:
         options = inherited(sock)
         negotiation = ServerNegotiation(
             host=stack.groups,
-            admit=lambda proposal: _admit(proposal, rnic, address),
+            admit=lambda proposal: _admit(proposal, rnic, address, stack.groups.offer),
             receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
         )
         negotiation.sock = sock
@@ -318,22 +319,32 @@ def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
 
 
 def _admit(
-    proposal: clc.Proposal, rnic: Rnic | FallbackReason, address: str
-) -> Rnic | FallbackReason:
-    """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it, or why none does.
+    proposal: clc.Proposal, rnic: Rnic | FallbackReason, address: str, offer: Offer | None
+) -> tuple[Rnic, Terms] | FallbackReason:
+    """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it and on what terms,
+    or why none does."""
+    if isinstance(rnic, FallbackReason):
+        return rnic
+    direct = None
+    if not rnic.routable:
+        offer = None
+    elif offer is not None and proposal.v2 is not None:
+        direct = rnic.is_direct(proposal.v2.gid)
+    terms = answer(proposal, offer, _prefix_refusal(proposal, rnic, address), direct)
+    return terms if isinstance(terms, FallbackReason) else (rnic, terms)
+
+
+def _prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
+    """Why version 1 does not fit; None: it does.
 
     A RoCE port must itself be on the common network, which is that of our own ``address``: the
     credentials in SMC Accept are for it.
     """
-    if isinstance(rnic, FallbackReason):
-        return rnic
-    if not proposal.offers_smc_r:
-        return FallbackReason.MODE_MISMATCH
     networks = [Prefix(each.prefix, each.length) for each in proposal.ipv6_prefixes]
     if proposal.ipv4_mask_length:
         networks = [Prefix(proposal.ipv4_subnet, proposal.ipv4_mask_length)]
     common = is_on_network(address, networks) if rnic.kind == "roce" else is_attached(networks)
-    return rnic if common else FallbackReason.PREFIX_MISMATCH
+    return None if common else FallbackReason.PREFIX_MISMATCH
 
 
 class _Silent(Exception):

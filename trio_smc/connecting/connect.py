@@ -19,6 +19,7 @@ from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery.same_host import Announcement
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
+from trio_smc.rendezvous.terms import proposing
 from trio_smc.rnic.spinner import NEVER
 from trio_smc.stack.policy import permitted_rnic
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -133,7 +134,11 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     )
     negotiation.sock = sock
     with stack.groups.handshake():
-        negotiation.propose(rnic, _proposal(stack.groups.peer_id, rnic, here))
+        proposal = _proposal(stack.groups.peer_id, rnic, here)
+        offer = stack.groups.offer
+        if offer is not None and rnic.routable and ":" not in here:
+            proposal = proposing(proposal, offer)
+        negotiation.propose(rnic, proposal)
         outcome = await run_negotiation(
             negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
         )

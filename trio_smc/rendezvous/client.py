@@ -9,6 +9,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
+from trio_smc.rendezvous.terms import Terms, check
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_CLIENT
 from trio_smc.wire import clc
@@ -40,6 +41,7 @@ class ClientNegotiation(Negotiation):
           proposal: what is sent; its GID and MAC are those of ``rnic``.
         """
         self._rnic, self._proposal = rnic, proposal
+        self._offered_v2 = proposal.v2 is not None
         self.machine.send("propose")
 
     def decline(self, reason: FallbackReason) -> None:
@@ -60,7 +62,15 @@ class ClientNegotiation(Negotiation):
             raise ProtocolError(f"SMC {type(message).__name__} out of turn")
         self._peer = message
         self.first_contact = message.first_contact
-        if not message.first_contact:
+        self._decline_version = 1 if message.v2 is None else 2
+        first = message.v2 is not None and message.first_contact
+        direct = self._rnic.is_direct(message.gid) if first else None
+        terms = check(message, self._proposal, direct)
+        if isinstance(terms, Terms):
+            self._terms = terms
+        else:
+            self._refusal = terms
+        if not message.first_contact and not self.refused:
             found = self._host.find_client_link(message)
             if found is not None:
                 self._group, self._peers_link = found

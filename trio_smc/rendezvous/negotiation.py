@@ -48,6 +48,7 @@ from trio_smc.rendezvous.links.first_contact import GroupFailure
 from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
 from trio_smc.rendezvous.links.peer_rmbs import RToken
+from trio_smc.rendezvous.terms import VERSION_1, Offer, Terms
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states import USABLE
 from trio_smc.states.engine import Machine, Table
@@ -66,6 +67,7 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc.clc")
 
+_GIDS = 2  # in Confirm: of the first link, and of an alternative
 _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
@@ -109,15 +111,22 @@ class NegotiationHost(Protocol):
 
     peer_id: bytes
     observer: Observer | None
+    offer: Offer | None
+    """What this side has for version 2; None: nothing."""
 
     def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
         """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
 
-    def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
-        """A server-role group with this peer that has room for an element of ``size`` bytes,
-        or else one that is just forming."""
+    def find_server_group(
+        self, proposed: tuple[bytes, bytes], terms: Terms, rnic: Rnic, size: int
+    ) -> LinkGroup | None:
+        """A server-role group with the client that is named so (`terms.proposed`) that has room for
+        an element of ``size`` bytes, or else one that is just forming."""
 
-    def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
+    def new_group(
+        self, *, client: bool, peer_id: bytes, rnic: Rnic, terms: Terms,
+        proposed: tuple[bytes, bytes],
+    ) -> LinkGroup:  # fmt: skip
         """A link group that is about to be formed."""
 
     def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> RdmaConnection:
@@ -201,7 +210,10 @@ class Negotiation(ABC):
         self._link: Link | None = None  # which we shall name
         self._end: _LocalEnd | None = None
         self._fell_back: FellBack | None = None  # what a Decline would come to
-        self._version = 1
+        self._terms = VERSION_1
+        self._decline_version = 1  # whose form our Decline has
+        self._refusal: FallbackReason | None = None
+        self._offered_v2 = False  # by our Proposal
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
         self._wait: AddressWait | Timer | None = None
@@ -276,6 +288,11 @@ class Negotiation(ABC):
     # --- guards ------------------------------------------------------------------------------
 
     @property
+    def refused(self) -> bool:
+        """Whether what the peer has said is declined at once."""
+        return self._refusal is not None
+
+    @property
     def reserved_value(self) -> bool:
         """The peer's QP MTU is a reserved enumerated value (A.2.2); first contact only."""
         return self.first_contact and self._peer.known_mtu is None
@@ -314,6 +331,10 @@ class Negotiation(ABC):
         self._link = None
         self._link = self._first_link or self._link_to_name(group)
         group.request_element(self._receive_buffer, self._element_taken, self._link)
+
+    def decline_refused(self) -> None:
+        """C.1."""
+        self._send_decline(self._refusal or FallbackReason.DECLINED)
 
     def decline_reserved_value(self) -> None:
         """C.6."""
@@ -421,8 +442,13 @@ class Negotiation(ABC):
         named = self._peers_link or self._link
         return named if named is not None and named.usable else group.least_loaded_link()
 
-    def _form_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> bool:
-        group = self._host.new_group(client=client, peer_id=peer_id, rnic=rnic)
+    def _form_group(
+        self, *, client: bool, peer_id: bytes, rnic: Rnic,
+        proposed: tuple[bytes, bytes] = (b"", b""),
+    ) -> bool:  # fmt: skip
+        group = self._host.new_group(
+            client=client, peer_id=peer_id, rnic=rnic, terms=self._terms, proposed=proposed
+        )
         self.first_contact = True
         self._group = group
         group.first_contact = self
@@ -460,8 +486,16 @@ class Negotiation(ABC):
         end = known(self._end)
         link, rmbe, rnic = end.link, end.rmbe, end.link.rnic
         region = end.group.own_rmbs.region(rmbe.rmb, link)
+        v2 = None
+        if self._terms.version > 1 and self._host.offer is not None:
+            gids = [rnic.gid, *(each.gid for each in end.group.usable_rnics() if each is not rnic)]
+            v2 = self._terms.contact(
+                gids[:_GIDS] if end.group.client and self.first_contact else (),
+                first=self.first_contact, host=self._host.offer.host,
+            )  # fmt: skip
         return {
-            "version": self._version,
+            "v2": v2,
+            "version": self._terms.version,
             "peer_id": self._host.peer_id,
             "gid": rnic.gid,
             "mac": rnic.mac,
@@ -488,16 +522,19 @@ class Negotiation(ABC):
         self._fell_back = FellBack(fallback)
         self._send(
             clc.Decline(
-                version=self._version,
+                version=self._decline_version,
                 peer_id=self._host.peer_id,
                 out_of_sync=out_of_sync,
                 diagnosis=fallback.code or 0,
+                more_diagnosis=(0, 0, 0, 0) if self._decline_version > 1 else None,
+                system=clc.LINUX if self._decline_version > 1 else 0,
             )
         )
 
     def _declined(self, message: clc.Decline) -> None:
         """The peer's Decline, before the machine is told."""
-        self._fell_back = FellBack(Fallback.from_peer(message.diagnosis))
+        fallback = Fallback.from_peer(message.diagnosis, ueids=self._offered_v2)
+        self._fell_back = FellBack(fallback)
         self._cause = ProtocolError("SMC Decline out of turn")
         self.machine.send("decline")
 

@@ -11,6 +11,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import Negotiation, NegotiationHost, known
+from trio_smc.rendezvous.terms import Terms, confirmed, proposed
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states.tables import CLC_SERVER
 from trio_smc.wire import clc
@@ -23,8 +24,8 @@ class ServerNegotiation(Negotiation):
 
     Args:
       host: the stack.
-      admit: looks at the Proposal and returns the RNIC that serves the connection's route, or
-        why it is refused; subnet and prefix are checked there (RFC 7609, 3.5.1.2).
+      admit: looks at the Proposal and returns the RNIC that serves the connection's route, and the
+        terms, or why it is refused; subnet and prefix are checked there (RFC 7609, 3.5.1.2).
       receive_buffer: bytes wanted of the connection's RMB element.
     """
 
@@ -37,13 +38,12 @@ class ServerNegotiation(Negotiation):
         self,
         *,
         host: NegotiationHost,
-        admit: Callable[[clc.Proposal], Rnic | FallbackReason],
+        admit: Callable[[clc.Proposal], tuple[Rnic, Terms] | FallbackReason],
         receive_buffer: int,
     ) -> None:
         super().__init__(CLC_SERVER, host, receive_buffer)
         self._admit = admit
         self._found: LinkGroup | None = None  # before the event that asks for it
-        self._refusal: FallbackReason | None = None
         self._named_link = False
 
     def group_settled(self) -> None:
@@ -52,11 +52,6 @@ class ServerNegotiation(Negotiation):
         self.machine.send("group_settled")
 
     # --- guards ------------------------------------------------------------------------------
-
-    @property
-    def refused(self) -> bool:
-        """Whether the Proposal is declined at once."""
-        return self._refusal is not None
 
     @property
     def group_usable(self) -> bool:
@@ -104,7 +99,10 @@ class ServerNegotiation(Negotiation):
 
     def form_group(self) -> None:
         """3.5.1.2: a queue pair in INIT, and an RMB, before SMC Accept."""
-        if self._form_group(client=False, peer_id=self._proposal.peer_id, rnic=self._rnic):
+        if self._form_group(
+            client=False, peer_id=self._proposal.peer_id, rnic=self._rnic,
+            proposed=proposed(self._proposal, self._terms),
+        ):  # fmt: skip
             super().take_element()
 
     def send_accept(self) -> None:
@@ -123,10 +121,6 @@ class ServerNegotiation(Negotiation):
         except RnicError as error:
             group.setup.first_link_failed(known(self._first_link), error)
 
-    def decline_refused(self) -> None:
-        """C.1."""
-        self._send_decline(self._refusal or FallbackReason.DECLINED)
-
     # --- messages ----------------------------------------------------------------------------
 
     def _dispatch_untrusted(self, message: clc.Message) -> None:
@@ -135,12 +129,13 @@ class ServerNegotiation(Negotiation):
             self._on_decline(message)
         elif isinstance(message, clc.Proposal) and state == "LISTENING":
             self._proposal = message
-            self._version = message.answer_version
+            if message.version > 1 and self._host.offer is not None:
+                self._decline_version = 2
             admitted = self._admit(message)
             if isinstance(admitted, FallbackReason):
                 self._refusal = admitted
             else:
-                self._rnic = admitted
+                self._rnic, self._terms = admitted
                 self._found = self._find_group()
             self.machine.send("proposal")
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
@@ -149,10 +144,17 @@ class ServerNegotiation(Negotiation):
             raise ProtocolError(f"SMC {type(message).__name__} out of turn")
 
     def _on_confirm_untrusted(self, confirm: clc.Confirm) -> None:
-        if confirm.peer_id != self._proposal.peer_id:
+        # Linux has no peer ID in a Proposal of version 2 alone.
+        nameless = self._terms.version > 1 and not any(self._proposal.peer_id)
+        if confirm.peer_id != self._proposal.peer_id and not nameless:
             raise ProtocolError("SMC Confirm of another peer than SMC Proposal")
+        if self._terms.version > 1 and confirm.first_contact is not self.first_contact:
+            raise ProtocolError("SMC Confirm of another kind of contact than SMC Accept")
         self._peer = confirm
+        self._refusal = confirmed(confirm, self._terms)
         group = self._group
+        if nameless and group is not None and self.first_contact:
+            group.peer_id = confirm.peer_id
         if group is not None and not self.first_contact:
             link = group.find_link(confirm.gid, confirm.mac, confirm.qp_number)
             if link is None:
@@ -175,5 +177,5 @@ class ServerNegotiation(Negotiation):
 
     def _find_group(self) -> LinkGroup | None:
         return self._host.find_server_group(
-            self._proposal.peer_id, self._rnic, self._receive_buffer
+            proposed(self._proposal, self._terms), self._terms, self._rnic, self._receive_buffer
         )

@@ -63,7 +63,8 @@ __all__ = [
 ]
 
 RECEIVE_SIZE: Final = 48
-"""Bytes of a posted receive buffer: an LLC or CDC message has 44 (RFC 7609, A.3, A.4)."""
+"""Bytes of a posted receive buffer: an LLC or CDC message has 44 (RFC 7609, A.3, A.4), unless
+SMC-R version 2 asks for more."""
 
 
 class RnicError(OSError):
@@ -177,6 +178,8 @@ class QueuePair(ABC):
     qp_num: int
     """24 bits, never 0."""
     state: QpState
+    receive_depth: int
+    """Receives that can be posted."""
 
     @abstractmethod
     def to_init(self) -> None:
@@ -204,11 +207,13 @@ class QueuePair(ABC):
 
     @abstractmethod
     def post_receive(self, count: int) -> None:
-        """Post ``count`` buffers of `RECEIVE_SIZE` bytes.  Without one a peer's send waits."""
+        """Post ``count`` buffers of the size that `Rnic.create_qp` was given.  Without one a peer's
+        send waits."""
 
     @abstractmethod
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
-        """Send at most `RECEIVE_SIZE` bytes, copied before this returns.  Raises QueueFull."""
+        """Send as many bytes at most as a receive has, copied before this returns.  Raises
+        QueueFull."""
 
     @abstractmethod
     def post_write(
@@ -272,7 +277,8 @@ class Rnic(ABC):
     """Called on the Trio thread, from within `service`."""
     send_depth: int
     """Work requests a queue pair's send queue holds."""
-    receive_depth: int
+    routable: bool = False
+    """Whether `gid` serves SMC-R version 2: of RoCE version 2, and IPv4-mapped."""
 
     @abstractmethod
     def open(self, directory: Path) -> None:
@@ -298,8 +304,17 @@ class Rnic(ABC):
         """A new protection domain."""
 
     @abstractmethod
-    def create_qp(self, pd: ProtectionDomain) -> QueuePair:
-        """A new queue pair in state RESET."""
+    def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> QueuePair:
+        """A new queue pair in state RESET.
+
+        Args:
+          receive_size: bytes of a posted receive buffer, `RECEIVE_SIZE` or more.  Software RNICs
+            have no more.
+        """
+
+    def is_direct(self, gid: bytes) -> bool | None:
+        """Whether the peer with this GID is reached without a gateway; None: it is not reached."""
+        return True
 
     def address_known(self, gid: bytes) -> bool:
         """Whether a queue pair can be connected to the peer with this GID at once, or is refused at

@@ -13,6 +13,7 @@ move (`failover`).
 from __future__ import annotations
 
 import logging
+import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +27,13 @@ from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
+from trio_smc.host.netlink import kernel_ueids
 from trio_smc.rendezvous.links.group import LinkGroup
+from trio_smc.rendezvous.terms import HOST_SIZE, Offer, Terms
 from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange, StackRnics
+from trio_smc.wire.ueid import encode_ueid
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
@@ -68,6 +72,7 @@ class GroupTable:
 
     Attributes:
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
+      offer: what this side has for SMC-R version 2; None: nothing.
       observer: told of every message, write and state change while it is not None.
       groups: link groups, forming and ending ones included.
       endpoints: by connection, those that are not CLOSED.
@@ -83,6 +88,7 @@ class GroupTable:
         self, config: Config, rnics: StackRnics, pump: Pump, timers: Timers,
         short_connections: ShortConnections, ended: Callable[[], None],
     ) -> None:  # fmt: skip
+        self.offer = _offer(config)
         self.pump = pump
         self.timers = timers
         self.observer: Observer | None = None
@@ -168,18 +174,25 @@ class GroupTable:
     def find_client_link(self, accept: clc.Accept) -> tuple[LinkGroup, Link] | None:
         """The link that an SMC Accept names, in a client-role group (RFC 7609, 3.5.2.2)."""
         for group in self.groups:
-            if group.client and group.peer_id == accept.peer_id and group.usable:
+            if (
+                group.client
+                and group.peer_id == accept.peer_id
+                and (group.terms.version > 1) is (accept.v2 is not None)
+                and group.usable
+            ):
                 link = group.find_link(accept.gid, accept.mac, accept.qp_number)
                 if link is not None:
                     return group, link
         return None
 
-    def find_server_group(self, peer_id: bytes, rnic: Rnic, size: int) -> LinkGroup | None:
-        """A server-role group with this peer, on the network of ``rnic``, that takes a connection
+    def find_server_group(
+        self, proposed: tuple[bytes, bytes], terms: Terms, rnic: Rnic, size: int
+    ) -> LinkGroup | None:
+        """A server-role group with this client, on the network of ``rnic``, that takes a connection
         with an element of ``size`` bytes, or else one that is just forming."""
         forming = None
         for group in self.groups:
-            if group.client or group.peer_id != peer_id:
+            if group.client or not group.is_of(proposed) or not terms.fits(group.terms):
                 continue
             if not self._rnics.share_network(group.rnic, rnic):
                 continue
@@ -189,11 +202,14 @@ class GroupTable:
                 forming = group
         return forming
 
-    def new_group(self, *, client: bool, peer_id: bytes, rnic: Rnic) -> LinkGroup:
+    def new_group(
+        self, *, client: bool, peer_id: bytes, rnic: Rnic, terms: Terms,
+        proposed: tuple[bytes, bytes],
+    ) -> LinkGroup:  # fmt: skip
         """A link group that is about to be formed."""
         group = LinkGroup(
             client=client, peer_id=peer_id, rnic=rnic, config=self._config, timers=self.timers,
-            host=self,
+            host=self, terms=terms, proposed=proposed,
         )  # fmt: skip
         self.groups.append(group)
         self._counts["link_groups"] += 1
@@ -297,6 +313,20 @@ class GroupTable:
         """Free all groups now, whatever their peers think."""
         for group in list(self.groups):
             group.machine.send("links_lost")
+
+
+def _offer(config: Config) -> Offer | None:
+    """What there is for version 2."""
+    if config.ueids == "kernel":
+        eids = kernel_ueids()
+        if not eids:
+            LOGGER.info("the kernel has no UEIDs: SMC-R version 2 is not offered")
+    else:
+        eids = tuple(map(encode_ueid, config.ueids))
+    if not eids:
+        return None
+    name = socket.gethostname().encode("ascii", "replace")[:HOST_SIZE].ljust(HOST_SIZE)
+    return Offer(eids=eids, host=name)
 
 
 class _Handshake:

@@ -37,6 +37,8 @@ class ClcClientChart(Chart):
     # fmt: off
     edge(START, "propose", PROPOSED, do="send_proposal", rfc="3.5.1.2")
     edge(START, "unable", DECLINING, do="decline_unable", rfc="C.1 (in lieu of SMC Proposal)")
+    edge(PROPOSED, "accept", DECLINING, when="refused", do="decline_refused",
+         rfc="C.1 (version 2: not what was proposed)")
     edge(PROPOSED, "accept", DECLINING, when="reserved_value", do="decline_reserved_value",
          rfc="C.6 (bad enumerated value)")
     edge(PROPOSED, "accept", PREPARING, when="first_contact", do="form_group", rfc="3.5.1.3")
@@ -124,6 +126,8 @@ class ClcServerChart(Chart):
     edge(PREPARING, "unable", DECLINING, do="decline_unable", rfc="C.1 (lack of resources)")
     ignore(PREPARING, "group_failed", rfc="C.1 (unable follows)")
     edge(ACCEPTED, "decline", FALLEN_BACK, do="note_decline abandon", rfc="C.1, C.4")
+    edge(ACCEPTED, "confirm", DECLINING, when="refused", do="decline_refused",
+         rfc="C.2 (version 2: not what was accepted)")
     edge(ACCEPTED, "confirm", DECLINING, when="first_contact reserved_value",
          do="decline_reserved_value", rfc="C.2, C.6 (bad enumerated value)")
     edge(ACCEPTED, "confirm", CONFIRMING_LINK, when="first_contact", do="connect_link",

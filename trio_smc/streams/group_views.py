@@ -12,6 +12,7 @@ from trio_smc.datapath.rmb import Rmb
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.links.link_set import LinkGroupKind
+from trio_smc.wire.ueid import eid_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +124,21 @@ class LinkGroupView(View[LinkGroup]):
     def peer_id(self) -> bytes:
         """The peer's 8-byte peer ID."""
         return self._core.peer_id
+
+    @property
+    def version(self) -> int:
+        """Of SMC-R: 1, or 2 where both sides have a UEID in common (`Config.ueids`)."""
+        return self._core.terms.version
+
+    @property
+    def ueid(self) -> str | None:
+        """By which the two sides speak version 2; None in version 1."""
+        return eid_name(self._core.terms.eid) or None
+
+    @property
+    def direct(self) -> bool:
+        """Whether the two sides' RNICs reach each other without a gateway, as version 1 has it."""
+        return self._core.terms.direct
 
     @property
     def kind(self) -> LinkGroupKind:

@@ -260,7 +260,7 @@ def test_a_reply_timer_does_not_run_while_the_server_waits() -> None:
         carrier = server.group.links[1]
         message = llc.decode_untrusted(reply)
         assert isinstance(message, llc.AddLink)
-        server.group.adding.on_add_link_untrusted(carrier, message)
+        server.group.adding.on_message_untrusted(carrier, message)
         world.pass_time(0.5)
         assert server.group.exchanges.state == "ADD_LINK"
         assert carrier.state == "ACTIVE"
@@ -286,7 +286,7 @@ def test_only_the_newest_offer_is_answered(change: dict[str, int], rejected: boo
         client, _ = world.sides
         (offer,) = messages(client, llc.AddLink)
         newer = replace(offer, **change)  # type: ignore[arg-type]
-        client.group.adding.on_add_link_untrusted(client.group.links[1], newer)
+        client.group.adding.on_message_untrusted(client.group.links[1], newer)
         world.fabric.tamper = lambda qp, message: []  # the server has not sent the other one
         world.pass_time(PATIENCE / 2)
         replies = [each for each in messages(client, llc.AddLink) if each.reply]
@@ -303,7 +303,7 @@ def test_a_reply_that_is_taken_back() -> None:
         _, server = world.sides
         (reply,) = (each for each in messages(server, llc.AddLink) if each.reply)
         taken_back = replace(reply, rejected=True, reason=1, qp_number=0)
-        server.group.adding.on_add_link_untrusted(server.group.links[1], taken_back)
+        server.group.adding.on_message_untrusted(server.group.links[1], taken_back)
         assert server.group.exchanges.state == "IDLE"
         assert server.group.links.keys() == {1, 3}
         world.fabric.lose()

@@ -6,7 +6,8 @@ Theory of operation
 ADD LINK and its reply name both ends; CONTINUATIONs go to and fro until both sides have told all
 their RTokens, the server's first, each with up to two RTokens and the number of those that are
 still to come; CONFIRM LINK then shows that the link works.  All but the last travel on an existing
-link, the carrier.
+link, the carrier.  In version 2 ADD LINK and its reply have the RTokens in themselves; there are
+no CONTINUATIONs.
 
 Each side looks for the other end's address before it connects its own, by a timer where nobody
 has answered for it yet (`address_wait`); then all that decides is looked at anew.
@@ -69,6 +70,7 @@ class LinkAdding:
         self.answered = group.client
         self.continuations = Continuations(group, exchange, setup, rkeys, self)
         self._address = AddressWait(group.timers)
+        self._asked_on: Link | None = None
         self._given_up: set[int] = set()
         self._dropped: set[int] = set()
 
@@ -84,9 +86,13 @@ class LinkAdding:
             self._send_notice()
             return False
         carrier = group.links.oldest()
-        rnic = server_rnic(group.links, group.usable_rnics(), self._setup.max_links, news=news)
+        rnic = None
+        if self._setup.max_links > 1:
+            rnic = server_rnic(group.links, group.usable_rnics(), self._setup.max_links, news=news)
         if carrier is None or rnic is None or not self._make(group.links.next_number(), rnic):
-            demand.retry_later()
+            self._answer_request()
+            if self._setup.max_links > 1:
+                demand.retry_later()
             return False
         self._offer(carrier, rnic)
         self._exchange.begin("add_link", carrier)
@@ -104,14 +110,49 @@ class LinkAdding:
         self._make(group.links.next_number(), rnic)
         self._offer(carrier, rnic)
 
+    def _answer_request(self) -> None:
+        """Version 2: tell a client that asked for a link that none is added."""
+        asked, self._asked_on = self._asked_on, None
+        if asked is not None:
+            asked.send_llc(llc.RequestAddLink(reply=True))
+
+    def on_message_untrusted(self, link: Link, message: llc.AddLink | llc.RequestAddLink) -> None:
+        """ADD LINK or REQUEST ADD LINK, or the reply.
+
+        Raises ProtocolError when it cannot come now.
+        """
+        if isinstance(message, llc.AddLink):
+            self._on_add_link_untrusted(link, message)
+        else:
+            self._on_request_untrusted(link, message)
+
+    def _on_request_untrusted(self, link: Link, message: llc.RequestAddLink) -> None:
+        """REQUEST ADD LINK, or the reply that none is added.
+
+        Raises ProtocolError when the peer's role has no such message.
+        """
+        if message.reply is not self._group.client:
+            raise ProtocolError("REQUEST ADD LINK from the wrong side")
+        if not message.reply:
+            # One under way at this moment answers it.
+            self._asked_on = link if self._exchange.state != "ADD_LINK" else None
+            self._exchange.send("peer_notice")
+
     def _send_notice(self) -> None:
-        """The client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2)."""
+        """The client's ADD LINK: it has an RNIC for one more link (3.5.5.1.2).
+
+        In version 2 it is REQUEST ADD LINK, with the GIDs of all its RNICs.
+        """
         group, links = self._group, self._group.links
         carrier = links.oldest()
         unused = links.unused(group.usable_rnics())
         if carrier is not None and unused and len(links.symmetric()) < self._setup.max_links:
             self._demand.notified = True
-            carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
+            if group.terms.version == 1:
+                carrier.send_llc(llc.AddLink(mac=unused[0].mac, gid=unused[0].gid))
+            else:
+                gids = carrier.rnic.gid, *(rnic.gid for rnic in unused if rnic is not carrier.rnic)
+                carrier.send_llc(llc.RequestAddLink(gids=gids))
         elif self._deletion.links_to_go:
             # The RNIC that came back may have a link that is still to go.
             self._demand.wanted = True
@@ -167,6 +208,7 @@ class LinkAdding:
     def _offer(self, carrier: Link, rnic: Rnic) -> None:
         """Send the server's ADD LINK for the new link."""
         new = self.new
+        self._asked_on = None
         carrier.send_llc(
             llc.AddLink(
                 mac=rnic.mac,
@@ -175,11 +217,43 @@ class LinkAdding:
                 qp_number=new.qp.qp_num if new is not None else 0,
                 qp_mtu=rnic.mtu if new is not None else 0,
                 initial_psn=new.psn if new is not None else 0,
+                extension=None if new is None else self._extension(carrier, new),
             ),
             self._setup.past_return,
         )
 
-    def on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
+    def _extension(self, carrier: Link, new: Link) -> llc.AddLinkExtension | None:
+        """Version 2 tells the RTokens on the new link at once."""
+        terms = self._group.terms
+        if terms.version == 1:
+            return None
+        return llc.AddLinkExtension(
+            direct=terms.direct, target_gid=new.rnic.gid,
+            pairs=tuple(self._rkeys.pairs_for(carrier, new)),
+        )  # fmt: skip
+
+    def _learn_untrusted(self, carrier: Link, new: Link, message: llc.AddLink) -> None:
+        """Take the peer's RTokens on the new link, which version 2 tells at once.
+
+        Raises:
+          ProtocolError: they contradict what is known, or are not all there.
+        """
+        if self._group.terms.version > 1:
+            if message.extension is None:
+                raise ProtocolError("ADD LINK without RTokens")
+            self._rkeys.learn_pairs_untrusted(carrier, new, message.extension.pairs)
+            if not self._rkeys.covers(new):
+                raise ProtocolError("no RToken for an RMB in use")
+
+    def _agreed(self, carrier: Link, new: Link) -> None:
+        """Both ends of the new link are named: its RTokens come next, or have come."""
+        self._exchange.begin("accepted", carrier)
+        if self._group.terms.version > 1:
+            self.rkeys_told(new)
+        elif not self._group.client:
+            self.continuations.start(carrier, new)
+
+    def _on_add_link_untrusted(self, link: Link, message: llc.AddLink) -> None:
         """ADD LINK or its reply.  Raises ProtocolError when neither can come now."""
         exchange = self._exchange
         if self._group.client:
@@ -238,6 +312,7 @@ class LinkAdding:
             self._exchange.state == "DELETE_LINK"
             or message.link_number in group.links
             or not message.qp_number
+            or self._setup.max_links < 2
             or _mtu_reserved(message)
         ):
             return None
@@ -272,8 +347,9 @@ class LinkAdding:
             return False
         new = self.new
         try:
+            self._learn_untrusted(carrier, new, message)
             new.connect(_peer_of(message))
-        except RnicError as error:
+        except (ProtocolError, RnicError) as error:
             LOGGER.info("%r: %s", new, error)
             self.drop()
             return False
@@ -286,11 +362,12 @@ class LinkAdding:
                 link_number=new.number,
                 qp_mtu=rnic.mtu,
                 initial_psn=new.psn,
+                extension=self._extension(carrier, new),
             ),
             self._setup.past_return,
         )
         if carrier.state != "DOWN":
-            self._exchange.begin("accepted", carrier)
+            self._agreed(carrier, new)
         return True
 
     def _reject(self, link: Link, message: llc.AddLink) -> None:
@@ -337,13 +414,13 @@ class LinkAdding:
             exchange.send("withdraw")
             return
         try:
+            self._learn_untrusted(carrier, new, message)
             new.connect(_peer_of(message))
-        except RnicError as error:
+        except (ProtocolError, RnicError) as error:
             LOGGER.info("%r: %s", new, error)
             exchange.send("withdraw")
             return
-        exchange.begin("accepted", carrier)
-        self.continuations.start(carrier, new)
+        self._agreed(carrier, new)
 
     # --- CONFIRM LINK ----------------------------------------------------------------------------
 

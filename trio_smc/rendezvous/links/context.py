@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
+    from trio_smc.rendezvous.terms import Terms
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.states.engine import Machine
 
@@ -72,6 +73,7 @@ class GroupData(Protocol):
     links: Links
     own_rmbs: OwnRmbs
     peer_rmbs: PeerRmbs
+    terms: Terms
 
     @property
     def mover(self) -> Mover:

@@ -120,7 +120,7 @@ class Exchanges:
         Raises:
           ProtocolError: it breaks the rules; the link has to go (C.7.1).
         """
-        message = llc.decode_untrusted(data)
+        message = self._group.terms.framing.decode_untrusted(data)
         if link.state == "CONFIRMING" and not _may_come_first(message):
             raise ProtocolError(f"{type(message).__name__} before CONFIRM LINK")
         if _comes_too_late(self._group, link, message) or (
@@ -135,8 +135,8 @@ class Exchanges:
                 link.on_test_reply_untrusted(message)
             case llc.TestLink():
                 link.on_test_request(message)
-            case llc.AddLink():
-                self.adding.on_add_link_untrusted(link, message)
+            case llc.AddLink() | llc.RequestAddLink():
+                self.adding.on_message_untrusted(link, message)
             case llc.AddLinkContinuation():
                 self.adding.continuations.on_continuation_untrusted(link, message)
             case llc.DeleteLink():
@@ -153,7 +153,11 @@ class Exchanges:
         if link is self.adding.new:
             self.adding.on_confirm_link_untrusted(link, message)
         elif self.setup.on_confirm_link_untrusted(link, message):
-            self.adding.start_second(link)
+            if self.setup.max_links > 1:
+                self.adding.start_second(link)
+            else:
+                self.setup.past_return()
+                self.settle()
 
     # --- actions of states.llc_exchange: what comes next -------------------------------------
 

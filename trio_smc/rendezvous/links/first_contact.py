@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
-from trio_smc.rendezvous.links.link_set import FIRST_LINK, LINK_LIMIT
+from trio_smc.rendezvous.links.link_set import FIRST_LINK
+from trio_smc.rendezvous.terms import LINK_LIMIT
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
@@ -70,7 +71,7 @@ class LinkSetup:
     Attributes:
       may_fall_back: whether a failure may still become TCP (RFC 7609, C.3).
       our_turn: whether such a failure is ours to tell the peer (C.2, C.7).
-      max_links: how many links the group may have (3.5.1.5).
+      max_links: how many links the group may have (3.5.1.5); in version 2 CLC has agreed on it.
       failure, error: why the first contact failed, once it has.
     """
 
@@ -80,7 +81,7 @@ class LinkSetup:
         self._rkeys = rkeys
         self.may_fall_back = True
         self.our_turn = not group.client
-        self.max_links = LINK_LIMIT
+        self.max_links = group.terms.max_links
         self.failure = GroupFailure.LINK_LOST
         self.error: ProtocolError | None = None
 
@@ -108,6 +109,7 @@ class LinkSetup:
 
     def confirm_link(self, link: Link, *, reply: bool) -> llc.ConfirmLink:
         """CONFIRM LINK for ``link``, or its reply (A.3.1)."""
+        terms = self._group.terms
         return llc.ConfirmLink(
             reply=reply,
             no_eye_catcher=not self._group.own_rmbs.eye_catcher,
@@ -117,6 +119,7 @@ class LinkSetup:
             link_number=link.number,
             link_user_id=link.user_id,
             max_links=self.max_links,
+            max_connections=terms.max_connections or 0 if terms.release else 0,
         )
 
     def check_confirm_link_untrusted(self, link: Link, message: llc.ConfirmLink) -> None:
@@ -146,8 +149,9 @@ class LinkSetup:
         link.peer_user_id = message.link_user_id
         if not message.no_eye_catcher:
             self._group.own_rmbs.give_eye_catchers()
-        # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
-        self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
+        if self._group.terms.version == 1:
+            # 3.5.1.5: the lower limit counts; 0 means the server's, 2 is the least.
+            self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
         if self._group.client:
             self._renumber(link, message.link_number)
             try:

@@ -40,6 +40,7 @@ from trio_smc.rendezvous.links.link_set import LinkGroupKind, Links
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser, PeerRmb, PeerRmbs, RToken
 from trio_smc.rendezvous.links.rkeys import Rkeys
+from trio_smc.rendezvous.terms import VERSION_1, Terms
 from trio_smc.rnic.verbs import Rnic
 from trio_smc.states import USABLE
 from trio_smc.states.engine import Machine
@@ -87,7 +88,10 @@ class LinkGroup:
 
     Attributes:
       client: whether this side was the TCP client at first contact.
-      peer_id: the peer's 8-byte peer ID.
+      peer_id: the peer's 8-byte peer ID; of a server zeros until SMC Confirm, if its Proposal has
+        none.
+      terms: what the two sides agreed on.
+      proposed: what the first Proposal named the client by (`terms.proposed`); a server's.
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
       connections: by our alert token, closing ones included, and what each of them uses.
@@ -99,10 +103,12 @@ class LinkGroup:
 
     def __init__(
         self, *, client: bool, peer_id: bytes, rnic: Rnic, config: Config, timers: Timers,
-        host: GroupHost,
+        host: GroupHost, terms: Terms = VERSION_1, proposed: tuple[bytes, bytes] = (b"", b""),
     ) -> None:  # fmt: skip
         self.client = client
         self.peer_id = peer_id
+        self.terms = terms
+        self.proposed = proposed
         self.rnic = rnic
         self.config = config
         self.timers = timers
@@ -121,6 +127,7 @@ class LinkGroup:
         self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.first_contact: FirstContact | None = None
         self.machine = Machine(LINK_GROUP, self)
+        self._requested = 0
         self._ending_for = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._termination_link: Link | None = None
@@ -153,7 +160,17 @@ class LinkGroup:
 
     def takes(self, size: int) -> bool:
         """Whether a new connection with an RMB element of ``size`` bytes may use the group."""
+        most = self.terms.max_connections
+        if most is not None and len(self.connections) + self._requested >= most:
+            return False
         return self.usable and self.own_rmbs.has_room(size)
+
+    def is_of(self, proposed: tuple[bytes, bytes]) -> bool:
+        """Whether the client that a Proposal names has formed the group (`terms.proposed`)."""
+        peer_id, gid = proposed
+        if not gid or self.proposed[0] != peer_id or gid == self.proposed[1]:
+            return self.proposed == proposed
+        return any(link.peer is not None and link.peer.gid == gid for link in self.links.usable())
 
     # --- links -------------------------------------------------------------------------------
 
@@ -163,11 +180,12 @@ class LinkGroup:
 
     def find_link(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
         """The link whose peer end is this one, also if it has just gone (3.5.2.2, 3.5.2.3)."""
-        return self.links.find(gid, mac, qp_number)
+        return self.links.find(gid, mac if self.terms.version == 1 else None, qp_number)
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
-        return self.host.companions(self.rnic)
+        rnics = self.host.companions(self.rnic)
+        return rnics if self.terms.version == 1 else [rnic for rnic in rnics if rnic.routable]
 
     def delete_link(
         self, number: int, *, orderly: bool = True,
@@ -260,7 +278,13 @@ class LinkGroup:
         A new RMB is told to the peer first (RFC 7609, 3.5.5.2.1), so ``done`` may come later;
         over the link ``over``, which is the connection's (A.3.5).
         """
-        self.own_rmbs.request(size, done, over)
+        self._requested += 1
+
+        def taken(rmbe: Rmbe | None) -> None:
+            self._requested -= 1
+            done(rmbe)
+
+        self.own_rmbs.request(size, taken, over)
 
     def add_connection(self, token: int, connection: GroupConnection) -> None:
         """Route CDC messages with ``token`` to ``connection``."""

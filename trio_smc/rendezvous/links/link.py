@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.channel import Poster
-from trio_smc.rnic.verbs import Completion, QueuePair, Rnic, RnicError, WcOpcode, WcStatus
+from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    QueuePair,
+    Rnic,
+    RnicError,
+    WcOpcode,
+    WcStatus,
+)
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
@@ -43,6 +51,7 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._base.timers import Timer, Timers
     from trio_smc.config.config import Config
+    from trio_smc.rendezvous.terms import Terms
 
 __all__ = [
     "Backlog",
@@ -142,6 +151,7 @@ class LinkOwner(Protocol):
     peer_id: bytes
     config: Config
     timers: Timers
+    terms: Terms
 
     @property
     def host(self) -> LinkHost:
@@ -199,7 +209,7 @@ class Link:
         self.rnic = rnic
         self.pd = rnic.alloc_pd()
         try:
-            self.qp = rnic.create_qp(self.pd)
+            self.qp = rnic.create_qp(self.pd, max(RECEIVE_SIZE, group.terms.framing.largest))
             try:
                 self.qp.to_init()
             except BaseException:
@@ -239,7 +249,7 @@ class Link:
         )
         self._waiting: dict[Poster, None] = {}
         self._received = 0
-        self._replenish = max(1, rnic.receive_depth // 4)
+        self._replenish = max(1, self.qp.receive_depth // 4)
         group.host.register(rnic, self.qp, self)
 
     def __repr__(self) -> str:
@@ -331,7 +341,7 @@ class Link:
             LOGGER.warning("%r: the peer takes no LLC messages", self)
             self.machine.send("failed")
             return
-        data = message.encode()
+        data = self.group.terms.framing.encode(message)
         self._free -= 1
         self._wr_id += 1
         self._pending.append((self._wr_id, self._since_signal + 1, None, 0, on_sent))
@@ -438,7 +448,7 @@ class Link:
         self.qp.to_rtr(
             gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn, mtu=min(peer.mtu, self.rnic.mtu)
         )
-        self.qp.post_receive(self.rnic.receive_depth)
+        self.qp.post_receive(self.qp.receive_depth)
         if not self.group.client:
             self.ready_to_send()
 

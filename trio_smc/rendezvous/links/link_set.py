@@ -21,6 +21,8 @@ from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from trio_smc.rendezvous.terms import LINK_LIMIT
+
 if TYPE_CHECKING:
     from trio_smc.rendezvous.links.link import Link, PeerPort
     from trio_smc.rnic.verbs import Rnic
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_LINK",
     "GONE_LINKS",
-    "LINK_LIMIT",
     "LinkGroupKind",
     "Links",
     "client_rnic",
@@ -39,8 +40,6 @@ __all__ = [
 
 
 FIRST_LINK: Final = 1
-LINK_LIMIT: Final = 8
-"""The most links of a group that this side takes part in (RFC 7609, 2.2.2, A.3.5)."""
 _NUMBERS: Final = 255
 GONE_LINKS: Final = 2 * LINK_LIMIT
 """Links that are remembered after their end."""
@@ -120,15 +119,19 @@ class Links(dict[int, "Link"]):
             default=None,
         )
 
-    def find(self, gid: bytes, mac: bytes, qp_number: int) -> Link | None:
-        """The link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3).
+    def find(self, gid: bytes, mac: bytes | None, qp_number: int) -> Link | None:
+        """The link whose peer end is this one (RFC 7609, 3.5.2.2, 3.5.2.3); None: with any MAC.
 
         Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
         they name may have ended meanwhile.
         """
         for link in (*(link for link in self.values() if link.confirmed), *self._gone):
             peer = link.peer
-            if peer is not None and (peer.gid, peer.mac, peer.qp_number) == (gid, mac, qp_number):
+            if (
+                peer is not None
+                and (peer.gid, peer.qp_number) == (gid, qp_number)
+                and mac in (None, peer.mac)
+            ):
                 return link
         return None
 

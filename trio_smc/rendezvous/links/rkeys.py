@@ -250,10 +250,14 @@ class Rkeys:
         """Take over what the peer says, and echo it."""
         link, message, parts, last = request
         if isinstance(message, llc.DeleteRkey):
-            mask = self._forget_rkeys(link, message.rkeys)
+            unknown = self._forget_rkeys(link, message.rkeys)
+            mask = sum(0x80 >> place for place in unknown)
             link.send_llc(
-                dataclasses.replace(message, reply=True, negative=mask != 0, error_mask=mask)
-            )
+                dataclasses.replace(
+                    message, reply=True, negative=bool(unknown), error_mask=mask,
+                    unknown=len(unknown),
+                )
+            )  # fmt: skip
         elif parts is not None:
             if last and not parts.refused:
                 parts.refused = not self._learn(link, parts.tokens)
@@ -289,17 +293,18 @@ class Rkeys:
                 LOGGER.info("%r: the peer's new RMB has no RKey there", link)
                 link.machine.send("failed")
 
-    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> int:
-        mask = 0
+    def _forget_rkeys(self, link: Link, rkeys: tuple[int, ...]) -> list[int]:
+        """The places of those that are not known."""
+        unknown = []
         for position, rkey in enumerate(rkeys):
             rmb = self._group.peer_rmbs.find(link.number, rkey)
             if rmb is None:
-                mask |= 0x80 >> position
+                unknown.append(position)
                 continue
             self._group.peer_rmbs.forget(rmb)
             for user in list(rmb.elements.values()):
                 user.rmbe_conflict()  # nothing may be written there again
-        return mask
+        return unknown
 
 
 @dataclass(slots=True, eq=False)
@@ -334,7 +339,10 @@ class RkeyRequest:
             raise ProtocolError(f"{type(echo).__name__} reply without a request")
         if isinstance(echo, llc.DeleteRkey):
             if echo.negative:  # nothing beyond logging (A.3.7)
-                _LLC_LOGGER.info("the peer did not know all RKeys: mask %#04x", echo.error_mask)
+                _LLC_LOGGER.info(
+                    "the peer did not know all RKeys: mask %#04x, or %d in version 2",
+                    echo.error_mask, echo.unknown,
+                )  # fmt: skip
         elif echo.negative and not self._negative:
             self._negative = True
             # Only CONFIRM RKEY has the C bit; what refuses a CONTINUATION is a change (3.5.5.3).

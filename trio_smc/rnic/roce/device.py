@@ -31,10 +31,11 @@ from typing import Final, Literal, Self
 
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.roce import neighbours, pyverbs
-from trio_smc.rnic.roce.gids import choose, tells_mac, towards
+from trio_smc.rnic.roce.gids import choose, is_mapped, tells_mac, towards
 from trio_smc.rnic.roce.pyverbs import CompChannel, Context, Cq, Gid, Verbs
-from trio_smc.rnic.roce.queue_pair import Domain, RoceQueuePair
+from trio_smc.rnic.roce.queue_pair import RECEIVES, Domain, RoceQueuePair
 from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
     Completion,
     ProtectionDomain,
     QueuePair,
@@ -73,7 +74,6 @@ class VerbsRnic(Rnic):
     kind: Literal["software", "roce"] = "roce"
     copies_on_post = True
     send_depth = 256
-    receive_depth = 256
     _context: Context
 
     def __init__(self, device: str, port: int = 1, gid_index: int | None = None) -> None:
@@ -128,6 +128,7 @@ class VerbsRnic(Rnic):
             raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
         self._gid = gid
         self.gid = gid.value
+        self.routable = gid.kind == pyverbs.ROCE_V2 and is_mapped(gid.value)
         netdev = socket.if_indextoname(gid.ifindex)
         address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
         self.mac = bytes.fromhex(address.strip().replace(":", ""))
@@ -176,16 +177,16 @@ class VerbsRnic(Rnic):
         self._domains.add(domain)
         return domain
 
-    def create_qp(self, pd: ProtectionDomain) -> QueuePair:
+    def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> QueuePair:
         self._opened()
         if not isinstance(pd, Domain) or pd.rnic is not self or pd.closed or self._cq is None:
             raise RnicError(errno.EINVAL, f"not an open protection domain of {self.name}")
         if self.failed:
             raise RnicError(errno.EIO, f"{self.name} has failed")
-        each = self.send_depth + self.receive_depth
+        each = self.send_depth + RECEIVES
         if (len(self._pairs) + 1) * each > self._cq_size:
             raise RnicError(errno.ENOMEM, f"{self.name} has no completion queue room left")
-        pair = RoceQueuePair(self, pd, self._cq, self.detach)
+        pair = RoceQueuePair(self, pd, self._cq, self.detach, receive_size)
         self._pairs[pair.qp_num] = pair
         return pair
 
@@ -353,6 +354,9 @@ class VerbsRnic(Rnic):
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has lost its GID")
         return gid
+
+    def is_direct(self, gid: bytes) -> bool | None:
+        return neighbours.is_direct(gid, self.gid, self._gid.ifindex)
 
     def address_known(self, gid: bytes) -> bool:
         if self._known == gid and time.monotonic() < self._known_until:

@@ -14,6 +14,7 @@ from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
 
 __all__ = [
     "choose",
+    "is_mapped",
     "tells_mac",
     "towards",
 ]
@@ -49,6 +50,11 @@ def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid 
     if fixed:
         same = [gid for gid in same if gid.kind == wanted]
     return min(same, key=lambda gid: (gid.kind != wanted, gid.kind != own.kind), default=None)
+
+
+def is_mapped(gid: bytes) -> bool:
+    """Whether it was made from an IPv4 address."""
+    return gid[:12] == bytes(10) + b"\xff\xff"
 
 
 def tells_mac(peer: bytes, own: Gid) -> bool:

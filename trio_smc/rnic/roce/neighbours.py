@@ -18,9 +18,10 @@ import ipaddress
 import socket
 from typing import Any, Final
 
-from trio_smc.host.netlink import ask_anew
+from trio_smc.host.netlink import ask, ask_anew
 
 __all__ = [
+    "is_direct",
     "is_known",
 ]
 
@@ -58,6 +59,20 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     if state != _INCOMPLETE:
         _look_for(destination, interface)
     return False
+
+
+def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
+    """Whether no gateway is between this peer and our interface; None: no way leads there, or
+    there is no netlink to tell.  Args are those of `is_known`."""
+    source, destination = _address(own), _address(peer)
+    if (":" in source) != (":" in destination):
+        return None
+    found = ask(
+        lambda route: route.route("get", dst=destination, src=source, oif=interface),
+        lambda message: _next_hop(message) is None,
+        ("gateway", source, destination, interface),
+    )
+    return found[0] if found else None
 
 
 def _state(hop: str, interface: int) -> int | None:

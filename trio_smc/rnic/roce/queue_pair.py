@@ -6,8 +6,10 @@ until the request is done:
 
 ===================================  ============================================================
 receive slots, 64 bytes each         one per posted receive; reused when its completion was polled
+                                     (SMC-R version 2 wants longer ones, of which there are fewer)
 send slots, 64 bytes each            one per request of the send queue, by its number
 send ring, 1 MiB                     what `post_write` was given, in order
+long slot                            a message too long for a slot, of which there is one at a time
 ===================================  ============================================================
 
 `PostedSends` keeps the books of the send queue: which slots and which bytes of the ring are still
@@ -44,6 +46,7 @@ from trio_smc.rnic.verbs import (
 )
 
 __all__ = [
+    "RECEIVES",
     "Domain",
     "PostedSends",
     "Region",
@@ -51,6 +54,9 @@ __all__ = [
 ]
 
 
+RECEIVES: Final = 256
+"""Receives of a queue pair at most."""
+_LONG_RECEIVES: Final = 64  # of version 2's size: they fill a quarter of a megabyte
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
@@ -67,7 +73,6 @@ class Port(Protocol):
     port: int
     mtu: int
     send_depth: int
-    receive_depth: int
 
     def gid_towards(self, peer: bytes) -> Gid:
         """The entry of the GID table to use towards this peer.  Raises RnicError."""
@@ -198,6 +203,10 @@ class PostedSends:
             self._unheard += 1
             self._unheard_bytes += length
 
+    def under_way(self, number: int) -> bool:
+        """Whether request ``number`` is not known to be done."""
+        return number >= self._oldest
+
     def done(self, number: int) -> tuple[int, int, bool]:
         """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
         while True:
@@ -212,16 +221,21 @@ class RoceQueuePair(QueuePair):
     """A reliably connected queue pair; made by `VerbsRnic.create_qp`."""
 
     def __init__(
-        self, rnic: Port, pd: Domain, cq: Cq, detach: Callable[[RoceQueuePair], None]
-    ) -> None:
+        self, rnic: Port, pd: Domain, cq: Cq, detach: Callable[[RoceQueuePair], None],
+        receive_size: int = RECEIVE_SIZE,
+    ) -> None:  # fmt: skip
         self._detach = detach
         self._rnic, self._pd, self._lib = rnic, pd, pd.lib
-        sends, receives = rnic.send_depth, rnic.receive_depth
-        self._send_slots = receives * _SLOT
+        sends = rnic.send_depth
+        self.receive_depth = receives = RECEIVES if receive_size <= _SLOT else _LONG_RECEIVES
+        self._receive_size = receive_size
+        self._receive_slot = max(_SLOT, receive_size)
+        self._send_slots = -(-receives * self._receive_slot // _SLOT) * _SLOT
         self._ring = self._send_slots + sends * _SLOT
         self._posted = PostedSends(depth=sends, size=_RING_SIZE)
         self._free_slots = list(range(receives - 1, -1, -1))
-        self._memory = Memory(self._ring + _RING_SIZE, name="trio_smc-qp")
+        self._long = -1  # the number of the last long message
+        self._memory = Memory(self._ring + _RING_SIZE + receive_size, name="trio_smc-qp")
         self._view, self._base = self._memory.view, self._memory.address
         try:
             self._make(cq)
@@ -234,7 +248,7 @@ class RoceQueuePair(QueuePair):
         pd.pairs.add(self)
 
     def _make(self, cq: Cq) -> None:
-        lib, rnic = self._lib, self._rnic
+        lib = self._lib
         with lib.refusals("ibv_reg_mr"):
             self._mr = lib.mr(self._pd.pd, self._base, self._memory.size, remote_write=False)
         try:
@@ -244,10 +258,10 @@ class RoceQueuePair(QueuePair):
             self._mr.close()
             raise
         lkey = self._mr.lkey
-        slot = lib.sge(self._base, RECEIVE_SIZE, lkey)
+        slot = lib.sge(self._base, self._receive_size, lkey)
         self._receives = []
-        for number in range(rnic.receive_depth):
-            slot.addr = self._base + number * _SLOT
+        for number in range(self.receive_depth):
+            slot.addr = self._base + number * self._receive_slot
             self._receives.append(lib.recv_wr(_RECEIVE + number, slot))
         slot.close()
         self._send = lib.reusable(lkey, write=False)
@@ -257,7 +271,7 @@ class RoceQueuePair(QueuePair):
     def _create(self, cq: Cq) -> tuple[Qp, int]:
         make = partial(
             self._lib.qp, self._pd.pd, cq, send_depth=self._rnic.send_depth,
-            receive_depth=self._rnic.receive_depth,
+            receive_depth=self.receive_depth,
         )  # fmt: skip
         try:
             return make(inline=_INLINE)
@@ -322,13 +336,18 @@ class RoceQueuePair(QueuePair):
             raise self._lib.refusal("ibv_post_recv", refused) from refused
 
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
-        if len(data) > RECEIVE_SIZE:
-            raise RnicError(errno.EMSGSIZE, f"a message has at most {RECEIVE_SIZE} bytes")
+        if len(data) > self._receive_size:
+            raise RnicError(errno.EMSGSIZE, f"a message has at most {self._receive_size} bytes")
         if self.state is not QpState.RTS:
             self._expect(QpState.ERR)
         posted = self._posted
         posted.check(0)
-        start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+        if len(data) <= _SLOT:
+            start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
+        else:
+            if posted.under_way(self._long):
+                raise QueueFull
+            start, self._long = self._ring + _RING_SIZE, posted.next_id
         self._view[start : start + len(data)] = data
         request, sge, _ = self._send
         sge.addr, sge.length = self._base + start, len(data)
@@ -412,7 +431,7 @@ class RoceQueuePair(QueuePair):
         if number >= _RECEIVE:
             slot = number - _RECEIVE
             self._free_slots.append(slot)
-            start = slot * _SLOT
+            start = slot * self._receive_slot
             data = None if status else bytes(self._view[start : start + wc.byte_len])
             found.append(Completion(self.qp_num, WcOpcode.RECV, status, 0, data))
             return

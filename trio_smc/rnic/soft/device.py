@@ -40,8 +40,9 @@ from trio_smc.rnic.soft.messages import (
 from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import SLOTS, ReceiveRing, fence, quieten_doorbell
+from trio_smc.rnic.soft.ring import ReceiveRing, fence, quieten_doorbell
 from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
     Completion,
     ProtectionDomain,
     QpState,
@@ -97,7 +98,6 @@ class SoftRnic(Rnic):
         self.port_active = False
         self.send_depth = _SEND_DEPTH
         self.group: int | None = None
-        self.receive_depth = SLOTS
         self.on_event = None
         self.done: list[Completion] = []
         self.stalled: dict[Pushed, None] = {}
@@ -205,8 +205,10 @@ class SoftRnic(Rnic):
         self._pds.add(pd)
         return pd
 
-    def create_qp(self, pd: ProtectionDomain) -> SoftQueuePair:
+    def create_qp(self, pd: ProtectionDomain, receive_size: int = RECEIVE_SIZE) -> SoftQueuePair:
         self._check_open()
+        if receive_size != RECEIVE_SIZE:
+            raise RnicError(errno.EINVAL, f"receives have {RECEIVE_SIZE} bytes")
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
             raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
         self._reception.keep_name()  # before anybody is told to come here

@@ -107,6 +107,7 @@ class SoftQueuePair(QueuePair):
     def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
         self.qp_num = qp_num
         self.state = QpState.RESET
+        self.receive_depth = SLOTS
         self.ring = ReceiveRing(qp_num)
         self._rnic = rnic
         self._pd = pd

@@ -232,7 +232,8 @@ class _Messages:
         if self._over:
             return  # what a link says later is no part of this handshake
         try:
-            name = type(llc.decode_untrusted(message)).__name__
+            framing = llc.V2 if message[0] in llc.V2.types else llc.V1
+            name = type(framing.decode_untrusted(message)).__name__
         except ProtocolError as error:
             name = f"a message that cannot be read: {error}"
         self._add("LLC", "ok", outgoing, name)

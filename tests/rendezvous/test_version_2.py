@@ -1,0 +1,589 @@
+"""SMC-R version 2 between two whole stacks: contacts, second links, RKeys, and a peer that lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.rendezvous.rendezvous_pair import Call, Side, World, exchange, proposal_of
+from tests.rendezvous.transcripts import line, messages
+from trio_smc._base.reasons import FallbackReason, Origin
+from trio_smc.config.config import Config
+from trio_smc.rendezvous.links.link_set import LinkGroupKind
+from trio_smc.rendezvous.terms import Offer
+from trio_smc.wire import clc, llc
+from trio_smc.wire.ueid import encode_ueid
+
+V2 = Config(ueids=("TRIO-SMC.TEST", "OTHER"))
+HELLO = (b"ping", b"pong")
+
+
+def pair(world: World, config: Config = V2, **options: Any) -> tuple[Side, Side]:
+    """Two stacks that speak version 2."""
+    options = {"routable": True, **options}
+    return world.side(config, **options), world.side(config, **options)
+
+
+def offering(side: Side, **changes: Any) -> None:
+    """Have a side offer something else."""
+    assert side.stack.groups.offer is not None
+    side.stack.groups.offer = replace(side.stack.groups.offer, **changes)
+
+
+def said(side: Side, kind: type[Any]) -> list[Any]:
+    """The CLC messages of one kind."""
+    found = [
+        clc.decode_untrusted(data) for what, _, data in side.recorder.messages() if what == "clc"
+    ]
+    return [each for each in found if isinstance(each, kind)]
+
+
+# --- contacts -------------------------------------------------------------------------------------
+
+
+def test_first_contact() -> None:
+    with World() as world:
+        client, server = pair(world)
+        at_client, at_server = client.record(), server.record()
+        call = world.connect(client, server)
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        assert [line(each) for each in at_client.messages()] == [
+            "out PROPOSAL",
+            "in ACCEPT",
+            "out CONFIRM",
+            "in CONFIRM_LINK",
+            "out CONFIRM_LINK reply",
+            "in ADD_LINK",
+            "out ADD_LINK reply",
+        ]
+        assert len(at_client.messages()) == len(at_server.messages())
+        # Two EIDs and version 1 too; first contact; one GID.
+        sizes = [len(data) for what, _, data in at_client.messages() if what == "clc"]
+        assert sizes == [132 + 64, 160, 180]
+        assert client.group.terms == server.group.terms
+        assert client.group.terms.version == 2
+        assert client.group.terms.release == 1
+        assert client.group.terms.eid == encode_ueid("TRIO-SMC.TEST")
+        [confirm_link, _] = messages(client, llc.ConfirmLink, llc.V2)
+        assert (confirm_link.max_links, confirm_link.max_connections) == (2, 255)
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_subsequent_contact_and_rkeys() -> None:
+    """Further connections use the group; new RMBs are told and taken back."""
+    with World() as world:
+        client, server = pair(world, replace(V2, link_group_idle=1000))
+        first = world.connect(client, server)
+        client.record()
+        calls = [first, *(world.connect(client, server) for _ in range(5))]
+        assert len(client.groups) == len(server.groups) == 1
+        assert {len(each.encode()) for each in said(client, clc.Accept)} == {108}
+        assert {len(each.encode()) for each in said(client, clc.Confirm)} == {108}
+        assert messages(client, llc.ConfirmRkey, llc.V2)
+        for call in calls:
+            assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_a_list_of_rkeys_is_taken_back_but_for_unknown_ones() -> None:
+    with World() as world:
+        client, server = pair(world)
+        world.connect(client, server)
+        client.record()
+        [link] = server.group.links.values()
+        known = len(client.group.peer_rmbs)
+        request = llc.DeleteRkey(rkeys=tuple(range(1, 13)))
+        client.group.on_llc_untrusted(client.group.links[link.number], llc.V2.encode(request))
+        [reply] = messages(client, llc.DeleteRkey, llc.V2)
+        assert (reply.reply, reply.negative, reply.unknown) == (True, True, 12)
+        assert len(client.group.peer_rmbs) == known
+
+
+@pytest.mark.parametrize(("client_has", "server_has"), [(True, False), (False, True)])
+def test_version_1_where_only_that_fits(client_has: bool, server_has: bool) -> None:
+    with World() as world:
+        config = (Config(), V2)
+        client = world.side(config[client_has], routable=True)
+        server = world.side(config[server_has], routable=True)
+        call = world.connect(client, server)
+        assert client.group.terms.version == server.group.terms.version == 1
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_without_ueids_nothing_changes_on_the_wire() -> None:
+    with World() as world:
+        client, server = world.side(routable=True), world.side(routable=True)
+        client.record()
+        world.connect(client, server)
+        sizes = [len(data) for what, _, data in client.recorder.messages() if what == "clc"]
+        assert sizes == [52, 68, 68]
+
+
+def test_groups_of_both_versions_beside_each_other() -> None:
+    """A Proposal of version 1 does not find the group of version 2."""
+    with World() as world:
+        client, server = pair(world)
+        world.connect(client, server)
+        plain = proposal_of(client)
+        client_offer, client.stack.groups.offer = client.stack.groups.offer, None
+        call = world.connect(client, server, proposal=replace(plain, version=1, flags=0, v2=None))
+        assert sorted(group.terms.version for group in server.groups) == [1, 2]
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+        client.stack.groups.offer = client_offer
+        world.connect(client, server)
+        assert len(server.groups) == 2
+
+
+# --- Linux as client ------------------------------------------------------------------------------
+
+
+def nameless(client: Side) -> clc.Proposal:
+    """What Linux proposes over soft-RoCE: nothing but version 2, and no peer ID, GID and MAC."""
+    return replace(
+        proposal_of(client), peer_id=bytes(8), gid=bytes(16), mac=bytes(6), ipv4_subnet=bytes(4),
+        ipv4_mask_length=0, flags=clc.proposal_flags(v1=False, v2=True),
+    )  # fmt: skip
+
+
+def test_clients_without_peer_ids_differ_by_their_gids() -> None:
+    with World() as world:
+        one, server = pair(world)
+        other = world.side(V2, routable=True)
+        calls = [
+            world.connect(client, server, proposal=nameless(client))
+            for client in (one, other, one, other)
+        ]
+        assert len(server.groups) == 2
+        ids = {group.peer_id for group in server.groups}
+        assert ids == {one.stack.groups.peer_id, other.stack.groups.peer_id}
+        for call in calls:
+            assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_two_first_contacts_of_nameless_clients_at_once() -> None:
+    with World() as world:
+        one, server = pair(world)
+        other = world.side(V2, routable=True)
+        calls = [
+            world.call(client, server, proposal=nameless(client))
+            for client in (one, other, one, other)
+        ]
+        world.settle()
+        assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
+        assert len(server.groups) == 2
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_max_connections() -> None:
+    """The seventeenth connection makes a second group."""
+    with World() as world:
+        client, server = pair(world)
+        offering(client, max_connections=16)
+        calls = [world.call(client, server, size=16384) for _ in range(17)]
+        world.settle()
+        assert sorted(len(group.connections) for group in server.groups) == [1, 16]
+        assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_single_link(limited: int) -> None:
+    """max_links of 1: no ADD LINK, formed at once, and no further RNIC changes that."""
+    with World() as world:
+        sides = pair(world, rnics=2)
+        client, server = sides
+        offering(sides[limited], max_links=1)
+        client.record()
+        call = world.connect(client, server)
+        for side in sides:
+            side.add_rnic()
+        world.pass_time(400)
+        assert not messages(client, llc.AddLink, llc.V2)
+        assert len(client.group.links) == len(server.group.links) == 1
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_release_0() -> None:
+    with World() as world:
+        client, server = pair(world)
+        offering(client, release=0)
+        client.record()
+        call = world.connect(client, server)
+        assert client.group.terms.release == server.group.terms.release == 0
+        [accept] = said(client, clc.Accept)
+        first = accept.v2.first
+        assert (first.release, first.max_connections, first.max_links) == (0, 0, 0)
+        [message, _] = messages(client, llc.ConfirmLink, llc.V2)
+        assert message.max_connections == 0
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+# --- further links --------------------------------------------------------------------------------
+
+
+def test_a_symmetric_group() -> None:
+    with World() as world:
+        client, server = pair(world, rnics=2)
+        client.record()
+        call = world.connect(client, server)
+        assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
+        offer, reply = messages(client, llc.AddLink, llc.V2)
+        for each in (offer, reply):
+            assert each.extension is not None
+            assert len(each.extension.pairs) == 1
+        assert not messages(client, llc.AddLinkContinuation, llc.V2)
+        [confirm] = said(client, clc.Confirm)
+        assert confirm.v2.gids == (client.rnics[0].gid, client.rnics[1].gid)
+        # The second link carries data when the first has gone.
+        client.rnics[0].port_down()
+        world.settle()
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_many_rmbs_are_told_at_once() -> None:
+    with World() as world:
+        client, server = pair(world)
+        calls = [world.connect(client, server) for _ in range(9)]
+        for side in (client, server):
+            side.record()
+            side.add_rnic()
+        world.settle()
+        assert client.group.kind is LinkGroupKind.SYMMETRIC
+        told = [each.extension for each in messages(client, llc.AddLink, llc.V2) if each.extension]
+        assert max(len(each.pairs) for each in told) >= 3
+        client.rnics[0].port_down()
+        world.settle()
+        for call in calls:
+            assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_a_client_asks_for_a_link() -> None:
+    """Its second RNIC comes: REQUEST ADD LINK, which the server answers by ADD LINK."""
+    with World() as world:
+        client, server = world.side(V2, routable=True), world.side(V2, routable=True, rnics=2)
+        world.connect(client, server)
+        assert len(client.group.links.asymmetric()) == 1
+        client.record()
+        rnic = client.add_rnic()
+        world.settle()
+        assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
+        request = messages(client, llc.RequestAddLink, llc.V2)[0]
+        assert request.gids == (client.rnic.gid, rnic.gid)
+        assert not request.reply
+
+
+def test_a_server_that_adds_no_link_says_so() -> None:
+    with World() as world:
+        client, server = pair(world)
+        world.connect(client, server)
+        server.record()
+        server.rnic.most_qps = len(server.rnic.qps)
+        client.add_rnic()
+        world.settle()
+        [request, reply] = messages(server, llc.RequestAddLink, llc.V2)
+        assert reply.reply
+        assert not reply.gids
+        assert len(llc.V2.encode(reply)) == 44
+        assert not request.reply
+
+
+def test_only_rnics_of_version_2_take_part() -> None:
+    with World() as world:
+        client, server = pair(world)
+        for side in (client, server):
+            side._options["routable"] = False
+            side._open_rnic()
+        world.connect(client, server)
+        assert client.group.kind is LinkGroupKind.SINGLE
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(world: World, call: Call) -> FallbackReason:
+    """Both sides stay on TCP; why, by the side that decided."""
+    world.settle()
+    ends = call.ends
+    assert {end.state for end in ends} == {"FALLEN_BACK"}, call.states
+    [ours] = [end.fallback for end in ends if end.fallback.origin is Origin.LOCAL]
+    [theirs] = [end.fallback for end in ends if end.fallback.origin is Origin.PEER]
+    assert theirs.peer_code == ours.code
+    assert theirs.reason is ours.reason
+    return ours.reason
+
+
+def only_v2(client: Side, **changes: Any) -> clc.Proposal:
+    proposal = nameless(client)
+    assert proposal.v2 is not None
+    return replace(proposal, v2=replace(proposal.v2, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"eids": ()}, FallbackReason.NO_COMMON_UEID),
+        ({"eids": (encode_ueid("ELSE"),) * 8}, FallbackReason.NO_COMMON_UEID),
+        ({"max_connections": 15}, FallbackReason.CONNECTION_LIMIT),
+        ({"max_links": 0}, FallbackReason.LINK_LIMIT),
+        ({"gid": bytes(16)}, FallbackReason.NO_ROUTE),
+        ({"gid": b"\xfe\x80" + bytes(14)}, FallbackReason.NO_ROUTE),
+    ],
+)
+def test_a_proposal_that_does_not_fit(changes: dict[str, Any], reason: FallbackReason) -> None:
+    with World() as world:
+        client, server = pair(world)
+        client.record()
+        healthy = world.connect(client, server)
+        call = world.call(client, server, proposal=only_v2(client, **changes))
+        assert refused(world, call) is reason
+        [decline] = said(client, clc.Decline)
+        assert len(decline.encode()) == 44
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+def test_a_client_beyond_all_routes() -> None:
+    with World() as world:
+        client, server = pair(world)
+        world.fabric.direct[client.rnic.gid] = None
+        assert refused(world, world.call(client, server, proposal=nameless(client))) is (
+            FallbackReason.NO_ROUTE
+        )
+
+
+def test_both_reach_each_other_through_a_gateway() -> None:
+    with World() as world:
+        client, server = pair(world)
+        for side in (client, server):
+            world.fabric.direct[side.rnic.gid] = False
+        call = world.connect(client, server)
+        assert not client.group.terms.direct
+        assert not server.group.terms.direct
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def first_accept(**changes: Any) -> Callable[[clc.Message], clc.Message]:
+    """A lie in what version 2 adds to Accept."""
+
+    def lie(message: clc.Message) -> clc.Message:
+        if not isinstance(message, clc.Accept) or message.v2 is None or message.v2.first is None:
+            return message
+        return replace(message, v2=replace(message.v2, first=replace(message.v2.first, **changes)))
+
+    return lie
+
+
+def tell(call: Call, end: int, lie: Callable[[clc.Message], clc.Message]) -> None:
+    """Have one end say something else."""
+
+    def tamper(piece: bytes) -> bytes:
+        return lie(clc.decode_untrusted(piece)).encode()
+
+    call.tcp[end].tamper = tamper
+
+
+def other_eid(message: clc.Message) -> clc.Message:
+    if isinstance(message, (clc.Accept, clc.Confirm)) and message.v2 is not None:
+        return replace(message, v2=replace(message.v2, eid=encode_ueid("ELSE")))
+    return message
+
+
+def version_1(message: clc.Message) -> clc.Message:
+    if isinstance(message, clc.Accept):
+        return replace(message, version=1, v2=None)
+    return message
+
+
+def unmapped(message: clc.Message) -> clc.Message:
+    if isinstance(message, (clc.Accept, clc.Confirm)):
+        return replace(message, gid=b"\xfe\x80" + bytes(14))
+    return message
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (first_accept(release=2), FallbackReason.RELEASE_MISMATCH),
+        (first_accept(max_connections=15), FallbackReason.CONNECTION_LIMIT),
+        (first_accept(max_links=0), FallbackReason.LINK_LIMIT),
+        (first_accept(max_links=3), FallbackReason.LINK_LIMIT),
+        (first_accept(direct=False), FallbackReason.ROUTE_MISMATCH),
+        (other_eid, FallbackReason.NO_COMMON_UEID),
+        (version_1, FallbackReason.VERSION_MISMATCH),
+        (unmapped, FallbackReason.NO_ROUTE),
+    ],
+)
+def test_an_accept_that_lies(
+    lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
+) -> None:
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(server, client)
+        call = world.call(client, server, proposal=nameless(client))
+        tell(call, 1, lie)
+        assert refused(world, call) is reason
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+def test_an_accept_on_an_existing_group_that_names_another_eid() -> None:
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(client, server)
+        call = world.call(client, server)
+        tell(call, 1, other_eid)
+        assert refused(world, call) is FallbackReason.NO_COMMON_UEID
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
+    def lie(message: clc.Message) -> clc.Message:
+        if not isinstance(message, clc.Confirm) or message.v2 is None or message.v2.first is None:
+            return message
+        return replace(message, v2=replace(message.v2, first=replace(message.v2.first, **changes)))
+
+    return lie
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (confirm(release=0), FallbackReason.RELEASE_MISMATCH),
+        (confirm(max_connections=16), FallbackReason.CONNECTION_LIMIT),
+        (confirm(max_links=1), FallbackReason.LINK_LIMIT),
+        (other_eid, FallbackReason.NO_COMMON_UEID),
+        (unmapped, FallbackReason.NO_ROUTE),
+    ],
+)
+def test_a_confirm_that_lies(
+    lie: Callable[[clc.Message], clc.Message], reason: FallbackReason
+) -> None:
+    """The server declines; what the client makes of it is its affair."""
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(server, client)
+        call = world.call(client, server)
+        tell(call, 0, lie)
+        world.finish()
+        assert call.server.fallback.reason is reason
+        assert call.server.fallback.origin is Origin.LOCAL
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+def old_confirm(message: clc.Message) -> clc.Message:
+    if isinstance(message, clc.Confirm):
+        return replace(message, version=1, v2=None)
+    return message
+
+
+def late_confirm(message: clc.Message) -> clc.Message:
+    if isinstance(message, clc.Confirm) and message.v2 is not None:
+        v2 = replace(message.v2, first=None, gids=())
+        return replace(message, first_contact=False, v2=v2)
+    return message
+
+
+@pytest.mark.parametrize("lie", [old_confirm, late_confirm])
+def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) -> None:
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(server, client)
+        call = world.call(client, server)
+        tell(call, 0, lie)
+        world.finish()
+        assert call.server.state == "FAILED"
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+# --- LLC messages that lie ------------------------------------------------------------------------
+
+
+def lying_llc(world: World, change: Callable[[llc.Message], llc.Message | bytes]) -> None:
+    """Change ADD LINK and what follows it on its way."""
+
+    def tamper(_: object, message: bytes) -> list[bytes]:
+        if message[0] != 0x22:
+            return [message]
+        changed = change(llc.V2.decode_untrusted(message))
+        return [changed if isinstance(changed, bytes) else llc.V2.encode(changed)]
+
+    world.fabric.tamper = tamper
+
+
+def without_rtokens(message: llc.Message) -> llc.Message:
+    assert isinstance(message, llc.AddLink)
+    return replace(message, extension=None)
+
+
+def contradicting(message: llc.Message) -> llc.Message:
+    assert isinstance(message, llc.AddLink)
+    if message.extension is None:
+        return message
+    pair = message.extension.pairs[0]
+    pairs = pair, replace(pair, new_rkey=pair.new_rkey ^ 1)
+    return replace(message, extension=replace(message.extension, pairs=pairs))
+
+
+@pytest.mark.parametrize("lie", [without_rtokens, contradicting])
+@pytest.mark.parametrize("replies", [False, True])
+def test_an_add_link_that_lies_costs_the_new_link(
+    lie: Callable[[llc.Message], llc.Message], replies: bool
+) -> None:
+    with World() as world:
+        client, server = pair(world, rnics=2)
+
+        def some(message: llc.Message) -> llc.Message:
+            assert isinstance(message, llc.AddLink)
+            return lie(message) if message.reply is replies else message
+
+        lying_llc(world, some)
+        call = world.call(client, server)
+        world.finish()
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        assert client.group.kind is server.group.kind is LinkGroupKind.SINGLE
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def version_1_framing(message: llc.Message) -> bytes:
+    return b"\x02\x2c" + llc.V2.encode(message)[2:44]
+
+
+def cut_off(message: llc.Message) -> bytes:
+    whole = llc.V2.encode(message)
+    return whole[:-1] if len(whole) > 44 else whole
+
+
+@pytest.mark.parametrize("lie", [version_1_framing, cut_off])
+def test_framing_that_is_wrong_costs_the_connection(lie: Callable[[llc.Message], bytes]) -> None:
+    with World() as world:
+        client, server = pair(world, rnics=2)
+        other = world.side(V2, routable=True)
+        healthy = world.connect(other, server)
+        lying_llc(world, lie)
+        call = world.call(client, server)
+        world.finish()
+        assert call.client.outcome is not None
+        assert "ESTABLISHED" not in call.states
+        world.fabric.tamper = None
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+def test_a_request_from_the_wrong_side_costs_the_link() -> None:
+    with World() as world:
+        client, server = pair(world)
+        world.connect(client, server)
+        data = llc.V2.encode(llc.RequestAddLink(gids=(server.rnic.gid,)))
+        client.group.on_llc_untrusted(client.group.links[1], data)
+        world.settle()
+        assert not client.groups
+
+
+def test_offers_stay_within_their_bounds() -> None:
+    """What this side offers is what CLC's codec takes."""
+    with World() as world:
+        side = world.side(Config(ueids=tuple(f"N{n}" for n in range(8))), routable=True)
+        assert isinstance(side.stack.groups.offer, Offer)
+        proposal = proposal_of(side)
+        assert clc.decode_untrusted(proposal.encode()) == proposal
+        assert len(proposal.encode()) == 132 + 8 * 32
