@@ -35,8 +35,7 @@ from trio_smc.sockets.enable import disable, enable
 from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
 from trio_smc.streams.group_views import LinkGroupKind, LinkView, RmbView
 from trio_smc.streams.group_views import LinkGroupView as LinkGroup
-from trio_smc.streams.smc_socket import SmcSocket
-from trio_smc.streams.stream import SmcStream
+from trio_smc.streams.stream import SmcSocket, SmcStream
 
 __all__ = [
     "Config",

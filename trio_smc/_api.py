@@ -147,7 +147,7 @@ async def _captured(stack: Stack) -> AsyncIterator[None]:
     capture = None
     try:
         if config.capture is not None:
-            from trio_smc.capture.file import FileCapture  # only who captures needs it
+            from trio_smc.capture.sinks import FileCapture
 
             capture = FileCapture(stack, config.capture, config.capture_payload)
         yield

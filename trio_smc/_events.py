@@ -34,7 +34,7 @@ from trio_smc.streams.stream import SmcStream
 if TYPE_CHECKING:
     from trio_smc._stack import Stack
     from trio_smc.stack.connection_host import Endpoint
-    from trio_smc.streams.smc_socket import SmcSocket
+    from trio_smc.streams.stream import SmcSocket
 
 __all__ = ["EventObserver", "EventStream", "StackEvent", "log_event", "open_events"]
 

@@ -30,8 +30,7 @@ from tests.streams.stream_pairs import HOST, smc_config
 from tests.wire import tshark_reader as tshark
 from trio_smc import Stack
 from trio_smc._base.reasons import Fallback
-from trio_smc.capture import file as capture_file
-from trio_smc.capture import frames, pcapng
+from trio_smc.capture import frames, pcapng, sinks
 from trio_smc.capture.dissection import Seen, Unreadable, Write, dissect
 from trio_smc.wire import clc, llc
 from trio_smc.wire.cdc import CdcMessage
@@ -442,16 +441,16 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
 ) -> None:
     gate = threading.Event()
     path = tmp_path / "capture.pcapng"
-    put = capture_file.FileCapture._put
+    put = sinks.FileCapture._put
 
-    def slow(self: capture_file.FileCapture, blocks: list[bytes]) -> None:
+    def slow(self: sinks.FileCapture, blocks: list[bytes]) -> None:
         gate.wait(20)
         put(self, blocks)
 
-    monkeypatch.setattr(capture_file.FileCapture, "_put", slow)
-    monkeypatch.setattr(capture_file, "_MOST_WAITING", 3000)
+    monkeypatch.setattr(sinks.FileCapture, "_put", slow)
+    monkeypatch.setattr(sinks, "_MOST_WAITING", 3000)
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
-        capture = capture_file.FileCapture(stack, path)
+        capture = sinks.FileCapture(stack, path)
         try:
             for _ in range(5):
                 await talk(stack, port, SECRET)
@@ -471,7 +470,7 @@ async def test_a_disk_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(capture_file.FileCapture, "_put", lambda self, blocks: gate.wait(20))
+    monkeypatch.setattr(sinks.FileCapture, "_put", lambda self, blocks: gate.wait(20))
     path = tmp_path / "capture.pcapng"
     try:
         with trio.fail_after(10):

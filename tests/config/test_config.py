@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trio_smc import Config, SoftRnic
-from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -21,7 +21,7 @@ import trio_smc
 from tests.api.api_peers import QUICK
 from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
-from trio_smc.capture import stream as capture_stream
+from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
@@ -157,7 +157,7 @@ async def test_captures_leave_room_for_others() -> None:
 
 
 async def test_a_capture_that_nobody_takes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_stream, "_STALLED", 0.2)
+    monkeypatch.setattr(sinks, "_STALLED", 0.2)
     async with (
         a_stack() as (_, path),
         await trio.open_unix_socket(str(path)) as idle,

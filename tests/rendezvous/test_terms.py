@@ -21,7 +21,7 @@ from trio_smc.rendezvous.terms import (
     proposing,
 )
 from trio_smc.wire import clc, llc
-from trio_smc.wire.ueid import encode_ueid
+from trio_smc.wire.fields import encode_ueid
 
 ONE, TWO, ELSE = map(encode_ueid, ("ONE", "TWO", "ELSE"))
 GID = bytes(10) + b"\xff\xff" + bytes((10, 0, 0, 1))

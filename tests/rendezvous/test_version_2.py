@@ -15,7 +15,7 @@ from trio_smc.config.config import Config
 from trio_smc.rendezvous.links.link_set import LinkGroupKind
 from trio_smc.rendezvous.terms import Offer
 from trio_smc.wire import clc, llc
-from trio_smc.wire.ueid import encode_ueid
+from trio_smc.wire.fields import encode_ueid
 
 V2 = Config(ueids=("TRIO-SMC.TEST", "OTHER"))
 HELLO = (b"ping", b"pong")

@@ -17,7 +17,7 @@ import trio.testing
 import trio_smc
 from tests.capture.test_capture import SECRET, echo_port, talk
 from tests.streams.stream_pairs import smc_config
-from trio_smc.capture import pcapng, stream
+from trio_smc.capture import pcapng, sinks
 from trio_smc.capture.dissection import dissect
 from trio_smc.tools.cli import main
 
@@ -92,8 +92,8 @@ async def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs memory up to a bound, and neither the stack's work nor its end."""
-    monkeypatch.setattr(stream, "_MOST_WAITING", 3000)
-    monkeypatch.setattr(stream, "_PATIENCE", 0.1)
+    monkeypatch.setattr(sinks, "_MOST_UNSENT", 3000)
+    monkeypatch.setattr(sinks, "_PATIENCE", 0.1)
     ours, theirs = trio.testing.memory_stream_pair()
     taken = bytearray()
 

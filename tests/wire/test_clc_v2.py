@@ -11,7 +11,7 @@ import pytest
 from tests.wire import vectors
 from trio_smc._base.errors import ProtocolError
 from trio_smc.wire import clc
-from trio_smc.wire.ueid import eid_name, encode_ueid
+from trio_smc.wire.fields import eid_name, encode_ueid
 
 KERNEL = {item.name: item for item in vectors.captured_v2("clc")}
 PROPOSAL = KERNEL["proposal-v2-only"].data

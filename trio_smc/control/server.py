@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.capture.stream import send_capture
+from trio_smc.capture.sinks import send_capture
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics

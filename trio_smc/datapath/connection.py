@@ -48,8 +48,7 @@ from trio_smc.wire.cdc import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.channel import Channel
-    from trio_smc.datapath.messenger import Holder
+    from trio_smc.datapath.messenger import Channel, Holder
     from trio_smc.datapath.rmb import Rmbe
 
 __all__ = ["Connection", "Host"]

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
-from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
 if TYPE_CHECKING:
     from trio_smc.rnic.memory import Memory

@@ -57,8 +57,7 @@ from trio_smc.wire.cdc import WRITER_BLOCKED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trio_smc.datapath.channel import Channel
-    from trio_smc.datapath.messenger import Messenger
+    from trio_smc.datapath.messenger import Channel, Messenger
 
 __all__ = ["Sender"]
 

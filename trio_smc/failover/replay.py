@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.datapath.channel import Channel
     from trio_smc.datapath.connection import Connection
+    from trio_smc.datapath.messenger import Channel
 
 __all__ = ["hold", "move", "stay"]
 

@@ -43,17 +43,16 @@ from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._base.timers import Timer
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous.links.address_wait import AddressWait
 from trio_smc.rendezvous.links.first_contact import GroupFailure
 from trio_smc.rendezvous.links.group import GroupConnection, LinkGroup
-from trio_smc.rendezvous.links.link import Link, PeerQueuePair
+from trio_smc.rendezvous.links.link import AddressWait, Link, PeerQueuePair
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.rendezvous.terms import VERSION_1, Offer, Terms
 from trio_smc.rnic.verbs import Rnic, RnicError
 from trio_smc.states import USABLE
 from trio_smc.states.engine import Machine, Table
 from trio_smc.wire import clc
-from trio_smc.wire.sizes import rmbe_size_code
+from trio_smc.wire.fields import rmbe_size_code
 
 __all__ = [
     "Established",

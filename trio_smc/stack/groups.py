@@ -33,7 +33,7 @@ from trio_smc.rendezvous.terms import HOST_SIZE, Offer, Terms
 from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange, StackRnics
-from trio_smc.wire.ueid import encode_ueid
+from trio_smc.wire.fields import encode_ueid
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import trio
 
     from trio_smc._base.statistics import StreamStatistics
-    from trio_smc.streams.smc_socket import SmcSocket
+    from trio_smc.streams.stream import SmcSocket
 
 __all__ = [
     "ConnectionCursors",

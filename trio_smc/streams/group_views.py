@@ -12,7 +12,7 @@ from trio_smc.datapath.rmb import Rmb
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.links.link_set import LinkGroupKind
-from trio_smc.wire.ueid import eid_name
+from trio_smc.wire.fields import eid_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,10 +24,10 @@ from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.streams.smc_socket import SmcSocket
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     OVER,
+    SmcSocket,
     SmcStream,
     UrgentState,
     flat,

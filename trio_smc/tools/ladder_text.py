@@ -12,7 +12,7 @@ from trio_smc.capture.dissection import Event, Unreadable, Write
 from trio_smc.capture.frames import gid_address
 from trio_smc.tools.ladder import Ladder, Peer, Row, address_text
 from trio_smc.wire import cdc, clc, llc
-from trio_smc.wire.ueid import eid_name
+from trio_smc.wire.fields import eid_name
 
 __all__ = ["KINDS", "details", "draw", "kind", "peer_name", "title"]
 

@@ -54,8 +54,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.sizes import rmbe_size_of
-from trio_smc.wire.ueid import EID_SIZE, MAX_EIDS, eid_name
+from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, eid_name, rmbe_size_of
 
 __all__ = [
     "EYE_CATCHER",

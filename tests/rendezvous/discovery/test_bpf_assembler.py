@@ -7,8 +7,7 @@ import struct
 
 import pytest
 
-from trio_smc.rendezvous.discovery.bpf_assembler import FRAME, Assembler
-from trio_smc.rendezvous.discovery.option_program import OPTION, option_program
+from trio_smc.rendezvous.discovery.option_program import FRAME, OPTION, Assembler, option_program
 
 
 def one(**instruction: object) -> str:

@@ -37,8 +37,7 @@ from tests.wire import tshark_reader
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SmcListener, SoftRnic, Stack
 from trio_smc.rendezvous.discovery import bpf as _bpf
 from trio_smc.rendezvous.discovery import tcp_option
-from trio_smc.rendezvous.discovery.bpf_assembler import Assembler
-from trio_smc.rendezvous.discovery.option_program import OPTION
+from trio_smc.rendezvous.discovery.option_program import OPTION, Assembler
 from trio_smc.rendezvous.discovery.tcp_option import MAP_NAME, TcpOption, load_option, own_cgroup
 
 pytestmark = requires_bpf

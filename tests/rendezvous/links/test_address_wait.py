@@ -15,7 +15,7 @@ from tests.rnic.memory_rnic import Fabric, MemoryRnic
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.config.config import Config
-from trio_smc.rendezvous.links.address_wait import PATIENCE, AddressWait
+from trio_smc.rendezvous.links.link import PATIENCE, AddressWait
 from trio_smc.rendezvous.negotiation import Failed, FellBack
 from trio_smc.wire import llc
 

@@ -23,8 +23,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.rendezvous.links.address_wait import AddressWait
-from trio_smc.rendezvous.links.link import Link, PeerPort, PeerQueuePair
+from trio_smc.rendezvous.links.link import AddressWait, Link, PeerPort, PeerQueuePair
 from trio_smc.rendezvous.links.link_set import client_rnic, server_rnic, violates_rules
 from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc

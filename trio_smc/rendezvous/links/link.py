@@ -15,11 +15,17 @@ peer that asks for replies faster than it takes them uses the reserve up and los
 
 Receives are posted in bulk and replenished in quarters of the queue.
 
-Link implements `trio_smc.datapath.channel.Channel` and is the model of `states.link`.
+Link implements `trio_smc.datapath.messenger.Channel` and is the model of `states.link`.
 
 A failover validation message that misses something (RFC 7609, 4.6.1) has to wait, and with it all
 that its link brings after it.  Whoever moves connections (`LinkMover`) puts a `Backlog` in the
 link's way for that time.
+
+Before a queue pair is connected its RNIC must know the peer's address (`AddressWait`): one that is
+connected to an address which nobody answers for would hold up everything in this process
+(`Rnic.address_known`), and a peer may name any address.  So whoever connects one waits by a timer
+first, not for long, and then goes on in any case: connecting is refused at once if the address is
+still not known.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.channel import Poster
+from trio_smc.datapath.messenger import Poster
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -54,6 +60,8 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.terms import Terms
 
 __all__ = [
+    "PATIENCE",
+    "AddressWait",
     "Backlog",
     "Link",
     "LinkConnection",
@@ -63,6 +71,56 @@ __all__ = [
     "PeerPort",
     "PeerQueuePair",
 ]
+
+
+PATIENCE: Final = 1.0
+"""Seconds: the kernel's own, in which it asks the network once."""
+_FIRST_PAUSE: Final = 0.002
+_LAST_PAUSE: Final = 0.064
+"""Seconds between two looks: doubled each time."""
+
+
+class AddressWait:
+    """One wait at a time; a new one takes the place of the one before."""
+
+    __slots__ = ("_timer", "_timers")
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._timer: Timer | None = None
+
+    def begin(self, rnic: Rnic, gid: bytes, then: Callable[[], None]) -> bool:
+        """Call ``then`` once: when ``rnic`` knows the address of this GID, or after `PATIENCE`.
+
+        Returns:
+          True: it was called already, as is the rule.  False: it will be called by a timer, and
+            anything may have happened until then.
+        """
+        self.cancel()
+        if rnic.address_known(gid):
+            then()
+            return True
+        give_up = self._timers.now() + PATIENCE
+        pause = _FIRST_PAUSE
+
+        def look() -> None:
+            nonlocal pause
+            self._timer = None
+            now = self._timers.now()
+            if now >= give_up or rnic.address_known(gid):
+                then()
+                return
+            pause = min(2 * pause, _LAST_PAUSE)
+            self._timer = self._timers.call_at(min(now + pause, give_up), look)
+
+        self._timer = self._timers.call_later(pause, look)
+        return False
+
+    def cancel(self) -> None:
+        """Nobody waits any more.  Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 LOGGER = logging.getLogger("trio_smc.link")
@@ -280,7 +338,7 @@ class Link:
         """Whether something was sent that is not known to have arrived."""
         return bool(self._pending)
 
-    # --- connections: trio_smc.datapath.channel.Channel -------------------------------------
+    # --- connections: trio_smc.datapath.messenger.Channel -------------------------------------
 
     def capacity(self) -> int:
         """Bytes a connection may post now; 0 when the send queue has no room."""

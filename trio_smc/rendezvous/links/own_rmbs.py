@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
 from trio_smc.rendezvous.links.peer_rmbs import RToken
-from trio_smc.wire.sizes import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer, Timers

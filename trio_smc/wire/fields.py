@@ -1,7 +1,11 @@
-"""User enterprise IDs (UEIDs): the names by which hosts of SMC-R version 2 know that they may talk.
+"""Fields that messages carry as codes: sizes of RMB elements, and UEIDs.
 
-Hosts with a UEID in common speak version 2, whatever their subnets.  On the wire an EID has 32
-bytes, padded with blanks; Linux's ``smcr ueid add`` takes the same names.  It is a name, no secret.
+The size of an RMB element is 16 KiB << n (RFC 7609, A.2.2).
+
+User enterprise IDs (UEIDs) are the names by which hosts of SMC-R version 2 know that they may
+talk.  Hosts with a UEID in common speak version 2, whatever their subnets.  On the wire an EID
+has 32 bytes, padded with blanks; Linux's ``smcr ueid add`` takes the same names.  It is a name,
+no secret.
 """
 
 from __future__ import annotations
@@ -14,6 +18,20 @@ __all__ = [
     "eid_name",
     "encode_ueid",
 ]
+
+
+RMBE_SIZE_UNIT = 16 * 1024
+"""Bytes of the smallest RMB element; sizes are this << n (RFC 7609, A.2.2)."""
+
+
+def rmbe_size_of(code: int) -> int:
+    """Bytes of an RMB element whose size code is ``code`` (RFC 7609, A.2.2: 16 KiB << n)."""
+    return RMBE_SIZE_UNIT << code
+
+
+def rmbe_size_code(size: int) -> int:
+    """The smallest size code whose element holds ``size`` bytes."""
+    return ((size - 1) // RMBE_SIZE_UNIT).bit_length() if size > RMBE_SIZE_UNIT else 0
 
 
 EID_SIZE = 32
