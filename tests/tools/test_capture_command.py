@@ -104,7 +104,7 @@ async def test_a_receiver_that_does_not_read(monkeypatch: pytest.MonkeyPatch) ->
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(stream.send_capture, stack, ours)
+                nursery.start_soon(sinks.send_capture, stack, ours)
                 for _ in range(5):
                     await talk(stack, port, SECRET)
                 nursery.cancel_scope.cancel()

@@ -2,10 +2,10 @@
 
 Theory of operation
 -------------------
-The file is written by a thread of its own, so that no disk stops Trio.  The Trio thread appends blocks to a queue; the thread takes what is there,
-writes it in one system call and sleeps for `_GATHER` seconds, so that busy connections cost few
-wakeups and the file is never older than that.  Nothing is buffered beyond it: what was written
-survives the process.
+The file is written by a thread of its own, so that no disk stops Trio.  The Trio thread appends
+blocks to a queue; the thread takes what is there, writes it in one system call and sleeps for
+`_GATHER` seconds, so that busy connections cost few wakeups and the file is never older than that.
+Nothing is buffered beyond it: what was written survives the process.
 
 The queue is bounded.  When a disk is slower than the traffic, blocks are dropped and counted, and
 the file says how many (interface statistics, ``isb_ifdrop``).  A disk that is full, or fails, ends
