@@ -28,7 +28,7 @@ from tests.rendezvous.discovery.world import (
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages, publication
 from trio_smc.rendezvous.discovery.messages import Kind
-from trio_smc.rendezvous.discovery.same_host import Discovery
+from trio_smc.rendezvous.discovery.same_host import Discovery, Search
 
 
 def dial(private: Path) -> socket.socket:
@@ -185,3 +185,48 @@ async def test_a_newer_client_that_still_speaks_our_version(private: Path) -> No
             raw.send(head + bytes(36) + b"an extension")
             await agree(private, server, server.address)
             assert bytes(36) in server.publication.claims.pending
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_client_that_never_stops(
+    announced: bool, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for an announcement has turns and an end, and finds what is there."""
+    taken = 0
+    async with serving(private) as server, bound() as client:
+        with dial(private) as raw:
+            raw.send(messages.withdraw(bytes(36)))
+
+            def take_and_say_more(connection: socket.socket) -> messages.Message | None:
+                nonlocal taken
+                message = messages.take(connection)
+                with contextlib.suppress(OSError):
+                    raw.send(messages.withdraw(bytes(36)))
+                taken += 1
+                return message
+
+            monkeypatch.setattr(publication, "take", take_and_say_more)
+            announcement = None
+            if announced:
+                announcement = await announce(private, client, server.address)
+            await client.connect(server.address)
+            connection, _ = await server.listening.accept()
+            with connection:
+                before = taken
+                found = server.publication.claim(local_name(connection), connection.getpeername())
+                assert taken - before <= 2 * publication._AT_ONCE
+                if isinstance(found, Search):
+                    with trio.fail_after(LONG):
+                        found = await found.finish()
+                if announcement is not None:
+                    assert found is not None
+                    await both_go(Both(client, announcement, connection, found))
+                else:
+                    assert found is None
+                    with pytest.raises(ConnectionResetError):  # it has to go
+                        await hear(raw)
+
+
+def local_name(connection: trio.socket.SocketType) -> tuple[str, int]:
+    name: tuple[str, int] = connection.getsockname()
+    return name
