@@ -89,6 +89,13 @@ def test_a_cursor_that_cannot_be_is_refused(wrap: int, offset: int) -> None:
         advance_untrusted(100, wrap, offset, usable=9996, first=4, limit=201)
 
 
+def test_an_offset_behind_the_ring_is_not_the_next_round() -> None:
+    """10,001 of wrap 0 would be the count of 5 of wrap 1."""
+    assert advance_untrusted(9990, 1, 5, usable=9996, first=4, limit=10_100) == 9997
+    with pytest.raises(ProtocolError):
+        advance_untrusted(9990, 0, 10_001, usable=9996, first=4, limit=10_100)
+
+
 def test_the_limit_itself_is_allowed() -> None:
     assert advance_untrusted(100, 0, 205, usable=9996, first=4, limit=201) == 201
     assert advance_untrusted(100, 0, 104, usable=9996, first=4, limit=100) == 100
