@@ -135,7 +135,9 @@ def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -
 
 def _copy_tree(tree: Path) -> None:
     """Copy what belongs to the project, for a repository of its own: some tests ask git."""
-    shutil.rmtree(tree, ignore_errors=True)
+    for old in tree.glob("*"):
+        if old.is_dir() and old.name != "build":  # where its environment is
+            shutil.rmtree(old)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
