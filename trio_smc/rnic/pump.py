@@ -11,9 +11,9 @@ Theory of operation.  Completions are always taken on the Trio thread, by `Pump.
   nobody wakes a Trio that is awake, and drains before any task runs.
 
 Either Trio waits for completions itself, or the RNIC's thread does and wakes Trio (``wake``).  With
-the thread each wait for a message is two sleeps, its own and Trio's.  Over RoCE it has to poll a
-channel that the driver fills, and a network's round trip hides the second sleep.  All else that an
-RNIC has to say, events, ports, peers that come and go, its thread waits for in any case.
+the thread each wait for a message is two sleeps, its own and Trio's, and over RoCE a network's
+round trip hides the second.  All else that an RNIC has to say, events, ports, peers that come and
+go, its thread waits for in any case.
 
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin
 (`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
