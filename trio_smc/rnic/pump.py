@@ -11,9 +11,9 @@ Theory of operation.  Completions are always taken on the Trio thread, by `Pump.
   nobody wakes a Trio that is awake, and drains before any task runs.
 
 Either Trio waits for completions itself, or the RNIC's thread does and wakes Trio (``wake``).  With
-the thread each wait for a message is two sleeps, its own and Trio's.  Over RoCE it has to poll a
-channel that the driver fills, and a network's round trip hides the second sleep.  All else that an
-RNIC has to say, events, ports, peers that come and go, its thread waits for in any case.
+the thread each wait for a message is two sleeps, its own and Trio's, and over RoCE a network's
+round trip hides the second.  All else that an RNIC has to say, events, ports, peers that come and
+go, its thread waits for in any case.
 
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin
 (`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
@@ -50,6 +50,7 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
+_MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
 
@@ -125,10 +126,11 @@ class Pump:
         self._flushes: list[Callable[[], None]] = []
         self._soon: list[Callable[[], None]] = []
         self._busy_passes = 0  # since the first of `_soon` came
-        # For `is_due`: the pass of its last call and when it began, the task that called it last
-        # in a long one; the tasks that were told to yield in the pass before, and in it.
+        # For `is_due`: the pass of its last call, when that began and how many calls it had, the
+        # task that called last in a long one; the tasks told to yield in the pass before, and in it.
         self._pass = 0
         self._pass_began = 0
+        self._calls = 0
         self._turn: trio.lowlevel.Task | None = None
         self._yielded: set[trio.lowlevel.Task] = set()
         self._yielding: set[trio.lowlevel.Task] = set()
@@ -283,20 +285,22 @@ class Pump:
     def is_due(self) -> bool:
         """Whether an amortised checkpoint of the running task is to be a full one.
 
-        Not while the scheduler's pass is short.  When it is long already each task gets one call,
-        as with strict checkpoints, so that a pass with many busy tasks is no longer than with
-        those: the first call of a turn is full if the task has come from such a checkpoint, and
-        the second in any case.
+        Not while the scheduler's pass is short.  When it is long already, or has had many such
+        calls, each task gets one, as with strict checkpoints, so that a pass with many busy tasks
+        is no longer than with those: the first call of a turn is full if the task has come from
+        such a checkpoint, and the second in any case.
         """
         now = time.perf_counter_ns()
         if self._pass != self.passes:
             self._pass = self.passes
             self._pass_began = now
+            self._calls = 1
             self._turn = trio.lowlevel.current_task()
             if self._yielded or self._yielding:
                 self._yielded, self._yielding = self._yielding, set()
             return False
-        if now - self._pass_began < _LONG_PASS_NS:
+        self._calls += 1
+        if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
         task = trio.lowlevel.current_task()
         if self._turn is not task:
