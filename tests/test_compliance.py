@@ -42,6 +42,15 @@ def test_unknown_and_uncovered_requirements_are_problems() -> None:
     assert problems(SECTIONS, {"1.2/1": {"a"}, "1.2/2": {"b"}}) == ["1.2/2 is no requirement: b"]
 
 
+def test_where_we_differ_is_not_counted_and_still_needs_a_test() -> None:
+    text = '["1.2"]\ntitle = "A section"\n1 = { must = "Do it.", differs = "Nobody does." }'
+    sections = read(text)
+    assert problems(sections, {}) == ["1.2/1 has no test (must): Do it."]
+    made = page(sections, {"1.2/1": {"tests/test_a.py::test_b"}})
+    assert "0 of 0 requirements have a test.  In 1 more" in made
+    assert "| Do it. **Differs:** Nobody does. | `test_a: test_b` |" in made
+
+
 def test_the_page_names_the_tests() -> None:
     text = page(SECTIONS, {"1.2/1": {"tests/test_a.py::test_b", "tests/e2e/test_c.py::T::test_d"}})
     assert "| 1.2/1 | must | Do \\| it. | `e2e/test_c: T: test_d`<br>`test_a: test_b` |" in text

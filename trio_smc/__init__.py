@@ -16,6 +16,8 @@ The house, from the street down; a room imports only rooms below its own:
 
 from __future__ import annotations
 
+import logging
+
 from trio_smc._api import open_listeners, open_stack, open_stream, serve
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import Observer
@@ -75,3 +77,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# A program that did not ask for logs gets none: without a handler warnings go to stderr.
+logging.getLogger("trio_smc").addHandler(logging.NullHandler())

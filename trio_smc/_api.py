@@ -83,10 +83,11 @@ async def find_stack() -> Stack:
 async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     """Open RNICs and link groups for the block; calls inside it use this stack.
 
-    Leaving it, by whatever way, closes its listeners, finishes what closed streams still owe
-    within ``shutdown_timeout`` seconds, aborts streams that are still open (their peers get
-    BrokenResourceError; here there is a ResourceWarning for each), terminates the link groups
-    and joins all threads.  Calls that use the stack and are under way then, or come later, raise
+    Leaving it, by whatever way, closes its listeners; closes streams that are still open as the
+    system closes a socket (what was sent arrives, then the end; with unread data the connection
+    is reset), with a ResourceWarning for each; finishes what closed streams owe their peers within
+    ``shutdown_timeout`` seconds for all of them, or until Ctrl-C; terminates the link groups and
+    joins all threads.  Calls that use the stack and are under way then, or come later, raise
     `trio.ClosedResourceError`.  An exception of the block comes out as it is.
 
     Args:

@@ -49,7 +49,7 @@ async def until_used(stack: Stack, names: set[str]) -> None:
         await trio.sleep(0.001)
 
 
-@pytest.mark.rfc("2.3/4", "2.3/9")
+@pytest.mark.rfc("2.3/9")
 async def test_connections_move_and_go_on() -> None:
     async with stacks(2) as (client, _, listener):
         pairs = [await connect(client, listener) for _ in range(4)]

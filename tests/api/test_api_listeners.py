@@ -399,19 +399,55 @@ async def test_serve_goes_on_after_capacity_errors(
         nursery.cancel_scope.cancel()
 
 
-async def test_max_handshakes() -> None:
-    """Silent clients fill the slots; the next one waits in the backlog until one leaves."""
+async def test_silent_clients_hold_up_nobody() -> None:
+    """With twice as many as may wait for `accept`, others are served at once."""
     config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
-        silent = [await plain_client(listener) for _ in range(2)]
+        silent = [await plain_client(listener) for _ in range(4)]
         await trio.testing.wait_all_tasks_blocked(0.05)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(check_serves, stack, listener)
-            await trio.testing.wait_all_tasks_blocked(0.05)
-            assert stack.statistics().connections == 0
-            await silent[0].aclose()
-        await close_all(silent[1], listener)
+        with trio.fail_after(config.handshake_timeout / 2):
+            await check_serves(stack, listener)
+        await close_all(*silent, listener)
+
+
+@pytest.mark.parametrize("first", [b"", clc.EYE_CATCHER])
+async def test_the_oldest_silent_client_gives_way(first: bytes) -> None:
+    """First bytes of a message that never comes are as good as silence."""
+    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    async with trio_smc.open_stack(config) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        silent = []
+        for _ in range(8):
+            silent.append(await plain_client(listener))
+            if first:
+                await silent[-1].send_all(first)
+            await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(config.handshake_timeout / 2):
+            await check_serves(stack, listener)
+            with pytest.raises(trio.BrokenResourceError):
+                await silent[0].receive_some()
+        with trio.move_on_after(0.1) as waiting:
+            await silent[-1].receive_some()
+        assert waiting.cancelled_caught
+        await close_all(*silent, listener)
+
+
+async def test_no_address_takes_the_handshakes_of_others() -> None:
+    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    async with trio_smc.open_stack(config) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        alone = await trio.open_tcp_stream(*address_of(listener), local_address="127.0.0.2")
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        many = [await plain_client(listener) for _ in range(10)]
+        with trio.fail_after(config.handshake_timeout / 2):
+            for each in many[:3]:
+                with pytest.raises(trio.BrokenResourceError):
+                    await each.receive_some()
+        with trio.move_on_after(0.1) as waiting:
+            await alone.receive_some()
+        assert waiting.cancelled_caught, "the oldest of all, and not of those who have many"
+        await close_all(alone, *many, listener)
 
 
 async def test_streams_that_nobody_accepts_are_bounded(stack: Stack) -> None:

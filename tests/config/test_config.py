@@ -20,6 +20,7 @@ STACK_FIELDS: dict[str, Any] = {
     "tcp_option": "/nowhere",
     "pnet": (("eth0", "rxe0"),),
     "spin": 0.0,
+    "wake": "thread",
     "rmbe_eye_catcher": True,
     "ueids": ("TRIO",),
     "first_contact_timeout": 1,
@@ -54,7 +55,7 @@ def test_defaults() -> None:
     config = Config()
     assert (config.rnics, config.discovery, config.assume) == ("auto", "auto", ())
     assert (config.require_smc, config.rmbe_eye_catcher, config.urgent_inline) == (False,) * 3
-    assert (config.spin, config.checkpoints) == (50e-6, None)
+    assert (config.spin, config.wake, config.checkpoints) == (50e-6, "auto", None)
     assert (config.handshake_timeout, config.first_contact_timeout, config.llc_timeout) == (6, 5, 2)
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
     assert (config.close_timeout, config.link_group_idle) == (60, 600)
@@ -85,6 +86,7 @@ def test_immutable_and_keyword_only() -> None:
         ("rnics", "all"),
         ("rnics", [SoftRnic()]),
         ("spin", -1),
+        ("wake", "interrupt"),
         ("spin", math.nan),
         ("handshake_timeout", "6"),
         ("handshake_timeout", None),

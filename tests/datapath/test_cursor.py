@@ -22,6 +22,7 @@ counts = st.integers(0, 1 << 50)
         (9995, 9996, 4, (0, 9999)),
         (9996, 9996, 4, (1, 4)),
         (16384, 16384, 0, (1, 0)),
+        (16384 * 32768 + 5, 16384, 0, (32768, 5)),
         (16384 * 65535 + 5, 16384, 0, (65535, 5)),
         (16384 * 65536 + 5, 16384, 0, (0, 5)),
     ],
@@ -79,6 +80,7 @@ def test_whatever_is_accepted_is_what_was_meant_and_within_the_limit(
         (0, 206),  # one beyond the limit
         (1, 104),  # a whole ring
         (0xFFFF, 104),  # a ring back
+        (0x8000, 104),  # half way round: all 16 bits count
         (2, 4),
     ],
 )

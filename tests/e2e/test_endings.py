@@ -24,8 +24,14 @@ PROMPT = 15.0
 
 
 @pytest.fixture(params=[1, 2], ids=["one-stack", "two-stacks"])
-async def pairs(request: pytest.FixtureRequest) -> AsyncIterator[Pairs]:
-    async with open_pairs(smc_config(), stacks=request.param) as made:
+def stacks(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.fixture(params=["trio", "thread"])
+async def pairs(request: pytest.FixtureRequest, stacks: int) -> AsyncIterator[Pairs]:
+    async with open_pairs(smc_config(wake=request.param), stacks=stacks) as made:
         yield made
         # Long before any timer of the connections.
         with trio.fail_after(PROMPT):

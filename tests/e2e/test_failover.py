@@ -84,7 +84,7 @@ async def test_streams_survive_each_rnic_in_turn() -> None:
         assert await pair.finish() >= 3 * STREAMS
 
 
-@pytest.mark.rfc("2.3/4", "2.3/9")
+@pytest.mark.rfc("2.3/9")
 async def test_drained_rnics_carry_nothing_and_nothing_is_lost() -> None:
     async with sides() as pair:
         await connect(pair)

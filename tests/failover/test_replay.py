@@ -529,7 +529,6 @@ def test_a_cursor_of_which_nobody_can_tell_is_told_again(arrives: bool) -> None:
 
 
 @pytest.mark.rfc("2.3/4")
-@pytest.mark.rfc("2.3/4")
 def test_writes_in_flight_arrive_before_the_link_is_left(pair: Pair) -> None:
     send(pair, b"abc")
     ready: list[bool] = []

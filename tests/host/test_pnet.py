@@ -219,6 +219,23 @@ async def test_a_stack_chooses(world: World) -> None:
     assert world.opened == []
 
 
+@pytest.mark.rfc("2.2/5")
+async def test_a_link_group_keeps_to_its_vlan(world: World) -> None:
+    """Of the RNICs of one port, too, only one is on the VLAN of a connection."""
+    rnics = await rnics_of(world.port("rxe0"), world.port("rxe1"))
+    plain = rnics.serving("192.0.2.1", "192.0.2.9")
+    world.route = "eth0.7"
+    tagged = rnics.serving("198.51.100.1", "198.51.100.9")
+    assert isinstance(plain, Rnic)
+    assert isinstance(tagged, Rnic)
+    assert plain is not tagged
+    assert not rnics.share_network(plain, tagged)
+    assert plain not in rnics.companions(tagged)
+    assert tagged not in rnics.companions(plain)
+    assert rnics.share_network(tagged, tagged)
+    rnics.close()
+
+
 async def test_a_gid_that_the_user_chose(world: World) -> None:
     rnics = await rnics_of(world.port("rxe0", 2))
     assert served(rnics, "192.0.2.1", "192.0.2.9") == "rxe0", "and no other"

@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import RnicContract
+from tests.rnic.contract import RnicContract, tell_apart
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
 
 class TestSoftRnic(RnicContract):
-    @pytest.fixture
-    def rnics(self, runtime_directory: Path) -> Iterator[tuple[Rnic, Rnic]]:
+    @pytest.fixture(params=["together", "apart"])
+    def rnics(
+        self, runtime_directory: Path, request: pytest.FixtureRequest
+    ) -> Iterator[tuple[Rnic, Rnic]]:
+        """What wakes whoever waits: one descriptor for everything, or one for completions."""
         first, second = SoftRnic("soft0"), SoftRnic("soft1")
-        first.open(runtime_directory / "smc")
-        second.open(runtime_directory / "smc")
+        for rnic in (first, second):
+            rnic.open(runtime_directory / "smc")
+            if request.param == "apart":
+                tell_apart(rnic)
         yield first, second
         first.close()
         second.close()

@@ -101,6 +101,14 @@ def ends(rnics: tuple[SoftRnic, SoftRnic]) -> Iterator[tuple[End, End]]:
     b.close()
 
 
+@pytest.fixture(params=["trio", "thread"], autouse=True)
+def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs both ways: Trio waits for completions itself, or each RNIC's thread does."""
+    by: str = request.param
+    monkeypatch.setattr(Pump.__init__, "__kwdefaults__", {"wake": by})
+    return by
+
+
 @contextlib.asynccontextmanager
 async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
     """A pump that runs, with these RNICs."""

@@ -8,6 +8,7 @@ import errno
 import gc
 import ipaddress
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from trio_smc.config.config import Config
 from trio_smc.rnic.roce import device as roce_device
 from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -175,11 +177,16 @@ class Device:
         return [each._replace(ifindex=1) for each in TABLE]
 
     def channel(self, context: object) -> tuple[Any, int]:
-        return self.thing("channel"), self.fds[1]
+        return self.thing(
+            "channel", get_cq_event=lambda _: self.do(os.eventfd_read(self.fds[1]))
+        ), self.fds[1]
 
     def cq(self, context: object, size: int, channel: object) -> Any:
         return self.thing(
-            "cq", poll=lambda count: self.do((0, ())), req_notify=lambda solicited: self.do()
+            "cq",
+            poll=lambda count: self.do((0, ())),
+            req_notify=lambda solicited: self.do(),
+            ack_events=lambda count: None,
         )
 
     def pd(self, context: object) -> Any:
@@ -298,6 +305,27 @@ def test_events_of_a_port(device: Device, rnic: VerbsRnic) -> None:
         rnic.service()
         assert (rnic.port_active, rnic.mtu) == (state == 4, mtu)
     assert told == [RnicEvent.PORT_DOWN, RnicEvent.PORT_UP]
+
+
+def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> None:
+    """Who waits for completions alone is not told of a port, nor the other way round."""
+    told: list[RnicEvent] = []
+    rnic.on_event = told.append
+    fd = rnic.completion_fd()
+    assert fd == rnic.completion_fd() == device.fds[1]
+    both = select.poll()
+    for each in (fd, rnic.wait_fd()):
+        both.register(each, select.POLLIN)
+    os.eventfd_write(device.fds[1], 1)
+    assert [each for each, _ in both.poll(0)] == [fd]
+    rnic.service()
+    assert rnic.quieten()
+    assert both.poll(0) == []
+    device.event(8)
+    assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
+    rnic.service()
+    assert told == [RnicEvent.FATAL]
+    assert not rnic.quieten(), "nothing comes from a device that failed"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])
@@ -616,3 +644,12 @@ def test_a_request_has_an_entry_of_its_own(
     gc.collect()
     # Before 65 nothing is freed that was not closed.
     assert len(heap.lists) == (2 if version < 65 and not closed else 0)
+
+
+@pytest.mark.rfc("C.7/2")
+def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
+    """An RNIC may wait up to four times as long as it is told for each try.
+    What is left is for the Decline."""
+    tries = pyverbs._RETRY_COUNT + 1
+    longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
+    assert longest + 1 < Config().first_contact_timeout

@@ -17,6 +17,7 @@ import pytest
 
 from tests.rnic.contract import MEMORY, PATIENCE, End, connect, got, make_end, nothing_comes, until
 from tests.rnic.soft_peer import BURST, Peer, pause
+from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
@@ -352,6 +353,23 @@ class TestDevice:
         with pytest.raises(RnicError, match="another user"):
             end.qp.to_rtr(gid=other.gid, qp_num=5, psn=1, mtu=5)
         end.close()
+
+    def test_another_users_process_that_dials_is_not_heard(
+        self, directory: Path, rnic: SoftRnic, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        there = _fabric.Directory(directory)
+        for same, heard in ((True, True), (False, False)):
+            monkeypatch.setattr(device, "is_same_user", lambda _, same=same: same)
+            sock = there.dial(f"rnic-{rnic.gid.hex()}")
+            rnic.service()
+            sock.settimeout(0)
+            if heard:
+                with pytest.raises(BlockingIOError):
+                    sock.recv(1)  # it waits for the first message
+            else:
+                assert sock.recv(1) == b""
+            sock.close()
+        there.close()
 
 
 class TestDirectory:

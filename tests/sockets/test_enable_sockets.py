@@ -25,6 +25,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 import trio_smc
 from tests.streams.stream_pairs import cancelled_when_it_waits
 from trio_smc.sockets.drop_in import DropInSocket
+from trio_smc.streams.rdma_stream import RdmaStream
 
 LOOPBACK = "127.0.0.1"
 TCP_ULP = 31  # Python has no name for it
@@ -116,6 +117,7 @@ def test_trios_own_streams_keep_their_contract(
     trio.run(check_half_closeable_stream, make_pair, make_clogged)
 
 
+@pytest.mark.rfc("B/1", "B/2")
 def test_bytes_and_names(enabled: None, seed: int) -> None:
     data = random.Random(seed).randbytes(1_000_000)
 
@@ -636,5 +638,51 @@ def test_anyio_connects_and_listens(enabled: None) -> None:
                 await client.send(b"by anyio")
                 assert await client.receive() == b"by anyio"
             group.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+# --- both directions at once ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["before-the-peer", "behind-the-peer"])
+def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool) -> None:
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            names = client.getsockname(), client.getpeername()
+            await client.send(b"last")
+            client.shutdown(stdlib_socket.SHUT_RDWR)
+            with trio.fail_after(5):
+                assert await server.recv(10) == b"last"
+                assert await server.recv(10) == b""
+                # C and not D: the peer may not send any more either (RFC 7609, 4.8.1, 4A).
+                with pytest.raises(OSError, match="Errno"):
+                    await server.send(b"x")
+                if answered:
+                    server.close()
+                    assert isinstance(client.stream, RdmaStream)
+                    while client.stream.socket.fileno() >= 0:  # noqa: ASYNC110  # nothing tells
+                        await trio.sleep(0.01)
+            assert await client.recv(10) == b""
+            with pytest.raises(OSError, match=re.escape(f"[Errno {errno.EPIPE}]")):
+                await client.send(b"x")
+            assert (client.getsockname(), client.getpeername()) == names
+            client.close()
+            assert client.fileno() == -1
+
+    trio.run(main)
+
+
+def test_a_shutdown_of_both_directions_with_unread_data_resets(enabled: None) -> None:
+    async def main() -> None:
+        async with drop_ins() as (client, server):
+            await server.send(b"unread")
+            await wait_all_tasks_blocked()
+            client.shutdown(stdlib_socket.SHUT_RDWR)
+            with trio.fail_after(5), pytest.raises(ConnectionResetError):
+                await server.recv(10)
+            assert await client.recv(10) == b""
+            with pytest.raises(OSError, match=re.escape(f"[Errno {errno.EPIPE}]")):
+                await client.send(b"x")
 
     trio.run(main)

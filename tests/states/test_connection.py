@@ -121,7 +121,7 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
         ("INIT", "", "peer_closed established close",
          "CLOSED: set_got_closed open_to_application send_closed"),
         # Linux V3: without a link no A.
-        ("ACTIVE", "", "links_lost", "CLOSED: reset_tcp purge fail_links_lost"),
+        ("ACTIVE", "", "links_lost", "CLOSED: reset_tcp purge_unsent fail_links_lost"),
         ("APPCLOSEWAIT1", "", "links_lost", "CLOSED: reset_tcp purge_unsent fail_links_lost"),
     ],
 )  # fmt: skip

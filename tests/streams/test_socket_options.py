@@ -83,6 +83,7 @@ def test_signatures_are_trios() -> None:
 # --- arguments ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("B/4")
 async def test_values_have_the_forms_of_the_socket_module(stream: SmcStream) -> None:
     for value in (1, True, struct.pack("i", 1), bytearray(struct.pack("i", 1))):
         stream.setsockopt(TCP, socket.TCP_NODELAY, 0)
@@ -178,7 +179,7 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
 # --- buffers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.rfc("4.1/1", "4.1/2")
+@pytest.mark.rfc("4.1/1", "4.1/2", "B/3")
 async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
     async with trio_smc.open_stack():
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")

@@ -30,6 +30,7 @@ def patch(data: bytes, at: int, new: bytes) -> bytes:
 
 
 @pytest.mark.rfc("A.2.2/1", "A.2.3/1", "A.2.4/1", "A.2.5/1")
+@pytest.mark.rfc("A.2.2/4", "A.2.2/6", "A.2.2/7", "A.2.3/10", "A.2.4/6", "A.2.5/4")
 @pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
 def test_hand_typed(message: clc.Message, data: bytes) -> None:
     assert message.encode() == data

@@ -34,7 +34,8 @@ FULL = {
 }
 
 
-@pytest.mark.rfc("A.3/1", "A.3/2")
+@pytest.mark.rfc("A.3/1", "A.3/2", "A.3.1/6", "A.3.2/6", "A.3.3/6", "A.3.3/7", "A.3.4/7")
+@pytest.mark.rfc("A.3.5/8", "A.3.5/9", "A.3.6/3", "A.3.7/5", "A.3.8/2")
 @pytest.mark.parametrize(("message", "data"), vectors.LLC.values(), ids=vectors.LLC)
 def test_hand_typed(message: llc.Message, data: bytes) -> None:
     assert len(data) == llc.MESSAGE_SIZE

@@ -238,7 +238,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.OTHER_USER: _Explanation(
         "the process at the other end, or the private directory, belongs to another user",
-        "run both processes as one user, with one Config(directory=...)",
+        "run both processes as one user, with one Config(directory=...), or let a group share it",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(

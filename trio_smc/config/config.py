@@ -29,9 +29,9 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
     {
-        "rnics", "pnet", "directory", "tcp_option", "spin", "llc_timeout", "first_contact_timeout",
-        "test_link_interval", "test_link_timeout", "link_group_idle", "shutdown_timeout",
-        "capture", "capture_payload", "control", "log_events",
+        "rnics", "pnet", "directory", "tcp_option", "spin", "wake", "llc_timeout",
+        "first_contact_timeout", "test_link_interval", "test_link_timeout", "link_group_idle",
+        "shutdown_timeout", "capture", "capture_payload", "control", "log_events",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
         # Who shares a link group has agreed on one.
@@ -45,9 +45,9 @@ class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
     Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
-    ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``, ``capture``,
-    ``capture_payload`` and the timers of links) raise ValueError when a call's own config sets
-    them otherwise than its stack's; left at their defaults they are the stack's.
+    ``wake``, ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``,
+    ``capture``, ``capture_payload`` and the timers of links) raise ValueError when a call's own
+    config sets them otherwise than its stack's; left at their defaults they are the stack's.
 
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, also those
@@ -78,6 +78,9 @@ class Config:
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
         peer that has it brings it along in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.
+      wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
+        or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
+        on software RNICs.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
         always checked, rescheduling only now and then.  None: amortised for the sockets of
         `enable` and ``trio-smc run``, strict for everything else.
@@ -90,8 +93,9 @@ class Config:
       link_group_idle: how long a link group without connections is kept (3.5.4).
       shutdown_timeout: how long a closing stack finishes what closed streams still owe; at most
         as long again for calls under way to end, and for link groups.
-      max_handshakes: connections of one listener that are in a handshake or wait for `accept`;
-        further ones wait in the TCP backlog.
+      max_handshakes: connections of one listener that wait for `accept`; further ones wait in
+        the TCP backlog.  Four times as many may be in a handshake; beyond that, those give way
+        whose clients have said nothing for a second.
       handshake_limit: while more handshakes of one listener are under way, it takes further
         connections as TCP at once; None: they wait their turn.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
@@ -122,6 +126,7 @@ class Config:
     receive_buffer: int | None = None
     rmbe_eye_catcher: bool = False
     spin: float = 50e-6
+    wake: Literal["auto", "trio", "thread"] = "auto"
     checkpoints: Literal["strict", "amortised"] | None = None
     handshake_timeout: float = 6
     first_contact_timeout: float = 5
@@ -145,6 +150,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.discovery not in ("auto", "tcp-option", "assume"):
             raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
+        if self.wake not in ("auto", "trio", "thread"):
+            raise ValueError(f"wake: {self.wake!r} is neither auto, trio nor thread")
         if self.checkpoints not in (None, "strict", "amortised"):
             raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
         self._check_kinds()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc.datapath.connection import Connection
 from trio_smc.host.addresses import (
     Prefix,
     is_attached,
@@ -17,7 +18,8 @@ from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
 )
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import close_with_reset, unread_bytes
+from trio_smc.rendezvous.discovery.same_host import Search
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
@@ -69,10 +71,14 @@ class Arrival:
       stack, config, publication: of the listener.
       sock, remote: the connection and its peer's address, as ``accept`` gave them.
       busy: as many handshakes are under way as the listener wants to have.
+
+    Attributes:
+      begun: when it was accepted, as `trio.current_time`.
     """
 
-    __slots__ = ("_claim", "_client", "_config", "_failure", "_local", "_publication", "_remote",
-                 "_rnic", "_stack", "sock")  # fmt: skip
+    __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
+                 "_publication", "_remote", "_rnic", "_search", "_stack", "begun",
+                 "sock")  # fmt: skip
 
     def __init__(
         self,
@@ -85,10 +91,14 @@ class Arrival:
         busy: bool,
     ) -> None:
         self.sock = sock
+        self._accepted = remote
         self._stack = stack
         self._config = config
         self._publication = publication
+        self.begun = trio.current_time()
+        self._search: Search | None = None
         self._claim: Claim | None = None
+        self._plain: Fallback | None = None
         self._failure: Exception | None = None
         self._rnic: Rnic | FallbackReason = FallbackReason.PEER_NOT_CAPABLE
         try:
@@ -104,12 +114,47 @@ class Arrival:
             stack, config, self._local[0], self._client, self._local, publication.address,
             busy=busy,
         )  # fmt: skip
-        self._claim = publication.claim(self._local, self._remote)
-        if self._claim is not None:
+        found = publication.claim(self._local, self._remote)
+        if isinstance(found, Search):
+            self._search = found
+        else:
+            self._found(found)
+
+    def _found(self, claim: Claim | None) -> None:
+        """What discovery came to; ``claim``: the client's announcement on this host."""
+        self._claim = claim
+        if claim is not None:
             if isinstance(self._rnic, FallbackReason):
-                self._claim.refuse(self._rnic)
+                claim.refuse(self._rnic)
+                self._plain = Fallback.local(self._rnic)
             else:
-                self._claim.accept()
+                claim.accept()
+        elif not self._config.assumes(self._local, self._remote, self._publication.address):
+            reason = self._stack.tcp_option.answer(self.sock)
+            if reason is not None:
+                if self._config.discovery == "auto" and self._is_here():
+                    reason = self._publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
+                self._plain = Fallback.local(reason)
+
+    def _is_here(self) -> bool:
+        return is_same_host(self._local[0], self._remote[0])
+
+    @property
+    def client(self) -> str:
+        """The client's address."""
+        return self._remote[0]
+
+    @property
+    def needs_handshake(self) -> bool:
+        """Whether the client has to say something before there is a stream."""
+        return self._plain is None and self._failure is None
+
+    def is_silent(self) -> bool:
+        """Whether nothing from the client waits to be read."""
+        try:
+            return unread_bytes(self.sock) == 0
+        except OSError:
+            return False  # closed
 
     def cancel(self) -> None:
         """End the handshake, from outside of its task."""
@@ -179,28 +224,26 @@ class Arrival:
                 negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
             )
             if isinstance(outcome, Established):
-                return established_stream(stack, outcome, sock, config, self._client, options)
+                return established_stream(
+                    stack, outcome, sock, config, self._client, options, self._accepted
+                )
         return outcome.fallback
 
     async def _discover(self) -> Fallback | None:
         """Why the client is not going to send CLC messages; None: it is."""
-        stack, sock, config, publication = self._stack, self.sock, self._config, self._publication
-        local, remote = self._local, self._remote
+        sock, patience = self.sock, self._config.handshake_timeout
+        if self._search is not None:
+            self._found(await self._search.finish())
+        if self._plain is not None:
+            return self._plain
         if self._claim is not None:
-            if isinstance(self._rnic, FallbackReason):
-                return Fallback.local(self._rnic)
-            agreed = await self._claim.confirm(sock, trio.current_time() + config.handshake_timeout)
-        elif config.assumes(local, remote, publication.address):
-            agreed = await _proposal_follows(sock, config.handshake_timeout)
+            agreed = await self._claim.confirm(sock, trio.current_time() + patience)
+            # Who announced it may have lost the port to somebody else, and says so presently.
+            agreed = agreed and await _begins_with_clc(sock)
         else:
-            reason = stack.tcp_option.answer(sock)
-            if reason is not None:
-                if config.discovery == "auto" and is_same_host(local[0], remote[0]):
-                    reason = publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
-                return Fallback.local(reason)
-            # Looked at and not just believed: the client does not know when the option of the
-            # SYN-ACK was lost on the way.
-            agreed = await _proposal_follows(sock, config.handshake_timeout)
+            # Looked at and not just believed: with the TCP option, the client does not know when
+            # the option of the SYN-ACK was lost on the way.
+            agreed = await _proposal_follows(sock, patience)
         return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
 
@@ -211,16 +254,20 @@ def established_stream(
     config: Config,
     peer: Peer,
     options: Inherited | None,
+    accepted: tuple[str, int] | None = None,
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete.
 
     ``options``: what ``sock`` had before it was ours; None: it was made here.
+    ``accepted``: of a server, the client's address as ``accept`` gave it.
 
-    Raises OSError when it has ended since, before anybody could use it.
+    A peer may be gone by now: what it sent, and how it ended, is for the program to see.
+
+    Raises OSError when it had to be reset since.
     """
     endpoint = stack.groups.endpoint_of(outcome.connection)
     if endpoint is None:
-        raise ConnectionResetError(errno.ECONNRESET, "the peer reset the new connection")
+        return _ended_stream(stack, outcome, sock, config, accepted)
     if endpoint.reset:
         # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
         # abort needs no stream.
@@ -234,12 +281,32 @@ def established_stream(
     endpoint.connection.receiver.urgent_inline = config.urgent_inline
     endpoint.adopt(sock)
     view = LinkGroupView(endpoint.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config)
+    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
     stack.groups.count_mode(stream, None)
     if config.learn_short:
         stack.short_connections.opened(endpoint.connection, peer)
+    return stream
+
+
+def _ended_stream(
+    stack: HandshakeHost,
+    outcome: Established,
+    sock: trio.socket.SocketType,
+    config: Config,
+    accepted: tuple[str, int] | None,
+) -> RdmaStream:
+    """The stream of a connection that has gone through all of its life already."""
+    connection = outcome.connection
+    if not isinstance(connection, Connection) or connection.receiver.purged:
+        raise ConnectionResetError(errno.ECONNRESET, "the new connection was reset")
+    endpoint = stack.groups.ended_endpoint(connection, outcome.group)
+    view = LinkGroupView(outcome.group, stack.check_not_forked)
+    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
+    stream.socket.keep_names()
+    sock.close()
+    stack.groups.count_mode(stream, None)
     return stream
 
 
@@ -307,6 +374,11 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
     raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
+
+
+async def _begins_with_clc(sock: trio.socket.SocketType) -> bool:
+    """Whether the bytes that are there may be CLC; they stay unread."""
+    return clc.EYE_CATCHER.startswith(await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK))
 
 
 def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:

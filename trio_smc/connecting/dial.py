@@ -3,17 +3,28 @@
 On one host the client must announce its source address before it connects (see
 `rendezvous.discovery`), so the connection attempts are made here and not by
 `trio.open_tcp_stream`; RFC 8305 describes the order and the stagger.
+
+The port that is announced is drawn by lot, and IP_LOCAL_PORT_RANGE (Linux 6.3) leaves the kernel no
+other when it connects.  So sockets share ports as those of plain TCP do, towards other
+destinations, and nobody's ports become fewer.  Where a port is taken, the announcement is withdrawn
+and the next one drawn.  Before Linux 6.3 the socket must be bound, which takes the port from
+everybody who does not ask for sharing it (SO_REUSEADDR).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
+import random
 import socket as stdlib_socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -32,6 +43,12 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "DialHost", "connect_attempt", "connect_tcp"]
 
 _REMEMBERED = 256  # numeric addresses looked up last
+_PORTS_TRIED = 32  # for one connection, before it is TCP
+_PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
+_PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
+_IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
+_USUAL_PORTS = 32768, 60999
+_RANGE = struct.Struct("=I")  # the last in the upper half
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address
 
 
@@ -70,6 +87,21 @@ class Attempt:
     def close(self) -> None:
         self.withdraw()
         self.sock.close()
+
+    def refrain(self) -> None:
+        """The connection is going to be TCP, or to come from another port."""
+        self.withdraw()
+        self.announcement = FallbackReason.OUT_OF_RESOURCES
+
+    def renew(self) -> None:
+        """Have a new socket: one that was bound to a port keeps it."""
+        plain = self.plain
+        if plain is None:
+            raise RuntimeError("the socket is the caller's")
+        self.withdraw()
+        self.plain = stdlib_socket.socket(plain.family, plain.type, plain.proto)
+        self.sock.close()
+        self.sock = from_stdlib_socket(self.plain)
 
     def withdraw(self) -> None:
         """Discovery is over; idempotent."""
@@ -216,51 +248,179 @@ async def connect_attempt(
     stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
     """Announce and connect; ``local``: the address to connect from, bound already or not."""
-    sock = attempt.sock
-    bound = attempt.plain is None and sock.getsockname()[1] != 0
+    bound = attempt.plain is None and attempt.sock.getsockname()[1] != 0
     try:
         source = _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
-            # A port of its own, known before the connection is.
-            if not bound:
-                await _bind(attempt, source, late_port=False)
-            name = sock.getsockname()
-            attempt.here = plain_address(name[0])
-            attempt.announcement = await stack.discovery.announce(
-                (name[0], name[1]),
-                attempt.peer,
-                trio.current_time() + config.handshake_timeout,
-                sock,
-            )
+            if bound:
+                await _announce(stack, attempt, config)
+            elif await _connect_announced(stack, attempt, address, source, config):
+                return
         else:
             attempt.announcement = source
-            if local is not None and not bound:
-                await _bind(attempt, local, late_port=True)
-            if attempt.offers:
-                attempt.announcement = stack.tcp_option.offer(sock)
-                attempt.offers = attempt.announcement is None
+        if local is not None and not bound:
+            await _bind(attempt, local, numeric=False)
+        if attempt.offers:
+            attempt.announcement = stack.tcp_option.offer(attempt.sock)
+            attempt.offers = attempt.announcement is None
         await _connect(attempt, address)
     except BaseException:
         attempt.close()
         raise
 
 
-async def _bind(attempt: Attempt, source: str, *, late_port: bool) -> None:
+async def _connect_announced(
+    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config
+) -> bool:
+    """Announce a port, and connect from it; False: nobody listens to that, or ports run out."""
+    attempt.here = plain_address(source)
+    wanted = _option(attempt.sock)
+    if wanted is None:
+        return await _connect_bound(stack, attempt, address, source, config)
+    try:
+        for port in islice(_ports(wanted), _PORTS_TRIED):
+            await _announce(stack, attempt, config, (attempt.here, port))
+            if not isinstance(attempt.announcement, Announcement):
+                return False
+            await _bind(attempt, source, numeric=True)
+            _set_option(attempt.sock, _RANGE.pack(port << 16 | port))
+            if await _connected(attempt, address):
+                if attempt.sock.getsockname()[1] != port:
+                    # The system's range has just changed, so the kernel took what it liked.
+                    attempt.refrain()
+                return True
+            attempt.refrain()
+        return False
+    finally:
+        if attempt.sock.fileno() >= 0:
+            _set_option(attempt.sock, wanted)
+
+
+async def _connect_bound(
+    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config
+) -> bool:
+    """`_connect_announced` before Linux 6.3."""
+    if attempt.plain is None:
+        # The caller's own socket cannot have a second try: a port that nobody else has.
+        try:
+            await attempt.sock.bind((source, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise _unusable(source, error) from error
+            attempt.refrain()
+            return False
+        await _announce(stack, attempt, config)
+        await _connect(attempt, address)
+        return True
+    tries = 0
+    for port in islice(_ports(), _PORTS_BOUND):
+        attempt.sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1)
+        try:
+            attempt.plain.bind((source, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise _unusable(source, error) from error
+        await _announce(stack, attempt, config)
+        if isinstance(attempt.announcement, Announcement) and await _connected(attempt, address):
+            return True
+        nobody = not isinstance(attempt.announcement, Announcement)
+        attempt.renew()
+        tries += 1
+        if nobody or tries == _PORTS_TRIED:
+            break
+    return False
+
+
+async def _announce(
+    stack: DialHost, attempt: Attempt, config: Config, source: tuple[str, int] | None = None
+) -> None:
+    """``source``: None where the socket is bound to it."""
+    if source is None:
+        name = attempt.sock.getsockname()
+        source = name[0], name[1]
+        attempt.here = plain_address(name[0])
+    deadline = trio.current_time() + config.handshake_timeout
+    attempt.announcement = await stack.discovery.announce(
+        source, attempt.peer, deadline, attempt.sock
+    )
+
+
+async def _connected(attempt: Attempt, address: Any) -> bool:
+    """Connect; False: the port is taken."""
+    try:
+        await _connect(attempt, address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return False
+    return True
+
+
+async def _bind(attempt: Attempt, source: str, *, numeric: bool) -> None:
+    """Bind to an address only: the port is chosen at connect, so that many may share one."""
     sock = attempt.sock
     try:
-        if late_port:
-            # The port is chosen at connect, so that many connections may share one.
-            with contextlib.suppress(OSError, AttributeError):
-                sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
-        elif attempt.plain is not None and "%" not in source:
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(stdlib_socket.IPPROTO_IP, stdlib_socket.IP_BIND_ADDRESS_NO_PORT, 1)
+        if numeric and attempt.plain is not None and "%" not in source:
             attempt.plain.bind((source, 0))  # Trio would take a pass to look an address up
-            return
-        await sock.bind((source, 0))
+        else:
+            await sock.bind((source, 0))
     except OSError as error:
-        raise OSError(
-            error.errno, f"local address {source!r} cannot be used for this connection: {error}"
-        ) from error
+        raise _unusable(source, error) from error
+
+
+def _unusable(source: str, error: OSError) -> OSError:
+    return OSError(
+        error.errno, f"local address {source!r} cannot be used for this connection: {error}"
+    )
+
+
+def _option(sock: trio.socket.SocketType) -> bytes | None:
+    """The ports that the program wants for its socket, zeros for any; None: before Linux 6.3."""
+    try:
+        return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
+    except OSError:
+        return None
+
+
+def _set_option(sock: trio.socket.SocketType, ports: bytes) -> None:
+    sock.setsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, ports)
+
+
+def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:
+    """Ports for a connection, in random order and each once.
+
+    wanted: those that the program wants, of the system's; zeros: all.
+    """
+    first, last, reserved = _system_ports(int(time.monotonic() / _PORTS_KNOWN))
+    [both] = _RANGE.unpack(wanted)
+    low, high = both & 0xFFFF, both >> 16
+    # What is beyond the system's range does not count (ip(7)).
+    begins, ends = first <= low <= last, first <= high <= last
+    first, last = low if begins else first, high if ends else last
+    count = last - first + 1
+    begin, step = random.randrange(count), random.randrange(1, count + 1)
+    while math.gcd(step, count) != 1:
+        step += 1
+    ports = (first + (begin + turn * step) % count for turn in range(count))
+    return (port for port in ports if port not in reserved)
+
+
+@lru_cache(1)
+def _system_ports(_moment: int) -> tuple[int, int, frozenset[int]]:
+    """The range of ports for connections, and those in it that are reserved (ip-sysctl)."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            first, last = map(int, file.read().split())
+        with open("/proc/sys/net/ipv4/ip_local_reserved_ports", encoding="ascii") as file:
+            ranges = [each.split("-") for each in file.read().strip().split(",") if each]
+    except OSError:
+        return *_USUAL_PORTS, frozenset()
+    reserved = (range(int(each[0]), int(each[-1]) + 1) for each in ranges)
+    return first, last, frozenset(chain.from_iterable(reserved))
 
 
 def _announced_source(

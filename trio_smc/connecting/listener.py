@@ -1,8 +1,10 @@
 """`SmcListener`: accepts TCP connections, runs their handshakes, hands out ready streams.
 
 Handshakes run in tasks of their own, so that a slow or hostile client holds up nobody.  At most
-`Config.max_handshakes` connections are in a handshake or wait for `accept`; further ones wait in
-the TCP backlog.  Nothing that goes wrong with one connection reaches the caller of `accept`.
+`Config.max_handshakes` connections wait for `accept`; further ones wait in the TCP backlog.  Four
+times as many may be in a handshake.  Beyond that one gives way whose client has said nothing for a
+second: the oldest of the address that has most of them under way, so that no address can have all.
+Nothing that goes wrong with one connection reaches the caller of `accept`.
 
 Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
 which saves a short-lived connection a task and two passes of the scheduler.
@@ -16,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import socket as stdlib_socket
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -44,6 +47,11 @@ _CAPACITY_ERRORS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBU
 # The listening socket is none any more.
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _CAPACITY_PAUSE: Final = 0.1
+_ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
+_HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
+_GRACE: Final = 1.0  # how long a client may say nothing, whoever comes; seconds
+_GIVE_WAY_OF: Final = 32  # handshakes, of which one gives way at a time
+_LOOK_INTERVAL: Final = 0.02
 
 
 # The kernel keeps it in 16 bits and may take more for less.
@@ -92,6 +100,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
+        # Those that may have to wait for their clients; oldest first.
+        self._shaking: dict[Arrival, None] = {}
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._released = trio.Event()
@@ -222,6 +232,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 return await arrival.stream()
         finally:
             self._arrivals.remove(arrival)
+            self._end_wait(arrival)
 
     async def _accept_all(self, begin: Callable[[Arrival], None]) -> None:
         """Accept until the listener is closed; ``begin`` starts a task for each connection."""
@@ -242,12 +253,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     ) -> None:
         """Wait for connections, and begin the handshakes of those that there are."""
         config = self._config
-        while self._held >= config.max_handshakes:
+        while not self._has_room():
             self._released = trio.Event()
-            await self._released.wait()
+            with trio.move_on_at(self._give_way(trio.current_time())):
+                await self._released.wait()
         try:
             await trio.lowlevel.wait_readable(self.socket)
-            while self._held < config.max_handshakes and self.socket.fileno() >= 0:
+            for _ in range(_ACCEPTS_AT_ONCE):
+                if not self._has_room() or self.socket.fileno() < 0:
+                    break
                 accepted, remote = plain.accept()
                 sock = from_stdlib_socket(accepted)
                 limit = config.handshake_limit
@@ -255,6 +269,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 arrival = Arrival(self._stack, config, self.publication, sock, remote, busy=busy)
                 self._held += 1
                 self._arrivals.add(arrival)
+                if arrival.needs_handshake:
+                    self._shaking[arrival] = None
                 begin(arrival)
         except BlockingIOError:
             return
@@ -272,6 +288,35 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 LOGGER.error("the listening socket %s failed: %s", self.socket, error)
                 self.close()
             # Else the connection was gone before it could be accepted (accept(2)).
+
+    def _has_room(self) -> bool:
+        most, shaking = self._config.max_handshakes, len(self._shaking)
+        return self._held - shaking < most and shaking < _HANDSHAKES_EACH * most
+
+    def _give_way(self, now: float) -> float:
+        """Let handshakes give way to others where they can; when to look again, else."""
+        full = _HANDSHAKES_EACH * self._config.max_handshakes
+        if len(self._shaking) < full:
+            return math.inf  # it is `accept` that is waited for
+        silent = [each for each in self._shaking if each.is_silent()]
+        if not silent:
+            return now + _LOOK_INTERVAL
+        [(address, _)] = Counter(each.client for each in silent).most_common(1)
+        theirs = [each for each in silent if each.client == address]
+        # Several, since to look is work.
+        for each in theirs[: full // _GIVE_WAY_OF or 1]:
+            if each.begun + _GRACE > now:
+                return max(each.begun + _GRACE, now + _LOOK_INTERVAL)
+            LOGGER.info("a handshake with %s gives way: the client says nothing", address)
+            each.cancel()
+            self._end_wait(each)
+        return now
+
+    def _end_wait(self, arrival: Arrival) -> None:
+        """Its handshake is over."""
+        if arrival in self._shaking:
+            del self._shaking[arrival]
+            self._released.set()
 
     def _release(self) -> None:
         """A connection has left the listener."""

@@ -48,6 +48,8 @@ _CAPTURES: Final = 4
 _PATIENCE: Final = 5.0
 """Seconds a client may take for its request and for taking the answer."""
 _CAPACITY_PAUSE: Final = 0.5
+_NAME_INTERVAL: Final = 10.0
+"""Seconds between looks whether the socket still has its name."""
 REPORT_TO: Final = "TRIO_SMC_RUN"
 """The variable of the environment that names the socket of `trio-smc run`."""
 _REPORT_PATIENCE: Final = 1.0
@@ -59,25 +61,42 @@ class ControlSocket:
 
     def __init__(self, stack: Stack, directory: Path) -> None:
         self._stack = stack
+        self._path = directory
         self._snapshots = Snapshots(stack)
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._slots = trio.CapacityLimiter(_CLIENTS)
         self._captures = 0
         self._closed = False
-        root = PrivateDirectory.open(directory, create=True)
+        self._directory, self._socket = self._listen()
+        self._directory.remove_stale()
+
+    def _listen(self) -> tuple[PrivateDirectory, trio.socket.SocketType]:
+        root = PrivateDirectory.open(self._path, create=True)
         try:
-            self._directory = root.below(control.DIRECTORY, create=True)
+            below = root.below(control.DIRECTORY, create=True)
         finally:
             root.close()
         # Where a group shares the directory, this is the user's own for all that.
         self._directory.group = None
         try:
-            listener = self._directory.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
-            self._socket = trio.socket.from_stdlib_socket(listener)
+            listener = below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
+            return below, trio.socket.from_stdlib_socket(listener)
         except BaseException:
-            self._directory.close()
+            below.close()
             raise
-        self._directory.remove_stale()
+
+    def _keep_name(self) -> None:
+        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        if (self._path / control.DIRECTORY / self._name).exists():
+            return
+        try:
+            directory, sock = self._listen()
+        except (OSError, DirectoryUnusable) as error:
+            LOGGER.info("the control socket cannot listen again: %s", error)
+            return
+        self._socket.close()
+        self._directory.close()
+        self._directory, self._socket = directory, sock
 
     @classmethod
     def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:
@@ -103,8 +122,11 @@ class ControlSocket:
             async with trio.open_nursery() as nursery:
                 while True:
                     await self._slots.acquire_on_behalf_of(token := object())
-                    client = await self._accept()
+                    client = None
+                    with trio.move_on_after(_NAME_INTERVAL):
+                        client = await self._accept()
                     if client is None:
+                        self._keep_name()
                         self._slots.release_on_behalf_of(token)
                     else:
                         nursery.start_soon(self._serve, client, token)

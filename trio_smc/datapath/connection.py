@@ -449,6 +449,14 @@ class Connection:
         self.messenger.flush()
         self._machine.send("close")
 
+    def disown(self) -> None:
+        """`close`, but not by the application, whose calls fail from now on."""
+        self.close()
+        self._fail(errno.EBADF)
+        self._wake_reader()
+        self._wake_writer()
+        self._wake_urgent()
+
     def abort(self) -> None:
         """Reset the connection: nothing more is sent or received (4.8.2)."""
         self.write_closed = True

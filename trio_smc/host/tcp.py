@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "close_with_reset",
+    "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
 ]
@@ -30,6 +31,11 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def resets_on_close(sock: trio.socket.SocketType) -> bool:
+    """Whether closing a TCP socket is to reset it: SO_LINGER with a time of 0."""
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == _RESET_ON_CLOSE
 
 
 def unread_bytes(sock: trio.socket.SocketType) -> int:

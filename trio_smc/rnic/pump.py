@@ -6,9 +6,14 @@ Theory of operation.  Completions are always taken on the Trio thread, by `Pump.
 * once in each pass of Trio's scheduler, from the instrument hook ``before_io_wait``;
 * when Trio is about to sleep: the hook polls for at most ``spin`` seconds, then arms the RNICs
   and looks once more (poll, req_notify, poll);
-* after Trio slept: the RNIC's thread (`poller`) made the wake eventfd readable, or something else
-  was; the hook ``after_io_wait`` disarms the RNICs, so that nobody wakes a thread for a Trio that
-  is awake, and drains before any task runs.
+* after Trio slept: the RNIC's `Rnic.completion_fd` was readable, or its thread (`poller`) made the
+  wake eventfd so, or something else was; the hook ``after_io_wait`` disarms the RNICs, so that
+  nobody wakes a Trio that is awake, and drains before any task runs.
+
+Either Trio waits for completions itself, or the RNIC's thread does and wakes Trio (``wake``).  With
+the thread each wait for a message is two sleeps, its own and Trio's.  Over RoCE it has to poll a
+channel that the driver fills, and a network's round trip hides the second sleep.  All else that an
+RNIC has to say, events, ports, peers that come and go, its thread waits for in any case.
 
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin
 (`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
@@ -31,7 +36,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import trio
 
@@ -59,10 +64,24 @@ class CompletionSink(Protocol):
 class _Lane:
     """One RNIC of the pump."""
 
-    __slots__ = ("arm", "disarm", "look", "poll", "poller", "queue_pairs", "rest", "rnic", "sinks")
+    __slots__ = (
+        "arm",
+        "disarm",
+        "fd",
+        "look",
+        "poll",
+        "poller",
+        "queue_pairs",
+        "rest",
+        "rnic",
+        "sinks",
+        "watched",
+    )
 
-    def __init__(self, rnic: Rnic, drain: Look) -> None:
+    def __init__(self, rnic: Rnic, fd: int | None, drain: Look) -> None:
         self.rnic = rnic
+        self.fd = fd  # what Trio waits for; None: the thread waits for everything
+        self.watched = False  # a task waits for it
         self.poll = rnic.poll
         self.arm = rnic.arm
         self.disarm = rnic.disarm
@@ -79,6 +98,8 @@ class Pump:
 
     Args:
       spin: seconds to poll before Trio sleeps; 0 = off.
+      wake: who waits for completions while Trio sleeps: "trio" itself, or the RNIC's "thread".
+        "auto": the thread on RoCE ports, Trio on software RNICs.
 
     Attributes:
       waiting: tasks that are parked until a completion comes; kept by those tasks (add 1 before
@@ -89,10 +110,11 @@ class Pump:
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
       passes: of Trio's scheduler since `run` was called.
-      wakeups: how often the scheduler was woken through the wake eventfd.
+      wakeups: how often the scheduler was woken through the wake eventfd, or by an RNIC itself.
     """
 
-    def __init__(self, *, spin: float) -> None:
+    def __init__(self, *, spin: float, wake: Literal["auto", "trio", "thread"] = "auto") -> None:
+        self._wake_by = wake
         self.waiting = 0
         self.awake = 0
         self.broken: BaseException | None = None
@@ -115,6 +137,7 @@ class Pump:
         self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
         self._draining = False
         self._wake_fd = -1
+        self._nursery: trio.Nursery
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
         self._sleepless = 0  # passes without a sleep since then
@@ -123,10 +146,13 @@ class Pump:
 
     def add(self, rnic: Rnic) -> None:
         """Drain this open RNIC too; its thread starts now if the pump runs."""
-        lane = _Lane(rnic, self.drain)
+        by = self._wake_by
+        if by == "auto":
+            by = "trio" if rnic.kind == "software" else "thread"
+        lane = _Lane(rnic, rnic.completion_fd() if by == "trio" else None, self.drain)
         self._lanes = [*self._lanes, lane]
         if self._wake_fd >= 0:
-            lane.poller = Poller(rnic, self._wake)
+            self._start(lane)
 
     def remove(self, rnic: Rnic) -> None:
         """Drain it no more and join its thread; to be called before the RNIC is closed."""
@@ -135,6 +161,8 @@ class Pump:
                 self._lanes = [other for other in self._lanes if other is not lane]
                 if lane.poller is not None:
                     lane.poller.stop()
+                if lane.watched and lane.fd is not None:
+                    trio.lowlevel.notify_closing(lane.fd)
                 return
 
     def abandon(self) -> None:
@@ -332,16 +360,17 @@ class Pump:
         before_wait = _BeforeWait(self)
         trio.lowlevel.add_instrument(before_wait)
         try:
-            for lane in self._lanes:
-                lane.poller = Poller(lane.rnic, self._wake)
-            task_status.started()
-            while True:
-                await trio.lowlevel.wait_readable(self._wake_fd)
-                os.eventfd_read(self._wake_fd)
-                self.wakeups += 1
-                self._service()
-                if self.broken is not None:
-                    raise self.broken
+            async with trio.open_nursery() as self._nursery:
+                for lane in self._lanes:
+                    self._start(lane)
+                task_status.started()
+                while self.broken is None:
+                    await trio.lowlevel.wait_readable(self._wake_fd)
+                    os.eventfd_read(self._wake_fd)
+                    self.wakeups += 1
+                    self._service()
+                self._nursery.cancel_scope.cancel()
+            raise self.broken
         finally:
             trio.lowlevel.remove_instrument(before_wait)
             self._stop_listening()
@@ -351,6 +380,31 @@ class Pump:
                     lane.poller = None
             os.close(self._wake_fd)
             self._wake_fd = -1
+
+    def _start(self, lane: _Lane) -> None:
+        lane.poller = Poller(lane.rnic, self._wake)
+        if lane.fd is not None:
+            self._nursery.start_soon(self._watch, lane, lane.fd)
+
+    async def _watch(self, lane: _Lane, fd: int) -> None:
+        """Have Trio wait for the completions of an RNIC; the hook has drained when this wakes."""
+        while lane in self._lanes:
+            lane.watched = True
+            try:
+                await trio.lowlevel.wait_readable(fd)
+            except trio.ClosedResourceError:
+                return
+            finally:
+                lane.watched = False
+            self.wakeups += 1
+            if lane not in self._lanes:
+                return
+            try:
+                if not lane.rnic.quieten():
+                    return
+            except Exception as problem:
+                self._break(problem)
+                return
 
     def _wake(self) -> None:
         """End Trio's wait, or prevent the next; from any thread."""

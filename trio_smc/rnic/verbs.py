@@ -19,6 +19,7 @@ here                                    ibverbs
 ``Rnic.poll``                           ``ibv_poll_cq``
 ``Rnic.arm``                            ``ibv_req_notify_cq`` followed by one more look
 ``Rnic.wait_fd``                        the completion channel's and async event file descriptors
+``Rnic.completion_fd``                  the completion channel's alone
 ``RnicEvent``                           ``ibv_get_async_event``
 ======================================  ==========================================================
 
@@ -344,6 +345,15 @@ class Rnic(ABC):
     @abstractmethod
     def wait_fd(self) -> int:
         """A file descriptor for the thread to sleep on: readable when `service` has work."""
+
+    def completion_fd(self) -> int | None:
+        """Until `close` this descriptor becomes readable for completions, and `wait_fd` for all
+        else: for a loop that waits for completions itself.  None: they cannot be told apart."""
+        return None
+
+    def quieten(self) -> bool:
+        """Quieten `completion_fd`; False: nothing will be told there any more."""
+        return False
 
     @abstractmethod
     def service(self) -> None:

@@ -165,11 +165,16 @@ class DropInSocket(trio.socket.SocketType):
 
     def getsockname(self) -> Any:
         """The local address."""
-        return self.plain.getsockname()
+        return self._named.getsockname()
 
     def getpeername(self) -> Any:
         """The peer's address."""
-        return self.plain.getpeername()
+        return self._named.getpeername()
+
+    @property
+    def _named(self) -> Any:
+        """Who knows the names: TCP may be gone while this socket is open."""
+        return self.plain if self._rdma is None or self._closed else self._rdma.socket
 
     def get_inheritable(self) -> bool:
         """As `socket.socket.get_inheritable`."""
@@ -419,9 +424,14 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is None:
             self.plain.shutdown(flag)
             return
+        if flag == stdlib_socket.SHUT_RDWR:
+            self._rdma.socket.keep_names()
         if flag != stdlib_socket.SHUT_RD:
             try:
-                self._rdma.shut_down_writing()
+                if flag == stdlib_socket.SHUT_RDWR:
+                    self._rdma.shut_down_both()
+                else:
+                    self._rdma.shut_down_writing()
             except _STREAM_ERRORS as error:
                 raise _of_socket(error) from error
             self._write_shut = True

@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import close_with_reset, resets_on_close
 
 if TYPE_CHECKING:
     import trio
@@ -37,6 +37,9 @@ class EndpointOwner(Protocol):
     def connection_closed(self, endpoint: Endpoint) -> None:
         """Its connection is CLOSED and has given everything back."""
 
+    def connection_moved(self) -> None:
+        """A connection that nobody waits for may owe its peer nothing more."""
+
 
 class Endpoint:
     """What one connection core wants of the world (`trio_smc.datapath.connection.Host`).
@@ -64,7 +67,7 @@ class Endpoint:
         self.lingers = True
         """SO_LINGER is on, for all that is known here."""
         self.abandoned = False
-        """Aborted because its stack was left; nobody waits for it."""
+        """Closed because its stream was forgotten or its stack left; nobody waits for it."""
 
     def adopt(self, sock: trio.socket.SocketType) -> None:
         """The rendezvous is complete: the TCP connection ends with the SMC-R connection."""
@@ -72,9 +75,38 @@ class Endpoint:
         self._stack.tcp_watch.add(sock, self)
 
     def forgotten(self) -> None:
-        """The stream was collected, and nobody had closed it."""
-        self.closed_by_user = True
-        self.connection.abort()
+        """Nobody closes the stream any more: what close(2) does to a socket is done here.
+
+        What was sent still arrives, and the end after it, unless data is unread (4.8.1, 3A).
+        """
+        if self.closed_by_user:
+            return
+        self.closed_by_user = self.abandoned = True
+        self._stack.pump.drain()  # what has come is unread, too
+        if self.sock is not None and resets_on_close(self.sock):
+            self.connection.abort()
+        else:
+            self.connection.disown()
+        self._watch_delivery()
+
+    def _watch_delivery(self) -> None:
+        """Have whoever leaves the stack look again, from time to time."""
+        self._stack.connection_moved()
+        if self.connection.state != "CLOSED":
+            self.connection.on_writable = self._watch_delivery
+
+    @property
+    def owes(self) -> bool:
+        """Whether leaving the stack now could cost the peer something.
+
+        A user who has closed a stream gets its end in order.  Of the others data and C must have
+        arrived; on RoCE the peer must have taken the data, too: a kernel drops what was not read
+        when its link group ends.
+        """
+        connection = self.connection
+        if not self.abandoned or connection.ending:
+            return True
+        return self.group.rnic.kind == "roce" and not connection.sender.quiet
 
     # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 

@@ -59,8 +59,8 @@ class OpenStream(Protocol):
     def socket(self) -> Any:
         """The TCP connection."""
 
-    def abort(self) -> None:
-        """Reset it."""
+    def close(self) -> None:
+        """Close it, as close(2) does."""
 
 
 class GroupTable:
@@ -244,6 +244,16 @@ class GroupTable:
         self._short_connections.closed(connection, size)
         self._ended()
 
+    def connection_moved(self) -> None:
+        """A connection that nobody waits for may owe its peer nothing more."""
+        self._ended()
+
+    def ended_endpoint(self, connection: Connection, group: LinkGroup) -> Endpoint:
+        """For the stream of a connection that was CLOSED before there was one."""
+        endpoint = Endpoint(self, group, connection.rmbe)
+        endpoint.connection = connection
+        return endpoint
+
     def handshake(self) -> _Handshake:
         """Around a handshake: counts it, and whether it ended the TCP connection."""
         return _Handshake(self.handshakes)
@@ -281,24 +291,23 @@ class GroupTable:
 
     # --- the end ---------------------------------------------------------------------------
 
-    def abort_open(self) -> list[str]:
-        """Abort what nobody has closed; a sentence about each."""
+    def close_open(self) -> list[str]:
+        """Close what nobody has closed, as close(2) does; a sentence about each."""
         said: list[str] = []
         for endpoint in list(self.endpoints.values()):
             if not endpoint.closed_by_user:
                 said.append(f"{endpoint.connection!r} was open when its stack was closed")
-                endpoint.abandoned = True
-                endpoint.connection.abort()
+                endpoint.forgotten()
         for stream in list(self.tcp_streams):
             if stream.socket.fileno() >= 0:
                 said.append(f"{stream!r} was open when its stack was closed")
-                stream.abort()
+                stream.close()
         return said
 
     @property
     def owing(self) -> bool:
-        """Whether connections whose streams were closed have still something to do."""
-        return any(not endpoint.abandoned for endpoint in self.endpoints.values())
+        """Whether connections have still something to do for their peers."""
+        return any(endpoint.owes for endpoint in self.endpoints.values())
 
     def lose_links(self) -> None:
         """Free all groups now, whatever their peers think."""

@@ -12,9 +12,10 @@ a default stack, which runs in a system task of the Trio run and is closed when 
 task is done.
 
 Leaving a stack (`Runtime.shut_down`): listeners are closed and calls under way end with
-ClosedResourceError; streams still open are aborted with a ResourceWarning; connections whose
-streams were closed get `shutdown_timeout` to finish; link groups are terminated in order; then
-the nursery is cancelled and the RNICs are closed.
+ClosedResourceError; streams still open are closed as close(2) closes a socket, with a
+ResourceWarning; connections get `shutdown_timeout`, all of them together, to finish; link groups
+are terminated in order; then the nursery is cancelled and the RNICs are closed.  SIGINT ends the
+waiting: `_Interrupts`.
 
 A forked child shares the memory, sockets and threads' work of its parent's stacks without being
 able to go on with any of it, so a hook at fork makes all of them unusable there.
@@ -22,20 +23,25 @@ able to go on with any of it, so a hook at fork makes all of them unusable there
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.datapath.connection import Connection
+from trio_smc.datapath.receiver import Receiver
+from trio_smc.datapath.sender import Sender
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
@@ -55,6 +61,8 @@ LOGGER = logging.getLogger("trio_smc")
 
 _HANDSHAKE_SPINS = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
+_LAST_WORDS = 0.5
+"""Seconds that link groups have at least to end in order, when `shutdown_timeout` is over."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
 
 
@@ -164,7 +172,7 @@ class Runtime:
 
     def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
         self.config = config
-        self.pump = Pump(spin=config.spin)
+        self.pump = Pump(spin=config.spin, wake=config.wake)
         self.timers = Timers(clock, self._timer_is_earlier)
         self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.discovery = Discovery(config.private_directory(), self.spinner)
@@ -183,6 +191,7 @@ class Runtime:
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
         self._forked = False
+        self._hurried = False  # no wait of `shut_down` is worth it any more
         self._supported = sys.platform == "linux"
         self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         if self._supported:
@@ -311,31 +320,42 @@ class Runtime:
             raise trio.ClosedResourceError("the stack is closed") from self.failure
 
     async def shut_down(self) -> None:
-        """Finish in order, ``shutdown_timeout`` at most for each of three steps; ends `run`."""
+        """Finish in order, for about ``shutdown_timeout`` at most, or until SIGINT; ends `run`."""
         if self._forked:
             return  # all of it belongs to the parent
         with trio.CancelScope(shield=True):
-            await self._finish()
-            self._scope.cancel()
-            await self._ended.wait()
+            try:
+                with _INTERRUPTS.told_to(self):
+                    await self._finish()
+            finally:
+                self._scope.cancel()
+                await self._ended.wait()
 
     async def _finish(self) -> None:
         self.closing = True
         self._close_listeners()
         for work in list(self._under_way):
             work.cancel()
-        await self._wait_while(lambda: bool(self._under_way))
-        self.unclosed = self.groups.abort_open()
-        await self._wait_while(lambda: self.groups.owing)
+        patience = self.config.shutdown_timeout
+        deadline = trio.current_time() + patience
+        await self._wait_while(lambda: bool(self._under_way), deadline)
+        self.unclosed = self.groups.close_open()
+        await self._wait_while(lambda: self.groups.owing, deadline)
         for group in list(self.groups.groups):
             group.terminate()
-        await self._wait_while(lambda: bool(self.groups.groups))
+        last = trio.current_time() + min(patience, _LAST_WORDS)
+        await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
 
-    async def _wait_while(self, condition: Callable[[], bool]) -> None:
-        with trio.move_on_after(self.config.shutdown_timeout):
-            while condition():
+    async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        with trio.move_on_at(deadline):
+            while condition() and not self._hurried:
                 self._something_ended = trio.Event()
                 await self._something_ended.wait()
+
+    def hurry(self) -> None:
+        """Wait for nothing and nobody any more."""
+        self._hurried = True
+        self._something_ended.set()
 
     def _has_ended(self) -> None:
         """A call, a connection or a link group."""
@@ -371,18 +391,60 @@ class Runtime:
         self.discovery.abandon()
         self.pump.abandon()
         for endpoint in self.groups.endpoints.values():
-            endpoint.connection.__class__ = _ForkedConnection
+            connection = endpoint.connection
+            for part in (connection.receiver, connection.sender, connection):
+                part.__class__ = _IN_FORKED_CHILD[type(part)]
 
 
-class _ForkedConnection(Connection):
-    """What becomes of a connection in a forked child; costs nothing where nobody forks."""
-
-    __slots__ = ()
-
-    def __getattribute__(self, name: str) -> NoReturn:
-        raise RuntimeError(_FORKED)
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError(_FORKED)
 
 
+_IN_FORKED_CHILD: Final = {
+    kind: type(f"Forked{kind.__name__}", (kind,), {"__slots__": (), "__getattribute__": _refuse})
+    for kind in (Connection, Receiver, Sender)
+}
+"""What becomes of a connection and its halves, which streams hold; free where nobody forks."""
+
+
+class _Interrupts:
+    """SIGINT while stacks are being left: they wait no longer, and the program has it as well.
+
+    Trio keeps an interrupt that comes behind its main task until the run is over.
+    """
+
+    def __init__(self) -> None:
+        self._leaving: set[Runtime] = set()
+        self._before: Callable[[int, FrameType | None], object] | None = None
+
+    @contextlib.contextmanager
+    def told_to(self, runtime: Runtime) -> Iterator[None]:
+        """Tell this one, too, while it is being left."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if not self._leaving and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self._interrupted)
+        self._leaving.add(runtime)
+        try:
+            yield
+        finally:
+            self._leaving.remove(runtime)
+            if not self._leaving and signal.getsignal(signal.SIGINT) == self._interrupted:
+                signal.signal(signal.SIGINT, self._before)
+                self._before = None  # it knows the whole run
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        for runtime in list(self._leaving):
+            with contextlib.suppress(trio.RunFinishedError):
+                runtime.trio_token.run_sync_soon(runtime.hurry)
+        if self._before is not None:
+            self._before(number, frame)
+
+
+_INTERRUPTS = _Interrupts()
 _RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 

@@ -129,7 +129,7 @@ class ConnectionChart(Chart):
     ignore(ACTIVE, "abort_sent abort_timeout", rfc=_NEVER)
     edge(ACTIVE, "close_timeout", PEERABORTWAIT, when="close_pending", do=_RESET, rfc=_STALLED)
     ignore(ACTIVE, "close_timeout", rfc=_NEVER)
-    edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp purge fail_links_lost",
+    edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp purge_unsent fail_links_lost",
          rfc="4.8.3; Linux V3: no A without a link")
     edge(ACTIVE, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 

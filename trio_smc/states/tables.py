@@ -45,7 +45,7 @@ CONNECTION = Table(
         ("ACTIVE", "abort_sent"): (Edge((), "ACTIVE", (), True, "not possible"),),
         ("ACTIVE", "abort_timeout"): (Edge((), "ACTIVE", (), True, "not possible"),),
         ("ACTIVE", "close_timeout"): (Edge((Guard("close_pending", False),), "PEERABORTWAIT", ("send_abort", "reset_tcp", "purge", "arm_abort_timer"), False, "4.8.2 (second bullet)"), Edge((), "ACTIVE", (), True, "not possible")),
-        ("ACTIVE", "links_lost"): (Edge((), "CLOSED", ("reset_tcp", "purge", "fail_links_lost"), False, "4.8.3; Linux V3: no A without a link"),),
+        ("ACTIVE", "links_lost"): (Edge((), "CLOSED", ("reset_tcp", "purge_unsent", "fail_links_lost"), False, "4.8.3; Linux V3: no A without a link"),),
         ("ACTIVE", "rmbe_conflict"): (Edge((), "CLOSED", ("reset_tcp", "purge", "fail_reset"), False, "4.4.2"),),
         ("PEERCLOSEWAIT1", "established"): (Edge((), "PEERCLOSEWAIT1", (), True, "repeated or late: ignored"),),
         ("PEERCLOSEWAIT1", "shutdown_wr"): (Edge((), "PEERCLOSEWAIT1", (), True, "repeated or late: ignored"),),

@@ -17,7 +17,7 @@ import errno
 import operator
 import os
 import warnings
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
@@ -71,7 +71,7 @@ class StreamEndpoint(Protocol):
     lingers: bool
     """Set here: SO_LINGER is on."""
     abandoned: bool
-    """The connection was aborted because its stack was left."""
+    """The connection was closed because its stack was left."""
 
     @property
     def group(self) -> KeptAlive:
@@ -120,8 +120,10 @@ class RdmaStream(SmcStream):
         link_group: LinkGroupView,
         sock: trio.socket.SocketType,
         config: Config,
+        accepted: Any = None,
     ) -> None:
-        self.socket = SmcSocket(sock)
+        """``accepted``: of a server, the peer's address as ``accept`` gave it."""
+        self.socket = SmcSocket(sock, accepted)
         self.link_group = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
@@ -152,7 +154,7 @@ class RdmaStream(SmcStream):
         self._options.inherit(options)
 
     def __del__(self) -> None:
-        """A stream that nobody closed is reset."""
+        """A stream that nobody closed is closed as close(2) closes a socket."""
         endpoint = self._endpoint
         if self._closed or endpoint.abandoned:
             return
@@ -411,6 +413,20 @@ class RdmaStream(SmcStream):
         self._deaf = True
         self._wake(_READER)
 
+    def shut_down_both(self) -> None:
+        """Close (RFC 7609, 4.8.1, 3A), as the end of both directions of a stream that stays open.
+
+        Whoever receives is at the end from now on; `close` has nothing more to do.
+
+        Raises:
+          trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
+        """
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+        if self._core.error is not None:
+            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._end()
+
     # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
 
     async def wait_urgent(self) -> UrgentState:
@@ -511,10 +527,15 @@ class RdmaStream(SmcStream):
         return parked
 
     def _close_now(self) -> None:
-        self._closed = self._deaf = True
-        self._endpoint.closed_by_user = True
-        self._drain()
-        self._core.close()
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        self._deaf = True
+        if not self._endpoint.closed_by_user:
+            self._endpoint.closed_by_user = True
+            self._drain()
+            self._core.close()
         # The core wakes them when its state changes; a close that waits for data changes none.
         for waiter in (_READER, _WRITER, _URGENT):
             self._wake(waiter)

@@ -6,6 +6,7 @@ would be a protocol violation.  So nothing that moves data is here.
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,13 +23,25 @@ class SmcSocket:
     """The TCP connection of an SMC-R stream: `SmcStream.socket` while the mode is "smc-r".
 
     Once the connection is CLOSED its descriptor is gone, and everything but ``family``, ``type``,
-    ``proto`` and `fileno` raises OSError (EBADF).
+    ``proto`` and `fileno` raises OSError (EBADF), and so do names unless they were kept.
     """
 
-    __slots__ = ("_sock",)
+    __slots__ = ("_accepted", "_names", "_sock")
 
-    def __init__(self, sock: trio.socket.SocketType) -> None:
+    def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
+        """``accepted``: the peer's address, as ``accept`` gave it."""
         self._sock = sock
+        self._accepted = accepted
+        self._names: tuple[Any, Any] | None = None
+
+    def keep_names(self) -> None:
+        """Have both names also when the descriptor is gone."""
+        if self._names is None:
+            try:
+                peer = self.getpeername()
+            except OSError:
+                peer = None  # it has reset TCP already
+            self._names = self._sock.getsockname(), peer
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -51,11 +64,19 @@ class SmcSocket:
 
     def getsockname(self) -> Any:
         """The local address, as `socket.socket.getsockname` gives it."""
-        return self._sock.getsockname()
+        return self._names[0] if self._names is not None else self._sock.getsockname()
 
     def getpeername(self) -> Any:
         """The peer's address, as `socket.socket.getpeername` gives it."""
-        return self._sock.getpeername()
+        if self._names is not None and self._names[1] is not None:
+            return self._names[1]
+        try:
+            return self._sock.getpeername()
+        except OSError as error:
+            # The peer of a socket may have reset TCP before `accept` handed it out.
+            if error.errno != errno.ENOTCONN or self._accepted is None:
+                raise
+            return self._accepted
 
     @overload
     def getsockopt(self, level: int, optname: int, /) -> int: ...

@@ -105,6 +105,11 @@ class TcpStream(SmcStream):
         """As `trio.socket.SocketType.is_readable`."""
         return self.socket.fileno() < 0 or self.socket.is_readable()
 
+    def close(self) -> None:
+        """As close(2)."""
+        self._urgent.closing()
+        self.socket.close()
+
     def abort(self) -> None:
         """Close with RST."""
         self._urgent.closing()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -125,7 +126,8 @@ def explain_listener(address: str, port: int, directory: Path) -> Obstacle:
     uid = found[0].uid
     if uid != os.geteuid():
         text = f"the listener belongs to user {uid}, this process to {os.geteuid()}"
-        return Obstacle(text, "run both processes as one user", uid=uid)
+        remedy = "run both processes as one user, or let a group of both share a directory"
+        return Obstacle(text, remedy, uid=uid)
     inodes = {each.inode for each in found}
     pid = next((pid for pid in _own_processes() if inodes & _sockets(pid)), None)
     if pid is None:
@@ -211,8 +213,12 @@ def _interpreter(pid: int) -> str | None:
     """The Python as it was called, which is what finds its environment."""
     with contextlib.suppress(OSError):
         called = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
-        if os.path.isabs(called) and is_python(called) and os.path.exists(called):
-            return called
+        if os.path.dirname(called):
+            found = os.path.join(os.readlink(f"/proc/{pid}/cwd"), called)
+        else:
+            found = shutil.which(called, path=_environment(pid).get("PATH")) or ""
+        if is_python(called) and os.path.exists(found):
+            return found
     return None
 
 

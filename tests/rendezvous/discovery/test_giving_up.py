@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -22,7 +24,8 @@ from tests.rendezvous.discovery.world import (
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages, publication
-from trio_smc.rendezvous.discovery.same_host import Discovery
+from trio_smc.rendezvous.discovery.publication import Claim, Claims, Client
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
 async def test_a_client_that_withdraws(private: Path) -> None:
@@ -149,20 +152,40 @@ async def test_an_announcement_that_no_connection_follows_is_forgotten(
 
 
 @pytest.mark.parametrize("stacks", [1, 2])
-async def test_a_second_announcement_of_a_connection_replaces_the_first(
-    stacks: int, private: Path
-) -> None:
+async def test_two_announcements_of_one_connection(stacks: int, private: Path) -> None:
+    """Sockets may share a port, and one of them connects: who announced it nobody can tell."""
     one = Discovery(private)
     other = one if stacks == 1 else Discovery(private)
     async with serving(private) as server, bound() as client:
         first = await announce(one, client, server.address)
-        second = await announce(other, client, server.address)
+        second = await other.announce(client.getsockname(), server.address, soon(), client)
         await client.connect(server.address)
         connection, claim = await server.accept()
         with connection:
-            assert claim is not None
-            await both_go(Both(client, second, connection, claim))
-            assert await first.accepted(soon(SHORT)) is FallbackReason.PEER_NOT_CAPABLE
+            assert await first.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+            if stacks == 1:
+                assert second is FallbackReason.PEER_NOT_CAPABLE
+                assert claim is None or not await claim.confirm(connection, soon())
+            else:
+                assert claim is None
+                assert isinstance(second, Announcement)
+                assert await second.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
+
+
+@pytest.mark.parametrize("connects", ["first", "second"])
+async def test_an_announcement_of_a_connection_that_was_accepted(
+    connects: str, private: Path
+) -> None:
+    """The other one, which cannot connect, withdraws; whose connection it was is answered."""
+    async with claimed(private) as both:
+        again = await announce(private, both.client, both.connection.getsockname())
+        if connects == "first":
+            again.close()
+            await both_go(both)
+        else:
+            both.announcement.close()
+            assert not await both.claim.confirm(both.connection, soon())
+            assert await again.accepted(soon()) is FallbackReason.PEER_NOT_CAPABLE
 
 
 @pytest.mark.parametrize("impatient", [0, 1, 2])
@@ -198,3 +221,18 @@ async def test_of_three_who_wait_one_gives_up(impatient: int, private: Path) -> 
         assert set(answers.values()) == {None}
         background.cancel_scope.cancel()
     asking.close()
+
+
+def test_another_clients_withdrawal_is_not_heard() -> None:
+    """Every process of the user can say that it withdraws a connection."""
+    key = bytes(range(36))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        client, stranger = Client(ours), Client(theirs)
+        claims = Claims()
+        unused: Any = None
+        claim = claims.taken[key] = Claim(unused, client, key)
+        claims.withdrawn(stranger, key)
+        assert not claim.withdrawn
+        claims.withdrawn(client, key)
+        assert claim.withdrawn

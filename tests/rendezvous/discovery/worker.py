@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
+from trio_smc.rendezvous.discovery.same_host import Discovery, Publication, Search
 
 WAIT = 10.0
 
@@ -23,7 +23,8 @@ async def serve(stream: trio.SocketStream, publication: Publication | None) -> N
         word = "tcp"
         if publication is not None:
             local, remote = stream.socket.getsockname(), stream.socket.getpeername()
-            claim = publication.claim(local[:2], remote[:2])
+            found = publication.claim(local[:2], remote[:2])
+            claim = await found.finish() if isinstance(found, Search) else found
             if claim is not None and await claim.confirm(stream.socket, trio.current_time() + WAIT):
                 word = "smc-r"
         sys.stdout.write(word + "\n")

@@ -11,7 +11,13 @@ from typing import NamedTuple
 import trio
 
 from trio_smc._base.reasons import FallbackReason
-from trio_smc.rendezvous.discovery.same_host import Announcement, Claim, Discovery, Publication
+from trio_smc.rendezvous.discovery.same_host import (
+    Announcement,
+    Claim,
+    Discovery,
+    Publication,
+    Search,
+)
 
 LONG = 10.0  # a deadline that is not meant to pass, seconds
 SHORT = 0.05  # one that is
@@ -32,7 +38,8 @@ class Server:
     async def accept(self) -> tuple[trio.socket.SocketType, Claim | None]:
         connection, _ = await self.listening.accept()
         local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
-        return connection, self.publication.claim(local, remote)
+        found = self.publication.claim(local, remote)
+        return connection, await found.finish() if isinstance(found, Search) else found
 
 
 @contextlib.asynccontextmanager

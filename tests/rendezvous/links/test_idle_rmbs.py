@@ -161,6 +161,11 @@ def test_an_rmb_is_freed_after_the_reply_and_not_used_meanwhile() -> None:
         before = len(client.group.own_rmbs)
         assert len(leaving) == before - 2
         assert all(rmb.memory.size for rmb in leaving)
+        for link in client.group.links.values():
+            # The peer may write until it has replied: its RKeys are good so long.
+            assert isinstance(link.qp, PlainQueuePair)
+            rkeys = [client.group.own_rmbs.region(rmb, link).rkey for rmb in leaving]
+            assert set(rkeys) <= set(link.qp.domain.regions)
         assert client.group.exchanges.state == "CHANGE_RKEYS"
         calls = [world.call(client, server, size=BIG) for _ in range(2)]
         world.settle()

@@ -77,6 +77,29 @@ def test_the_clients_notice_names_its_new_rnic_only() -> None:
         assert server.group.kind == "symmetric"
 
 
+@pytest.mark.rfc("3.5.5.1.2/4")
+def test_a_notice_that_nobody_answers_is_no_error() -> None:
+    with World() as world:
+        client, server = world.side(), world.side(rnics=2)
+        call = world.connect(client, server)
+        client.record()
+        ends = client.group.links[1].qp
+        world.fabric.tamper = lambda qp, m: (
+            [] if qp is ends and m[0] == llc.MessageType.ADD_LINK else [m]
+        )
+        client.add_rnic()
+        world.settle()
+        assert transcript(client) == [NOTICE]
+        assert client.group.exchanges.state == "IDLE"
+        done: list[object] = []
+        client.group.request_element(4 * SIZE, done.append)
+        world.settle()
+        assert done[0] is not None
+        world.pass_time(30.0)
+        assert client.group.links[1].state == "ACTIVE"
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
 @pytest.mark.rfc("2.2.2/2", "2.2.2/8", "2.2.2/9", "3.5.5.1.1/4", "3.5.5.1.2/3")
 def test_at_the_maximum_nobody_asks_or_offers() -> None:
     """2.2.2, 3.5.5.1.1, 3.5.5.1.2."""
@@ -350,6 +373,18 @@ def test_links_that_nobody_uses_go_and_come_back() -> None:
         assert len(server.group.links) == 4
         for call in calls:
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.rfc("3.5.5.1.4/4")
+def test_a_client_does_not_ask_on_account_of_idle_links() -> None:
+    with World() as world:
+        client = world.side(Config(link_group_idle=1), rnics=4)
+        server = world.side(Config(link_group_idle=100_000), rnics=4)
+        world.connect(client, server)
+        client.record()
+        world.pass_time(3000.0)
+        assert messages(client, llc.DeleteLink) == []
+        assert len(client.group.links) == 4
 
 
 def test_links_in_use_stay() -> None:

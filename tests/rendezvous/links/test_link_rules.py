@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.rendezvous.links.link_group_rules import known, registered
 from tests.rendezvous.links.llc_wire import Stage
 from tests.rendezvous.rendezvous_pair import SIZE, World, exchange
+from tests.rnic.memory_rnic import DEPTH, PlainQueuePair
+from tests.wire import vectors
 from trio_smc.rendezvous.links import own_rmbs
+from trio_smc.rendezvous.links.link import Link
 from trio_smc.wire import llc
 
 BIG = 4 * SIZE
@@ -127,7 +131,31 @@ def test_connections_move_before_the_peer_is_told(world: World, place: int) -> N
     assert stage.works()
 
 
-@pytest.mark.rfc("3.5.5.1.3/1", "3.5.5.1.4/2", "3.5.5.1.4/3", "2.3/2")
+@pytest.mark.rfc("3.5.5.1.4/2", "3.5.5.1.4/3")
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_client_asks_for_a_link_to_be_deleted_now_or_when_it_suits(
+    world: World, orderly: bool
+) -> None:
+    """In order the server lets what it has written arrive; else the link is dead at once."""
+    stage = Stage(world, (2, 2))
+    connection = stage.call.server.connection
+    assert isinstance(connection.channel, Link)
+    link = connection.channel
+    stage.client.group.delete_link(link.number, orderly=orderly)
+    world.until(lambda: any("DELETE_LINK" in name for name in stage.log))
+    connection.send(memoryview(b"on its way"))
+    asked = llc.DeleteLink(orderly=orderly, link_number=link.number, reason=0x00020000)
+    (other,) = [each for each in stage.server.group.links.values() if each is not link]
+    stage.server.group.on_llc_untrusted(other, asked.encode())
+    assert link.state == ("LEAVING" if orderly else "DOWN")
+    assert (link.qp.state.value == "RTS") is orderly
+    world.settle()
+    assert stage.links() == [other.number]
+    assert stage.call.client.connection.receiver.receive(100) == b"on its way"
+    assert stage.works()
+
+
+@pytest.mark.rfc("3.5.5.1.3/1", "3.5.5.1.4/2", "2.3/2")
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("orderly", [False, True])
 def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: bool) -> None:
@@ -142,6 +170,49 @@ def test_connections_of_a_deleted_link_move(world: World, place: int, orderly: b
         assert connection.channel.number == 2
         assert connection.receiver.receive(100) == text
     assert stage.works()
+
+
+class _Poster:
+    """A connection that fills a link."""
+
+    def on_room(self) -> None:
+        pass
+
+    def on_cdc_complete(self, sequence: int) -> None:
+        pass
+
+
+def test_a_link_full_of_data_has_room_for_llc_messages(world: World) -> None:
+    client, server = world.side(), world.side()
+    call = world.connect(client, server)
+    link = client.group.links[1]
+    poster: Any = _Poster()
+    posted = 0
+    while link.capacity():
+        link.post_cdc(poster, vectors.CDC["no flags"][1])
+        posted += 1
+    assert 0 < posted < DEPTH
+    for _ in range(32):
+        link.send_llc(llc.OptionalMessage(data=b"\x8f\x2c".ljust(44, b"\0")))
+    assert link.state == "ACTIVE"
+    assert isinstance(link.qp, PlainQueuePair)
+    assert len(link.qp.work) == posted + 32
+    world.settle()
+    assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_closed_queue_pair_is_nothing_to_the_pump(world: World, orderly: bool) -> None:
+    stage = Stage(world, (2, 2))
+    gone = [side.group.links[2] for side in (stage.client, stage.server)]
+    stage.server.group.delete_link(2, orderly=orderly)
+    world.settle()
+    for side, link in zip((stage.client, stage.server), gone, strict=True):
+        lane = side.stack.pump._lane(link.rnic)
+        assert link.qp.qp_num not in lane.sinks
+        assert link.qp.qp_num not in lane.queue_pairs
+        (kept,) = side.group.links.values()
+        assert kept.qp.qp_num in side.stack.pump._lane(kept.rnic).sinks
 
 
 @pytest.mark.rfc("3.5.1.6.4/2", "C.7/5")

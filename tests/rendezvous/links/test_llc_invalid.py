@@ -121,8 +121,16 @@ def test_what_comes_on_a_link_that_has_failed_at_the_client(world: World) -> Non
     stage.server.group.request_element(4 * SIZE, done.append)
     world.fabric.deliver(1)
     assert stage.log == ["S1 CONFIRM_RKEY"]
+    record = stage.server.record()
     stage.client.group.links[1].machine.send("failed")
     world.pass_time(10.0)
+    (again,) = [
+        llc.decode_untrusted(data)
+        for kind, way, data in record.messages()
+        if (kind, way) == ("llc", "out") and data[0] == llc.MessageType.CONFIRM_RKEY
+    ]
+    assert isinstance(again, llc.ConfirmRkey)
+    assert 1 not in {each.link_number for each in again.others}, "not the old message"
     assert stage.log[1] == "C2 DELETE_LINK 1"
     assert "C1 CONFIRM_RKEY reply" not in stage.log
     assert stage.log.index("S2 DELETE_LINK 1") < stage.log.index("S2 CONFIRM_RKEY")  # 2.3: anew

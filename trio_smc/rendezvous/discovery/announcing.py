@@ -123,14 +123,6 @@ class Announcement:
             self.reason = message.reason
         self.answered = self.reason is None or not self.asked
 
-    def forsake(self) -> None:
-        """Another announcement of the same connection takes its place."""
-        for server in self.asked:
-            server.announced.discard(self)
-        self.asked = []
-        self.answered = True
-        self._owner.wake(self)
-
     def __enter__(self) -> Self:
         return self
 
@@ -335,12 +327,14 @@ class Announcer:
             return None
         if not found.servers:
             return FallbackReason.PEER_NOT_CAPABLE
-        announcement = Announcement(self, messages.four_tuple(source, destination))
+        announcement = self._new(source, destination)
+        if announcement is None:
+            return FallbackReason.PEER_NOT_CAPABLE
         for server in found.servers:
             if not announcement.tell(server):
                 announcement.close()
                 return None
-        return self._register(announcement)
+        return announcement
 
     async def announce(
         self, source: tuple[str, int], destination: tuple[str, int], sock: AnySocket | None
@@ -351,12 +345,14 @@ class Announcer:
           DirectoryUnusable, OSError: nobody can be asked.
         """
         servers: list[Server] = []
-        announcement = Announcement(self, messages.four_tuple(source, destination))
         # The name of a process that is gone is removed only by who cannot connect to it.
         self._hear_ends()
+        namespace = self._lookups.namespace(sock)
+        reason = await self._lookups.look_up(servers, namespace, source[0], destination)
+        announcement = self._new(source, destination)
+        if announcement is None:
+            return FallbackReason.PEER_NOT_CAPABLE
         try:
-            namespace = self._lookups.namespace(sock)
-            reason = await self._lookups.look_up(servers, namespace, source[0], destination)
             for server in servers:
                 # Nobody says when its queue has room.
                 while server.is_open and not announcement.tell(server):  # noqa: ASYNC110
@@ -364,13 +360,21 @@ class Announcer:
         except BaseException:
             announcement.close()
             raise
-        return self._register(announcement) if announcement.asked else reason
+        if announcement.asked:
+            return announcement
+        announcement.close()
+        return reason
 
-    def _register(self, announcement: Announcement) -> Announcement:
+    def _new(self, source: tuple[str, int], destination: tuple[str, int]) -> Announcement | None:
+        """An announcement that nobody knows of yet; None: another one has these addresses."""
+        announcement = Announcement(self, messages.four_tuple(source, destination))
         older = self._announced.get(announcement.key)
         if older is not None:
-            # The new one is bound to the port, so the old one no longer is.
-            older.forsake()
+            # Two sockets want one port, and one of them is going to have it: nobody could tell
+            # which, so both are TCP.
+            older.close()
+            self.wake(older)
+            return None
         self._announced[announcement.key] = announcement
         return announcement
 

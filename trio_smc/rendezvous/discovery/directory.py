@@ -73,7 +73,7 @@ class NewSocket:
         Raises:
           DirectoryUnusable: why it cannot be made.
         """
-        self._private = private
+        self._private, self._below, self._backlog = private, name, backlog
         self._path = f"{namespace_path()}/{name}"
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
@@ -97,6 +97,14 @@ class NewSocket:
             finally:
                 root.close()
         self._directory.remove_stale()
+
+    def is_there(self) -> bool:
+        """Whether its name still leads to it."""
+        return os.path.exists(f"{self._private}/{self._path}/{self._name}")
+
+    def renewed(self) -> NewSocket:
+        """Another one for the same listener.  Raises DirectoryUnusable."""
+        return NewSocket(self._private, self._below, self._backlog)
 
     def remove(self) -> None:
         """Take the name away, and directories that nobody uses; the listener stays open."""

@@ -18,32 +18,39 @@ import errno
 import logging
 import select
 import socket
+from collections import Counter
 from functools import partial
 
 import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
-from trio_smc.host.private_directory import is_admitted
+from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
+    "BACKLOG",
     "Claim",
     "Claims",
     "Client",
     "Publication",
+    "Search",
 ]
 
 
 _log = logging.getLogger(__name__)
 
+BACKLOG = 1024  # Unix connections that wait to be let in
 _MAX_CLIENTS = 1024  # Unix connections per publication, each of them a descriptor
 _ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
 _EVENTS_AT_ONCE = 64
+_AT_ONCE = 64  # packets and clients that a claim looks through before other tasks have their turn
+_MOST_QUEUED = 1024  # packets of one client that nobody has read: many times what a queue holds
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
+_NAME_INTERVAL = 10.0  # how often to look whether the socket still has its name, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -99,20 +106,20 @@ class Claim:
         Raises OSError (ETIMEDOUT) when the client decided nothing in time.  Then, and when this
         is cancelled, nobody knows here what the client is going to say: close the TCP connection.
         """
-        publication, client = self._publication, self._client
+        publication = self._publication
         try:
             if not self._told:
                 self.accept()
             if self._is_over() or not self._told:
                 return False
             while not await publication.wait(connection):
-                publication.hear_all(client)
+                self._hear()
                 if self._is_over():
                     return False
                 if trio.current_time() >= deadline:
                     raise OSError(errno.ETIMEDOUT, "the client announced SMC-R and says nothing")
             # Before a client sends anything else than CLC it withdraws.
-            publication.hear_all(client)
+            self._hear()
             return not self._is_over()
         finally:
             self._settle()
@@ -123,12 +130,53 @@ class Claim:
             self._client.tell(messages.refused(reason, self._key))
             self._settle()
 
+    def _hear(self) -> None:
+        if not self._publication.hear_all(self._client):
+            raise OSError(errno.ECONNABORTED, "the client says more than anybody could read")
+
     def _is_over(self) -> bool:
         return self._settled or self.withdrawn
 
     def _settle(self) -> None:
         self._settled = True
         self._publication.claims.forget(self._key, self)
+
+
+class Search:
+    """Looking for the announcement of an accepted TCP connection, in turns.
+
+    It lies in some queue since before the TCP connection was made.  So who has been read for
+    longer than a queue holds has not announced it, and whoever came meanwhile neither.
+
+    Attributes:
+      claim: what was found.
+    """
+
+    def __init__(self, publication: Publication, key: bytes) -> None:
+        self._publication = publication
+        self._key = key
+        self._heard: Counter[Client | None] = Counter()
+        self.claim: Claim | None = None
+
+    def look(self) -> bool:
+        """Have a turn; whether that was all."""
+        came = 0
+        while True:
+            self.claim = self._publication.take_pending(self._key)
+            if self.claim is not None:
+                return True
+            some = self._publication.hear_some(self._heard)
+            if not some:
+                return True
+            came += some
+            if came >= _AT_ONCE:
+                return False
+
+    async def finish(self) -> Claim | None:
+        """The claim, or None; other tasks have their turns."""
+        while not self.look():
+            await trio.lowlevel.checkpoint()
+        return self.claim
 
 
 class Claims:
@@ -155,8 +203,12 @@ class Claims:
             self.withdrawn(other, oldest)
         older = self.pending.pop(key, None)
         if older is not None:
-            # The new client is bound to the port, so the old one no longer is.
             older[0].pending.discard(key)
+            if older[0] is not client:
+                # Two want one port, and one of them is going to have it: nobody can tell which.
+                for each in (older[0], client):
+                    each.tell(messages.refused(FallbackReason.PEER_NOT_CAPABLE, key))
+                return
         if len(self.pending) >= _MAX_PENDING:
             client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT, key))
             return
@@ -174,8 +226,14 @@ class Claims:
 
     def forget(self, key: bytes, claim: Claim) -> None:
         """A claim is settled."""
-        if self.taken.get(key) is claim:
-            del self.taken[key]
+        if self.taken.get(key) is not claim:
+            return
+        del self.taken[key]
+        other = self.pending.pop(key, None)
+        if other is not None:
+            # It may be the connection of this one; it is in the hands of the program by now.
+            other[0].pending.discard(key)
+            other[0].tell(messages.refused(FallbackReason.PEER_NOT_CAPABLE, key))
 
     def lost(self, client: Client) -> None:
         """Nothing it has announced can be claimed any more; claims know already."""
@@ -216,21 +274,23 @@ class Publication:
         self._moves: select.epoll | None = None
         self._nap = trio.CancelScope()  # around the task's sleep
 
-    def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | None:
+    def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | Search | None:
         """Look an accepted TCP connection up; None when its client did not announce itself.
 
         local, remote: its two addresses, text and port.
 
         Never waits: who announces does so before it connects.  Every claim is to be confirmed
-        or refused, or the client waits in vain.
+        or refused, or the client waits in vain.  A search: so much is to be read first that other
+        tasks must have their turn.
         """
         if self._heard is None:
             return None
-        key = messages.four_tuple(remote, local)
-        pending = self.claims.pending
-        found = pending.pop(key, None)
-        while found is None and self._hear():
-            found = pending.pop(key, None)
+        search = Search(self, messages.four_tuple(remote, local))
+        return search.claim if search.look() else search
+
+    def take_pending(self, key: bytes) -> Claim | None:
+        """The claim of a four-tuple that was announced, as far as anybody has listened."""
+        found = self.claims.pending.pop(key, None)
         if found is None:
             return None
         client = found[0]
@@ -300,19 +360,22 @@ class Publication:
             for each in (heard, moves):
                 each.register(made.listener, select.EPOLLIN)
             name = "trio_smc same-host discovery"
-            nursery.start_soon(self._run, made.listener, heard, moves, name=name)
+            nursery.start_soon(self._run, heard, moves, name=name)
             self._listener, self._heard, self._moves = made.listener, heard, moves
+            self._timers.call_later(_NAME_INTERVAL, self._keep_name)
             undo.pop_all()
 
-    async def _run(self, listener: socket.socket, heard: select.epoll, moves: select.epoll) -> None:
+    async def _run(self, heard: select.epoll, moves: select.epoll) -> None:
         try:
-            with listener, heard, moves, self._scope:
+            with heard, moves, self._scope:
                 try:
                     while True:
                         with trio.move_on_at(self._timers.next_deadline()) as self._nap:
                             await trio.lowlevel.wait_readable(moves.fileno())
-                        self._look(listener, moves)
+                        self._look(moves)
                 finally:
+                    if self._listener is not None:
+                        self._listener.close()
                     for client in list(self._clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
@@ -323,18 +386,42 @@ class Publication:
         finally:
             self.close()
 
-    def _look(self, listener: socket.socket, moves: select.epoll) -> None:
+    def _look(self, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
         for number, _ in moves.poll(0, _EVENTS_AT_ONCE):
-            if number == listener.fileno():
+            listener = self._listener
+            if listener is not None and number == listener.fileno():
                 if self._accept(listener) in _EXHAUSTED:
                     moves.modify(listener, 0)
-                    again = partial(moves.modify, listener, select.EPOLLIN)
-                    self._timers.call_later(_EXHAUSTED_INTERVAL, again)
+                    self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
             elif (client := self._clients.get(number)) is not None:
                 self.hear_all(client)
                 self._drop(client)
         self._timers.run_due()
+
+    def _accept_again(self) -> None:
+        if self._moves is not None and self._listener is not None:
+            self._moves.modify(self._listener, select.EPOLLIN)
+
+    def _keep_name(self) -> None:
+        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        made, heard, moves = self._made, self._heard, self._moves
+        if made is None or heard is None or moves is None:
+            return
+        self._timers.call_later(_NAME_INTERVAL, self._keep_name)
+        if made.is_there():
+            return
+        try:
+            renewed = made.renewed()
+        except DirectoryUnusable as error:
+            _log.info("same-host discovery cannot listen again: %s", error)
+            return
+        for each in (heard, moves):
+            each.unregister(made.listener)
+            each.register(renewed.listener, select.EPOLLIN)
+        made.listener.close()
+        made.remove()
+        self._made, self._listener = renewed, renewed.listener
 
     def _waited_enough(self, client: Client) -> None:
         """Who comes and announces nothing has to go."""
@@ -373,25 +460,39 @@ class Publication:
             self.hear_all(client)
         return 0
 
-    def _hear(self) -> bool:
-        """Take one packet of each client that has sent some; False: nobody has."""
-        heard = self._heard
-        if heard is None:
-            return False
-        came = False
-        for number, _ in heard.poll(0, _EVENTS_AT_ONCE):
+    def hear_some(self, heard: Counter[Client | None]) -> int:
+        """Take one packet of each client that has sent some; how many, and clients let in.
+
+        heard: to be counted up for each; None stands for who waits to be let in.
+        """
+        if self._heard is None:
+            return 0
+        came = 0
+        for number, _ in self._heard.poll(0, _EVENTS_AT_ONCE):
             client = self._clients.get(number)
             if client is not None:
-                came = self._take(client) or came
-            elif self._listener is not None and number == self._listener.fileno():
+                came += self._take(client)
+                heard[client] += 1
+                if heard[client] > _MOST_QUEUED:
+                    self._drop(client)
+            elif self._listener is not None and heard[None] <= BACKLOG:
+                # Beyond that, who waits to be let in has come after the search began.
+                came += 1
                 # Without descriptors it goes on being ready.
-                came = self._accept(self._listener) in (0, errno.EAGAIN) or came
+                exhausted = self._accept(self._listener) not in (0, errno.EAGAIN)
+                heard[None] += BACKLOG + 1 if exhausted else _ACCEPTS_AT_ONCE
         return came
 
-    def hear_all(self, client: Client) -> None:
-        """Take all that a client has said; it is dropped when it went or broke the messages."""
-        while client.connection.fileno() >= 0 and self._take(client):
-            pass
+    def hear_all(self, client: Client) -> bool:
+        """Take all that a client has said; it is dropped when it went or broke the messages.
+
+        False: it goes on saying things, more than its queue can have held, and is dropped.
+        """
+        for _ in range(_MOST_QUEUED):
+            if client.connection.fileno() < 0 or not self._take(client):
+                return True
+        self._drop(client)
+        return False
 
     def _take(self, client: Client) -> bool:
         """Take one packet; False: there is none."""

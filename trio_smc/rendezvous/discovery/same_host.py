@@ -47,7 +47,7 @@ from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer, AnySocket
-from trio_smc.rendezvous.discovery.publication import Claim, Publication
+from trio_smc.rendezvous.discovery.publication import BACKLOG, Claim, Publication, Search
 from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
@@ -55,12 +55,12 @@ __all__ = [
     "Claim",
     "Discovery",
     "Publication",
+    "Search",
 ]
 
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -117,7 +117,7 @@ class Discovery:
             return self.publish_nothing(address, FallbackReason.UNSUPPORTED_PLATFORM)
         name = directory.listener_name(*address, dual_stack=dual_stack)
         try:
-            made = directory.NewSocket(self._private, name, _BACKLOG)
+            made = directory.NewSocket(self._private, name, BACKLOG)
         except DirectoryUnusable as error:
             self._warn(error)
             return self.publish_nothing(address, error.reason)

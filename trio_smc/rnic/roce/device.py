@@ -3,7 +3,8 @@
 Theory of operation.  One completion queue on one completion channel serves all queue pairs of an
 RNIC: with pyverbs 44 a channel of two queues cannot be read safely.  The channel's descriptor and
 that of the asynchronous events sit in one epoll instance, which is what `wait_fd` gives:
-level-triggered, so that it stays readable until `service` has taken the event.
+level-triggered, so that it stays readable until `service` has taken the event.  Who wants the
+channel's for itself takes it out (`completion_fd`).
 
 Verbs have no way to look whether something has completed without taking it, so `arm` keeps what
 it finds for the next `poll`.
@@ -109,8 +110,9 @@ class VerbsRnic(Rnic):
                 size = min(_CQ_SIZE, self._context.query_device().max_cqe)
                 self._cq = lib.cq(self._context, size, self._channel)
             self._cq_size = size
-            self._epoll.register(self._channel_fd, select.EPOLLIN)
-            self._epoll.register(self._async_fd, select.EPOLLIN)
+            self._waited = {self._channel_fd, self._async_fd}
+            for fd in self._waited:
+                self._epoll.register(fd, select.EPOLLIN)
         except BaseException:
             self.close()
             raise
@@ -241,6 +243,21 @@ class VerbsRnic(Rnic):
         self._opened()
         return self._epoll.fileno()
 
+    def completion_fd(self) -> int:
+        self._opened()
+        if self._channel_fd in self._waited and not self.failed:
+            self._waited.remove(self._channel_fd)
+            self._epoll.unregister(self._channel_fd)
+        return self._channel_fd
+
+    def quieten(self) -> bool:
+        lib = self._opened()
+        try:
+            self._take_notification(lib)
+        except lib.error as refused:
+            self._fail(str(refused))
+        return not self.failed
+
     def service(self) -> None:
         lib = self._opened()
         # Until nothing is readable: a sleeper that waits for edges sees no second event otherwise.
@@ -292,7 +309,7 @@ class VerbsRnic(Rnic):
         """The device is gone: tell so, once."""
         if self.failed:
             return
-        for fd in (self._channel_fd, self._async_fd):
+        for fd in self._waited:
             self._epoll.unregister(fd)
         _log.warning("%s has failed: %s", self.name, why)
         self.failed = True

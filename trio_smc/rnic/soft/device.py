@@ -40,7 +40,7 @@ from trio_smc.rnic.soft.messages import (
 from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import ReceiveRing, fence
+from trio_smc.rnic.soft.ring import ReceiveRing, fence, quieten_doorbell
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -111,6 +111,8 @@ class SoftRnic(Rnic):
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], None]] = {}
+        self._doorbells: set[int] = set()
+        self._rung: select.epoll | None = None  # tells of them where `wait_fd` does not
         # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
         # yet.
         self._limbo: list[socket.socket] = []
@@ -176,6 +178,9 @@ class SoftRnic(Rnic):
         self.done.clear()
         self._directory.close()
         self._epoll.close()
+        if self._rung is not None:
+            self._rung.close()
+            self._rung = None
         os.close(self._self_wake)
         self.port_active = False
         self._open = False
@@ -206,6 +211,7 @@ class SoftRnic(Rnic):
             raise RnicError(errno.EINVAL, f"receives have {RECEIVE_SIZE} bytes")
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
             raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
+        self._reception.keep_name()  # before anybody is told to come here
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
@@ -291,6 +297,23 @@ class SoftRnic(Rnic):
         self._check_open()
         return self._epoll.fileno()
 
+    def completion_fd(self) -> int:
+        self._check_open()
+        if self._rung is None:
+            with refusals():
+                self._rung = select.epoll()
+            for fd in self._doorbells:
+                self.unwatch(fd)
+                self._rung.register(fd, _EDGES)
+        return self._rung.fileno()
+
+    def quieten(self) -> bool:
+        if self._rung is None:
+            return False
+        for fd, _ in self._rung.poll(0):
+            quieten_doorbell(fd)
+        return True
+
     def service(self) -> None:
         self.look()
         while self._events:
@@ -344,6 +367,22 @@ class SoftRnic(Rnic):
         """Undo `watch`."""
         self._epoll.unregister(fd)
         self._handlers.pop(fd, None)
+
+    def watch_doorbell(self, fd: int) -> None:
+        """Let `completion_fd` report it where that is wanted, else `wait_fd`."""
+        self._doorbells.add(fd)
+        if self._rung is None:
+            self.watch(fd, _EDGES, lambda _: quieten_doorbell(fd))
+        else:
+            self._rung.register(fd, _EDGES)
+
+    def unwatch_doorbell(self, fd: int) -> None:
+        """Undo `watch_doorbell`."""
+        self._doorbells.discard(fd)
+        if self._rung is None:
+            self.unwatch(fd)
+        else:
+            self._rung.unregister(fd)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
         """Those there are, in the order of their making."""
@@ -432,6 +471,17 @@ class Reception:
         self._rnic.unwatch(self._listener.fileno())
         self._listener.close()
         self._directory.remove(self._name)
+
+    def keep_name(self) -> None:
+        """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
+        if self._directory.has(self._name):
+            return
+        self._directory.renew()
+        listener = self._directory.listen(self._name)
+        self._rnic.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._listener = listener
+        self._rnic.watch(listener.fileno(), _EDGES, lambda _: self._accept())
 
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""

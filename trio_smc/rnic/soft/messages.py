@@ -181,12 +181,26 @@ class Directory:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._directory = self._opened()
+        self.group = self._directory.group
+
+    def _opened(self) -> PrivateDirectory:
         try:
-            self._directory = PrivateDirectory.open(path, create=True)
+            return PrivateDirectory.open(self._path, create=True)
         except DirectoryUnusable as problem:
             text = f"the private directory {problem}"
             raise RnicError(problem.number, text) from problem
+
+    def has(self, name: str) -> bool:
+        """Whether there still is a socket of that name, for those who look from outside."""
+        return os.path.exists(f"{self._path}/{name}")
+
+    def renew(self) -> None:
+        """Open it anew: somebody may have removed it.  Raises RnicError."""
+        older, self._directory = self._directory, self._opened()
         self.group = self._directory.group
+        older.close()
 
     def listen(self, name: str) -> socket.socket:
         """A listening socket of that name; it appears only once it can be dialled."""

@@ -70,6 +70,12 @@ class Port(Protocol):
     def unwatch(self, fd: int) -> None:
         """Undo `watch`."""
 
+    def watch_doorbell(self, fd: int) -> None:
+        """Report that ``fd``, a queue pair's doorbell, was rung."""
+
+    def unwatch_doorbell(self, fd: int) -> None:
+        """Undo `watch_doorbell`."""
+
     def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket, or keep it where the other side may not notice yet."""
 

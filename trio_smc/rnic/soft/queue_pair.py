@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 from collections import deque
 from typing import Any, Final, NamedTuple
@@ -34,7 +33,6 @@ from trio_smc.rnic.soft.ring import (
     ReceiveRing,
     Sent,
     make_doorbell,
-    quieten_doorbell,
     ring_doorbell,
 )
 from trio_smc.rnic.verbs import (
@@ -120,7 +118,7 @@ class SoftQueuePair(QueuePair):
             self.ring.close()
             raise
         self._rings = rings
-        rnic.watch(rings, select.EPOLLIN | select.EPOLLET, lambda _: quieten_doorbell(rings))
+        rnic.watch_doorbell(rings)
         self._contact = Contact(rnic, self)
         self._ready: Peer | None = None
         self._closed = False
@@ -168,7 +166,7 @@ class SoftQueuePair(QueuePair):
         self._enter_err()
         done = self._rnic.done
         done[:] = [completion for completion in done if completion.qp_num != self.qp_num]
-        self._rnic.unwatch(self._rings)
+        self._rnic.unwatch_doorbell(self._rings)
         os.close(self._rings)
         os.close(self._doorbell)
         self.ring.close()

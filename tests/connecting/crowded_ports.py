@@ -1,0 +1,205 @@
+"""What `test_ports` runs in a network namespace with few ports; prints what came of it.
+
+Arguments: "count", "reserved", "wanted" or "share", first and last of the system's ports, and, for
+"share", how many clients.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import resource
+import socket
+import struct
+import sys
+from functools import partial
+from pathlib import Path
+
+import trio
+
+import trio_smc
+from trio_smc.connecting.connect import connect_socket
+
+HOST = "127.0.0.1"
+CONFIG = trio_smc.Config(receive_buffer=16384, close_timeout=20, shutdown_timeout=20)
+IP_LOCAL_PORT_RANGE = 51
+SERVERS = 2
+PATIENCE = 60
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def system(name: str, value: str) -> None:
+    Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
+
+
+def plain_servers(count: int) -> list[socket.socket]:
+    made = [socket.socket() for _ in range(count)]
+    for number, each in enumerate(made):
+        each.bind((HOST, 50000 + number))
+        each.listen(4096)
+    return made
+
+
+def count_tcp(addresses: list[tuple[str, int]]) -> list[int]:
+    """How many connections TCP makes to each."""
+    opened: list[socket.socket] = []
+    counts = []
+    for address in addresses:
+        before = len(opened)
+        while True:
+            sock = socket.socket()
+            try:
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                break
+            opened.append(sock)
+        counts.append(len(opened) - before)
+    for sock in opened:  # no TIME_WAIT
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    return counts
+
+
+async def count() -> None:
+    """Connections that TCP and `open_stream` make to two servers of ours and a plain one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    plain = plain_servers(SERVERS + 1)
+    addresses = [each.getsockname() for each in plain]
+    say("tcp", *count_tcp(addresses))
+    for each in plain[:SERVERS]:
+        each.close()
+    modes: collections.Counter[str] = collections.Counter()
+
+    async def handler(stream: trio_smc.SmcStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.receive_some()
+
+    async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
+        for _, port in addresses[:SERVERS]:
+            await nursery.start(partial(stack.serve, handler, port, host=HOST))
+        streams: list[trio_smc.SmcStream] = []
+        counts = []
+        for address in addresses:
+            before = len(streams)
+            while True:
+                try:
+                    streams.append(await stack.open_stream(*address))
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:
+                        raise
+                    break
+                modes[str(streams[-1].mode)] += 1
+            counts.append(len(streams) - before)
+        say("ours", *counts)
+        say("modes", *(f"{mode}={number}" for mode, number in sorted(modes.items())))
+        for stream in streams:
+            stream.abort()
+        nursery.cancel_scope.cancel()
+
+
+async def ports_used(wanted: tuple[int, int] | None) -> None:
+    """The ports of 20 connections, by `open_stream` or by a socket that wants some."""
+
+    async def handler(stream: trio_smc.SmcStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.receive_some()
+
+    async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
+        await nursery.start(partial(stack.serve, handler, 50000, host=HOST))
+        opened: list[trio_smc.SmcStream] = []
+        for _ in range(20):
+            if wanted is None:
+                opened.append(await stack.open_stream(HOST, 50000))
+                continue
+            sock = trio.socket.socket()
+            value = struct.pack("=I", wanted[1] << 16 | wanted[0])
+            sock.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, value)
+            opened.append(await connect_socket(stack.runtime, sock, (HOST, 50000), CONFIG))
+            assert sock.getsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, 4) == value
+        say(*sorted({str(stream.mode) for stream in opened}))
+        say(*sorted(stream.socket.getsockname()[1] for stream in opened))
+        for stream in opened:
+            stream.abort()
+        nursery.cancel_scope.cancel()
+
+
+async def share(clients: int) -> None:
+    """Clients of several processes that want the same ports, of one server."""
+    seen: collections.Counter[str] = collections.Counter()
+
+    async def handler(stream: trio_smc.SmcStream) -> None:
+        data = b""
+        async for piece in stream:
+            data += piece
+            if len(data) >= 8:
+                break
+        await stream.send_all(data)
+        seen[str(stream.mode)] += 1
+        with contextlib.suppress(trio.BrokenResourceError):  # the client aborts
+            await stream.receive_some()
+
+    async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
+        await nursery.start(partial(stack.serve, handler, 50000, host=HOST))
+        command = [sys.executable, "-m", "tests.connecting.crowded_ports", "client", "0", "0"]
+        async with trio.open_nursery() as running:
+            for number in range(clients):
+                running.start_soon(trio.run_process, [*command, str(number)])
+        nursery.cancel_scope.cancel()
+    say(sum(seen.values()), seen[str(trio_smc.Mode.SMC_R)] > 0)
+
+
+async def client(number: int) -> None:
+    """20 connections, each with words of its own."""
+    async with trio_smc.open_stack(CONFIG) as stack:
+        for turn in range(20):
+            word = struct.pack("!II", number, turn)
+            while True:
+                try:
+                    stream = await stack.open_stream(HOST, 50000)
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:
+                        raise
+                    await trio.sleep(0.01)  # as TCP: somebody has all of the ports
+                    continue
+                break
+            await stream.send_all(word)
+            answer = b""
+            while len(answer) < len(word):
+                piece = await stream.receive_some()
+                assert piece, "the end came early"
+                answer += piece
+            assert answer == word
+            stream.abort()
+
+
+async def main(what: str, first: str, last: str, *rest: str) -> None:
+    [more] = rest or [""]
+    if what != "client":
+        await trio.run_process(["ip", "link", "set", "lo", "up"])
+        system("ip_local_port_range", f"{first} {last}")
+    with trio.fail_after(PATIENCE):
+        if what == "count":
+            await count()
+        elif what == "reserved":
+            system("ip_local_reserved_ports", more)
+            await ports_used(None)
+        elif what == "wanted":
+            await ports_used((int(more.split("-", maxsplit=1)[0]), int(more.split("-")[1])))
+        elif what == "share":
+            await share(int(more))
+        else:
+            await client(int(more))
+
+
+if __name__ == "__main__":
+    what, first, last, *rest = sys.argv[1:]
+    trio.run(main, what, first, last, *rest)

@@ -1,0 +1,58 @@
+"""Local ports are as plentiful as for TCP, in a network namespace that has few of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PATIENCE = 90
+
+
+def in_namespace(*arguments: str) -> list[list[str]]:
+    """What `crowded_ports` prints, by lines and words."""
+    made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("making a network namespace needs privileges")
+    command = [sys.executable, "-m", "tests.connecting.crowded_ports", *arguments]
+    done = subprocess.run(
+        ["unshare", "-rn", *command],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_as_many_connections_as_tcp() -> None:
+    """Of 400 ports each server can have all, ours and one that is plain TCP."""
+    tcp, ours, modes = in_namespace("count", "40000", "40399")
+    assert tcp[1:] == ["400", "400", "400"]
+    assert ours[1:] == tcp[1:]
+    by_mode = dict(each.split("=") for each in modes[1:])
+    # The last ports of a destination are not found by lot; then the kernel looks, for TCP.
+    assert int(by_mode["smc-r"]) >= 700
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_reserved_ports_are_left_alone() -> None:
+    modes, ports = in_namespace("reserved", "40000", "40399", "40000-40099,40101,40150-40399")
+    assert modes == ["smc-r"]
+    assert len(set(ports)) == 20
+    assert {int(port) for port in ports} <= {40100, *range(40102, 40150)}
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_ports_that_the_program_wants() -> None:
+    modes, ports = in_namespace("wanted", "40000", "40399", "40200-40229")
+    assert modes == ["smc-r"]
+    assert {int(port) for port in ports} <= set(range(40200, 40230))
+    assert len(set(ports)) == 20
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_processes_that_want_the_same_ports() -> None:
+    """Nobody gets the bytes of another, and each connection is the same at both ends."""
+    [[served, some_smc]] = in_namespace("share", "40000", "40002", "3")
+    assert (served, some_smc) == ("60", "True")

@@ -1,0 +1,68 @@
+"""The compose file and the systemd units of examples/: what they say fits together."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trio_smc import load_config
+from trio_smc.tools.cli import parser
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SYSTEMD = EXAMPLES / "systemd"
+UNITS = [SYSTEMD / "app-server.service", SYSTEMD / "app-client.service"]
+
+
+def shared_directory() -> str:
+    return str(load_config(SYSTEMD / "app-smc.toml").private_directory())
+
+
+def test_containers_share_what_smc_r_takes() -> None:
+    told = yaml.safe_load((EXAMPLES / "containers" / "compose.yaml").read_text())
+    server, client = told["services"]["server"], told["services"]["client"]
+    assert client["network_mode"] == "service:server"
+    assert client["user"] == server["user"] == "1000:1000"
+    assert told["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
+    for each in (server, client):
+        volume, settings = each["volumes"]
+        assert volume == f"smc:{shared_directory()}"
+        source, target, mode = settings.split(":")
+        assert (EXAMPLES / "containers" / source).resolve() == SYSTEMD / "app-smc.toml"
+        assert (each["command"][3], mode) == (target, "ro")
+        parser().parse_args(each["command"][1:])
+
+
+def test_the_directory_of_the_units_is_one_that_a_group_may_share() -> None:
+    lines = (SYSTEMD / "app-smc.conf").read_text().splitlines()
+    [line] = [each.split() for each in lines if not each.startswith("#")]
+    assert line == ["d", shared_directory(), "3770", "root", "app-smc", "-"]
+    for path in UNITS:
+        unit = configparser.ConfigParser(interpolation=None)
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read_string(path.read_text())
+        service = unit["Service"]
+        assert (service["SupplementaryGroups"], service["ReadWritePaths"]) == (line[4], line[1])
+        parser().parse_args(shlex.split(service["ExecStart"])[2:])
+
+
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("there is no systemd-analyze")
+    # Without other units: what it says is about these.
+    for each in UNITS:
+        shutil.copy(each, tmp_path)
+    command = ["systemd-analyze", "verify", "--man=no"]
+    paths = [str(tmp_path / each.name) for each in UNITS]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False)
+    told = [line for line in done.stderr.splitlines() if "app-" in line]
+    assert (done.returncode, told) == (0, [])
+    broken = tmp_path / "broken.service"
+    broken.write_text(UNITS[0].read_text().replace("ExecStart=/usr/bin/env", "ExecStart=env//"))
+    again = subprocess.run([*command, str(broken)], capture_output=True, check=False)
+    assert again.returncode, "it looks at them"
