@@ -41,7 +41,7 @@ class ClientNegotiation(Negotiation):
           proposal: what is sent; its GID and MAC are those of ``rnic``.
         """
         self._rnic, self._proposal = rnic, proposal
-        self._offered_v2 = proposal.v2 is not None
+        self._speaks_v2 = proposal.v2 is not None
         self.machine.send("propose")
 
     def decline(self, reason: FallbackReason) -> None:

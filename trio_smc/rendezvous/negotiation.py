@@ -212,7 +212,7 @@ class Negotiation(ABC):
         self._terms = VERSION_1
         self._decline_version = 1  # whose form our Decline has
         self._refusal: FallbackReason | None = None
-        self._offered_v2 = False  # by our Proposal
+        self._speaks_v2 = False  # our Proposal, or Accept
         self._unable = FallbackReason.OUT_OF_RESOURCES
         self._cause: Exception | None = None
         self._wait: AddressWait | Timer | None = None
@@ -532,7 +532,7 @@ class Negotiation(ABC):
 
     def _declined(self, message: clc.Decline) -> None:
         """The peer's Decline, before the machine is told."""
-        fallback = Fallback.from_peer(message.diagnosis, ueids=self._offered_v2)
+        fallback = Fallback.from_peer(message.diagnosis, ueids=self._speaks_v2)
         self._fell_back = FellBack(fallback)
         self._cause = ProtocolError("SMC Decline out of turn")
         self.machine.send("decline")

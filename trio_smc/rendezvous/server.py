@@ -136,6 +136,7 @@ class ServerNegotiation(Negotiation):
                 self._refusal = admitted
             else:
                 self._rnic, self._terms = admitted
+                self._speaks_v2 = self._terms.version > 1
                 self._found = self._find_group()
             self.machine.send("proposal")
         elif isinstance(message, clc.Confirm) and state == "ACCEPTED":
