@@ -65,7 +65,7 @@ class FallbackReason(StrEnum):
     PREFIX_MISMATCH = "prefix-mismatch"
     """The two sides are not on one IP subnet (RFC 7609, 3.5.1.2)."""
     OUT_OF_RESOURCES = "out-of-resources"
-    """No memory, queue pair or RMB element could be had."""
+    """No memory, queue pair, RMB element or local port could be had."""
     OUT_OF_SYNC = "out-of-sync"
     """The server named a link group that the client does not know (RFC 7609, 3.5.2.2)."""
     RESERVED_VALUE = "reserved-value"
