@@ -10,6 +10,8 @@ value of ours; tests compare the two lists whole.  tshark 4.0's known errors are
 - ADD LINK CONTINUATION is read two bytes early, as if bytes 6-7 were not reserved, and the second
   pair's address is shown under the first one's name.
 
+Newer ones have a name for each field that 4.0 shows under another's; both count as 4.0's.
+
 It never shows the reason of a rejected ADD LINK, TEST LINK's user data or reserved bits.
 """
 
@@ -33,6 +35,11 @@ from trio_smc.wire import cdc, clc, llc
 Reading = tuple[str, int | bytes | str]
 MALFORMED: Reading = ("malformed", 1)
 
+_NAMED_SINCE = {
+    "smc.add.link.cont.rmb.RTok2.virt": "smc.add.link.cont.rmb.RTok1.virt",
+    "smc.rmbe.ctrl.cons.wrap.seq": "smc.rmbe.ctrl.prod.wrap.seq",
+    "smc.rmbe.ctrl.peer.cons.curs": "smc.rmbe.ctrl.peer.prod.curs",
+}
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _ETHERNET = bytes.fromhex("02000000000a 02000000000b 0800")
 _ADDRESSES = bytes((10, 9, 0, 1, 10, 9, 0, 2))
@@ -91,7 +98,7 @@ def _packet(packet: ET.Element) -> list[Reading]:
     for proto in packet.findall("proto"):
         if proto.get("name") == "smc":
             seen += [
-                (name, value(show))
+                (_NAMED_SINCE.get(name, name), value(show))
                 for field in proto.iter("field")
                 if (name := field.get("name", "")) and (show := field.get("show"))
                 # Whole flag bytes are shown bit by bit too; reserved bytes have no value.
