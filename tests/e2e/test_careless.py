@@ -101,8 +101,8 @@ async def run(how: str, smc: str, port: int, count: int = 1) -> trio.Process:
 async def test_all_arrives_and_then_the_end(how: str, smc: str) -> None:
     seen = Seen()
     async with serving(seen.handler) as port:
-        await run(how, smc, port, 3)
-        assert await seen.wait(3) == [(len(careless.SENT), "end")] * 3
+        await run(how, smc, port)
+        assert await seen.wait(1) == [(len(careless.SENT), "end")]
 
 
 @pytest.mark.parametrize("smc", ["ours", "enabled"])
@@ -170,7 +170,7 @@ async def test_a_killed_process_prints_nothing_here() -> None:
         await process.stdin.aclose()
         await process.stdout.aclose()
         assert await server.stderr.receive_some() == b""
-        assert await server.stdout.receive_some() == b"BrokenResourceError\n"
+        assert (await server.stdout.receive_some()).strip() == b"BrokenResourceError"
         await server.wait()
         await server.stdout.aclose()
         await server.stderr.aclose()
