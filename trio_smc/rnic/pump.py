@@ -127,8 +127,7 @@ class Pump:
         self._soon: list[Callable[[], None]] = []
         self._busy_passes = 0  # since the first of `_soon` came
         # For `is_due`: the pass of its last call, when that began and how many calls it had, the
-        # task that called last in a long one; the tasks told to yield in the pass before, and in
-        # it.
+        # task that called last in a long one; who was told to yield in the pass before, and in it.
         self._pass = 0
         self._pass_began = 0
         self._calls = 0
