@@ -77,7 +77,7 @@ class ControlSocket:
         finally:
             root.close()
         # Where a group shares the directory, this is the user's own for all that.
-        self._directory.group = None
+        below.group = None
         try:
             listener = below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
             return below, trio.socket.from_stdlib_socket(listener)
