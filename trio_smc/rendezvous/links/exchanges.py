@@ -298,10 +298,10 @@ def _comes_too_late(group: Group, link: Link, message: llc.Message) -> bool:
 
 
 def _is_command(message: llc.Message) -> bool:
-    """Whether a server's message asks the group for something (C.7.1)."""
-    if isinstance(message, llc.ConfirmLink | llc.TestLink | llc.OptionalMessage):
-        return False
-    return not (message.reply or _ends_group(message))
+    """Whether a server's message asks the group for something (C.7.1).  DELETE LINK may say that
+    the other link has failed, so it always counts."""
+    not_asking = llc.ConfirmLink | llc.TestLink | llc.OptionalMessage | llc.DeleteLink
+    return not (isinstance(message, not_asking) or message.reply)
 
 
 def _ends_group(message: llc.Message) -> bool:
