@@ -34,9 +34,9 @@ def _leak(self: OwnRmbs) -> None:
     self._regions.clear()
 
 
-def _keep(self: Rkeys, *_: object) -> int:
+def _keep(self: Rkeys, *_: object) -> list[int]:
     """A DELETE RKEY that is answered and not obeyed."""
-    return 0
+    return []
 
 
 def _crash(self: Rkeys, *_: object) -> None:

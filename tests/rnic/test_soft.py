@@ -359,7 +359,7 @@ class TestDevice:
     ) -> None:
         there = _fabric.Directory(directory)
         for same, heard in ((True, True), (False, False)):
-            monkeypatch.setattr(device, "is_same_user", lambda _, same=same: same)
+            monkeypatch.setattr(device, "is_admitted", lambda *_, same=same: same)
             sock = there.dial(f"rnic-{rnic.gid.hex()}")
             rnic.service()
             sock.settimeout(0)

@@ -180,7 +180,6 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         "no route leads to the peer's RNIC",
         "give both RNICs' interfaces IPv4 addresses, and routes to each other",
         Diagnosis.NO_ROUTE,
-        at_decider=True,
     ),
     FallbackReason.ROUTE_MISMATCH: _Explanation(
         "the server reaches the client's RNIC through a gateway, and the client needs none",

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
+import sys
 import threading
 import time
 from collections import deque
@@ -36,6 +36,9 @@ from trio_smc.capture.recorder import Capture
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observed
+
+if sys.platform == "linux":  # elsewhere there is nothing to capture
+    import fcntl
 
 __all__ = [
     "FileCapture",

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -413,10 +414,9 @@ def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:
 def _system_ports(_moment: int) -> tuple[int, int, frozenset[int]]:
     """The range of ports for connections, and those in it that are reserved (ip-sysctl)."""
     try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-            first, last = map(int, file.read().split())
-        with open("/proc/sys/net/ipv4/ip_local_reserved_ports", encoding="ascii") as file:
-            ranges = [each.split("-") for each in file.read().strip().split(",") if each]
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_bytes().split())
+        said = Path("/proc/sys/net/ipv4/ip_local_reserved_ports").read_bytes().strip()
+        ranges = [each.split(b"-") for each in said.split(b",") if each]
     except OSError:
         return *_USUAL_PORTS, frozenset()
     reserved = (range(int(each[0]), int(each[-1]) + 1) for each in ranges)
