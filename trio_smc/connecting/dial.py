@@ -280,7 +280,12 @@ async def _connect_announced(
     if wanted is None:
         return await _connect_bound(stack, attempt, address, source, config)
     try:
-        for port in islice(_ports(wanted), _PORTS_TRIED):
+        free = (
+            port
+            for port in _ports(wanted)
+            if not stack.discovery.is_announced((attempt.here, port), attempt.peer)
+        )
+        for port in islice(free, _PORTS_TRIED):
             await _announce(stack, attempt, config, (attempt.here, port))
             if not isinstance(attempt.announcement, Announcement):
                 return False

@@ -378,6 +378,10 @@ class Announcer:
         self._announced[announcement.key] = announcement
         return announcement
 
+    def is_announced(self, source: tuple[str, int], destination: tuple[str, int]) -> bool:
+        """Whether a connection with these addresses is on its way already."""
+        return messages.four_tuple(source, destination) in self._announced
+
     def forget(self, announcement: Announcement) -> None:
         """It is settled."""
         if self._announced.get(announcement.key) is announcement:

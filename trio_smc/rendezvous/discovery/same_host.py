@@ -130,6 +130,10 @@ class Discovery:
         """The publication of a listener that nobody shall announce connections to, and why."""
         return Publication((plain_address(sockname[0]), sockname[1]), None, reason)
 
+    def is_announced(self, source: tuple[str, int], destination: tuple[str, int]) -> bool:
+        """Whether a connection of this stack with these addresses is on its way already."""
+        return self._announcer.is_announced(source, destination)
+
     async def announce(
         self,
         source: tuple[str, int],
