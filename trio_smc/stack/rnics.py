@@ -129,6 +129,7 @@ class StackRnics:
         for rnic in rnics:
             try:
                 rnic.open(self._directory)
+                self.adopt(rnic)
             except OSError as error:
                 if not self._automatic:
                     for opened in self.opened:
@@ -137,8 +138,6 @@ class StackRnics:
                 if rnic.kind == "software":
                     self._none = self._why_not(error)
                 self._complain(rnic, error)
-                continue
-            self.adopt(rnic)
         self._network.open()
 
     def close(self) -> None:
@@ -174,11 +173,15 @@ class StackRnics:
         return secrets.token_bytes(2) + first.mac
 
     def adopt(self, rnic: Rnic) -> None:
-        """Use an RNIC that is open."""
+        """Use an RNIC that is open.  Raises OSError: descriptors run out; it is closed then."""
+        try:
+            self._pump.add(rnic)
+        except OSError:
+            rnic.close()
+            raise
         self._refused.discard(rnic.name)
         self.opened.append(rnic)
         rnic.on_event = partial(self._event, rnic)
-        self._pump.add(rnic)
 
     def _close(self, rnic: Rnic) -> None:
         self._pump.remove(rnic)
