@@ -16,12 +16,13 @@ its own is in the terminal of the installation.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,8 @@ class _Running:
     """A command that runs on, with what it has said."""
 
     process: trio.Process
+    terminal: int
+    """Its terminal's other end: where a reader types."""
     said: bytearray = field(default_factory=bytearray)
     more: trio.Event = field(default_factory=trio.Event)
     ended: bool = False
@@ -88,11 +91,22 @@ class _Running:
                 await self.more.wait()
 
     async def interrupt(self) -> None:
-        """Ctrl-C: every process of the terminal gets it."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGINT)
+        """Ctrl-C: every process of the terminal gets it, once.
+
+        A signal to the process group would not do: `trio-smc run` passes on what does not come
+        from the terminal, and two at once are too many for some programs.
+        """
+        if self.terminal >= 0:
+            os.write(self.terminal, b"\x03")
         with trio.fail_after(PATIENCE):
             await self.process.wait()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the terminal, once; what still runs in it gets SIGHUP."""
+        if self.terminal >= 0:
+            os.close(self.terminal)
+            self.terminal = -1
 
 
 class Walk:
@@ -138,7 +152,10 @@ class Walk:
             finally:
                 with trio.CancelScope(shield=True):
                     for one in reversed(self._started):
-                        await one.interrupt()
+                        try:
+                            await one.interrupt()
+                        finally:
+                            one.hang_up()
 
     async def _take(self, step: Step, nursery: trio.Nursery) -> None:
         match [step.kind, *step.what.split(maxsplit=2)]:
@@ -181,16 +198,24 @@ class Walk:
 
     async def _start(self, text: str, until: str, nursery: trio.Nursery) -> None:
         self.count += 1
-        process = await trio.lowlevel.open_process(
-            self._shell(text),
-            cwd=self._directory,
-            env={**self._environment, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        running = _Running(process)
+        terminal, its_end = os.openpty()
+        try:
+            process = await trio.lowlevel.open_process(
+                self._shell(text),
+                cwd=self._directory,
+                env={**self._environment, "PYTHONUNBUFFERED": "1"},
+                stdin=its_end,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_take_terminal,
+            )
+        except BaseException:
+            os.close(terminal)
+            raise
+        finally:
+            os.close(its_end)
+        running = _Running(process, terminal)
         self._started.append(running)
         nursery.start_soon(running.listen)
         await running.until(until)
@@ -203,6 +228,11 @@ class Walk:
 
     def _with_ports(self, text: str) -> str:
         return _PORTS.sub(lambda match: self._ports[match[0]], text)
+
+
+def _take_terminal() -> None:
+    """In the new process: its stdin becomes the terminal of its session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def shape(text: str) -> set[str]:
