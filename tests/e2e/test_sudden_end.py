@@ -11,6 +11,8 @@ import pytest
 MOST_MEMORY = 50 << 20
 MOST_PROCESSOR = 0.5
 """Seconds."""
+LONGEST_PAUSE = 0.020
+"""Seconds in which the loop looks at nothing else."""
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,4 @@ def test_what_it_costs(case: str, connections: int) -> None:
     cost = json.loads(said)
     assert cost["memory"] < MOST_MEMORY, cost
     assert cost["processor"] < MOST_PROCESSOR, cost
+    assert cost["pause"] < LONGEST_PAUSE, cost

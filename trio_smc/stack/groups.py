@@ -16,7 +16,7 @@ import logging
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import add
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -291,18 +291,18 @@ class GroupTable:
 
     # --- the end ---------------------------------------------------------------------------
 
-    def close_open(self) -> list[str]:
+    def close_open(self) -> Iterator[str]:
         """Close what nobody has closed, as close(2) does; a sentence about each."""
-        said: list[str] = []
         for endpoint in list(self.endpoints.values()):
             if not endpoint.closed_by_user:
-                said.append(f"{endpoint.connection!r} was open when its stack was closed")
+                said = f"{endpoint.connection!r} was open when its stack was closed"
                 endpoint.forgotten()
+                yield said
         for stream in list(self.tcp_streams):
             if stream.socket.fileno() >= 0:
-                said.append(f"{stream!r} was open when its stack was closed")
+                said = f"{stream!r} was open when its stack was closed"
                 stream.close()
-        return said
+                yield said
 
     @property
     def owing(self) -> bool:
@@ -312,7 +312,7 @@ class GroupTable:
     def lose_links(self) -> None:
         """Free all groups now, whatever their peers think."""
         for group in list(self.groups):
-            group.machine.send("links_lost")
+            group.end_now()
 
 
 def _offer(config: Config) -> Offer | None:

@@ -61,6 +61,8 @@ LOGGER = logging.getLogger("trio_smc")
 
 _HANDSHAKE_SPINS = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
+_TURN = 0.001
+"""Seconds after which the closing of open streams lets other tasks run."""
 _LAST_WORDS = 0.5
 """Seconds that link groups have at least to end in order, when `shutdown_timeout` is over."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
@@ -196,9 +198,14 @@ class Runtime:
         self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
         if self._supported:
             self.rnic_set.open()
-        self.groups = GroupTable(
-            config, self.rnic_set, self.pump, self.timers, self.short_connections, self._has_ended
-        )
+        try:
+            self.groups = GroupTable(
+                config, self.rnic_set, self.pump, self.timers, self.short_connections,
+                self._has_ended,
+            )  # fmt: skip
+        except BaseException:
+            self.rnic_set.close()
+            raise
         _RUNTIMES.add(self)
 
     # --- RNICs and listeners ---------------------------------------------------------------
@@ -339,7 +346,12 @@ class Runtime:
         patience = self.config.shutdown_timeout
         deadline = trio.current_time() + patience
         await self._wait_while(lambda: bool(self._under_way), deadline)
-        self.unclosed = self.groups.close_open()
+        turn = trio.current_time() + _TURN
+        for said in self.groups.close_open():
+            self.unclosed.append(said)
+            if trio.current_time() >= turn:
+                await trio.lowlevel.checkpoint()
+                turn = trio.current_time() + _TURN
         await self._wait_while(lambda: self.groups.owing, deadline)
         for group in list(self.groups.groups):
             group.terminate()

@@ -24,6 +24,10 @@ _MOMENT: Final = 0.05
 """Seconds until new connections are registered: how late an early reset may be noticed."""
 
 
+_AT_ONCE: Final = 32
+"""Connections whose ends are looked at before others have their turn."""
+
+
 class TcpWatcher(Protocol):
     """What is told about its TCP connection."""
 
@@ -81,7 +85,7 @@ class TcpWatch:
 
     def _look_at_all(self) -> None:
         # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
-        for number, events in self._epoll.poll(0):
+        for number, events in self._epoll.poll(0, _AT_ONCE):
             entry = self._watched.get(number)
             if entry is not None:
                 _look(*entry, events)

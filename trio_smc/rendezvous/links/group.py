@@ -17,12 +17,16 @@ A link that fails is handled in this order (`link_failing`, `link_down`): its co
 another link (`failover.mover`), its queue pair is closed, then it is forgotten and the peer is told
 over another link; without another link the group ends (4.8.3).
 
+A group that ends loses its links and RKeys at once and its connections a few in each pass of the
+scheduler: each has a TCP connection to end and a task to wake.  Its memory goes with the last one.
+
 Which link a connection sends on is this side's affair alone (2.3); the peer chooses its own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -62,6 +66,8 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc.link_group")
 
+_TURN: Final = 0.001
+"""Seconds after which the end of connections leaves the rest to the scheduler's next pass."""
 _CLIENT_IDLE_EXTRA: Final = 10.0
 """The server ends idle groups (3.5.4); a client does so only when its server did not."""
 
@@ -130,6 +136,7 @@ class LinkGroup:
         self._requested = 0
         self._ending_for = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
+        self._ending: Timer | None = None
         self._termination_link: Link | None = None
         self._settled: list[Callable[[], None]] = []
         self.mover = host.new_mover(self)
@@ -163,6 +170,8 @@ class LinkGroup:
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
+        if any(link.doubted for link in self.links.values()):
+            return False
         return self.usable and self.own_rmbs.has_room(size)
 
     def is_of(self, proposed: tuple[bytes, bytes]) -> bool:
@@ -171,6 +180,15 @@ class LinkGroup:
         if not gid or self.proposed[0] != peer_id or gid == self.proposed[1]:
             return self.proposed == proposed
         return any(link.peer is not None and link.peer.gid == gid for link in self.links.usable())
+
+    def doubt(self, peer_id: bytes) -> None:
+        """Its client says that there is no such group (C.4), or somebody else under the same ID.
+
+        So the links are tested; without an answer they have failed.
+        """
+        if peer_id == self.peer_id:
+            for link in self.links.usable():
+                link.doubt()
 
     # --- links -------------------------------------------------------------------------------
 
@@ -426,8 +444,26 @@ class LinkGroup:
 
     def end_connections(self) -> None:
         """4.8.3: no link is left for them."""
+        if self._ending is None:
+            self._end_some(self.timers.now() + _TURN)
+
+    def _end_some(self, until: float) -> None:
+        self._ending = None
         for connection in list(self.connections.values()):
             connection.links_lost()
+            if self.timers.now() >= until and self.connections:
+                self._ending = self.timers.call_later(
+                    0.0, lambda: self._end_some(self.timers.now() + _TURN)
+                )
+                return
+        self._free_memory()
+
+    def end_now(self) -> None:
+        """Nobody will do it later: free everything, whatever the peer thinks."""
+        self.machine.send("links_lost")
+        if self._ending is not None:
+            self._ending.cancel()
+            self._end_some(math.inf)
 
     def send_delete_all(self) -> None:
         """DELETE LINK for the whole group; the server's needs no answer (3.5.4)."""
@@ -453,7 +489,7 @@ class LinkGroup:
             self._termination_link.machine.send("failed")
 
     def free_resources(self) -> None:
-        """Queue pairs, registrations and memory."""
+        """Queue pairs and registrations; then, with the last connection, memory."""
         self.stop_timer()
         self.deletion.close()
         self.adding.close()
@@ -465,8 +501,12 @@ class LinkGroup:
         # Who is told now finds a group that cannot be used any more.
         self.exchanges.end()
         self.end_connections()
-        self.mover.close()
-        self.own_rmbs.close()
+
+    def _free_memory(self) -> None:
+        if self.machine.state == "GONE" and self._ending is None:
+            self.mover.close()
+            self.own_rmbs.close()
+            self.host.group_gone(self)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers, whoever waited, and at the end the stack."""
@@ -477,7 +517,7 @@ class LinkGroup:
             for callback in settled:
                 callback()
         if new == "GONE":
-            self.host.group_gone(self)
+            self._free_memory()
         elif old == "FORMING":
             self.exchanges.queued()
 

@@ -247,6 +247,7 @@ class Link:
       users: the connections that send on this link.
       empty_since: when the last of them went.
       reason: why it fails, as the peer is told (A.3.4).
+      doubted: whether the peer has to answer a test before more connections come.
       failing: whether it is failing or has failed, be its state DOWN yet or not.
       heard: whether anything came since the idle timer was started last.
       backlog: takes what comes while a failover validation message waits; None: none does.
@@ -255,9 +256,9 @@ class Link:
     __slots__ = (
         "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending", "_post_send",
         "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal", "_test_data",
-        "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "empty_since", "failing",
-        "group", "heard", "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp", "reason",
-        "rnic", "user_id", "users",
+        "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "doubted", "empty_since",
+        "failing", "group", "heard", "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp",
+        "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
     def __init__(self, group: LinkOwner, number: int, rnic: Rnic) -> None:
@@ -282,6 +283,7 @@ class Link:
         self.peer: PeerQueuePair | None = None
         self.heard = False
         self._quiet_looks = 0
+        self.doubted = False
         self.failing = False
         self.reason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
@@ -524,6 +526,7 @@ class Link:
 
         Looking once would notice a link that falls silent after up to two intervals.
         """
+        self.doubted = False
         self._quiet_looks = -1
         self.look_again()
 
@@ -537,6 +540,14 @@ class Link:
         """Do not wait out an interval that is longer than what is wanted now."""
         if self.machine.state == "ACTIVE":
             self._restart_timer(self.group.test_interval / _LOOKS, "idle_timer")
+
+    def doubt(self) -> None:
+        """Somebody says that the peer has lost it: test it now, idle or not."""
+        self.doubted = True
+        self.heard = False
+        self._quiet_looks = _LOOKS
+        if self.machine.state == "ACTIVE":
+            self.machine.send("idle_timer")
 
     def send_test_link(self) -> None:
         """Probe an idle link (RFC 7609, 4.5.3)."""
