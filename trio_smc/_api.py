@@ -104,8 +104,8 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         try:
             with trio.CancelScope(shield=True):
                 await nursery.start(stack.runtime.run)
-                _attach(stack)
             async with _captured(stack):
+                _attach(stack)
                 token = _current.set(stack)
                 try:
                     yield stack
@@ -134,7 +134,11 @@ def _attach(stack: Stack) -> None:
     if config.control and sys.platform == "linux":
         control = ControlSocket.open(stack, config.private_directory())
         if control is not None:
-            stack.runtime.attach(control)
+            try:
+                stack.runtime.attach(control)
+            except BaseException:
+                control.close()
+                raise
     asker = os.environ.get(REPORT_TO)
     if asker:
         stack.runtime.attach(RunReport(stack, asker))

@@ -131,13 +131,17 @@ class ControlSocket:
                     else:
                         nursery.start_soon(self._serve, client, token)
         finally:
-            if not self._closed:
-                self._closed = True
-                self._socket.close()
-                with contextlib.suppress(OSError):
-                    self._directory.remove(self._name)
-                self._directory.remove_stale()
-                self._directory.close()
+            self.close()
+
+    def close(self) -> None:
+        """Nobody runs it any more.  Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._socket.close()
+            with contextlib.suppress(OSError):
+                self._directory.remove(self._name)
+            self._directory.remove_stale()
+            self._directory.close()
 
     async def _accept(self) -> trio.socket.SocketType | None:
         try:

@@ -121,6 +121,13 @@ class StackRnics:
           ValueError: the PNET table cannot be read.
         """
         self.table = pnet.table_of(self._config.pnet)
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
         rnics: Sequence[Rnic] = (
             (SoftRnic(), *self._unused_ports())
             if isinstance(self._config.rnics, str)
@@ -132,8 +139,6 @@ class StackRnics:
                 self.adopt(rnic)
             except OSError as error:
                 if not self._automatic:
-                    for opened in self.opened:
-                        opened.close()
                     raise
                 if rnic.kind == "software":
                     self._none = self._why_not(error)
@@ -176,7 +181,7 @@ class StackRnics:
         """Use an RNIC that is open.  Raises OSError: descriptors run out; it is closed then."""
         try:
             self._pump.add(rnic)
-        except OSError:
+        except BaseException:
             rnic.close()
             raise
         self._refused.discard(rnic.name)
