@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rendezvous.rendezvous_pair import Call, Side, World, exchange
+from tests.rendezvous.rendezvous_pair import Call, Side, World, exchange, proposal_of
 from tests.rnic.memory_rnic import PlainQueuePair
 from trio_smc._base.reasons import Diagnosis, FallbackReason, Origin
 from trio_smc.rendezvous.negotiation import Failed
@@ -374,6 +374,36 @@ def test_a_client_that_lost_the_group_declines_out_of_sync() -> None:
         with pytest.raises(OSError, match=r"abort|no link"):
             first.server.connection.receiver.receive(1)
         assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
+
+
+def test_a_decline_under_another_peers_id_and_gid_resets_nobody() -> None:
+    """Two kernels' or containers' processes on one port may have both alike."""
+    with World() as world:
+        client, stranger, server = world.side(), world.side(), world.side()
+        first = world.connect(client, server)
+        stranger.stack.groups.peer_id = client.stack.groups.peer_id
+        call = world.call(stranger, server, proposal=proposal_of(client))
+        world.settle()
+        check_both_fell_back(
+            world, call, by_client=True, reason=FallbackReason.OUT_OF_SYNC, code=0x04000000
+        )
+        assert server.group.usable
+        assert exchange(world, first, (b"ping", b"pong")) == (b"pong", b"ping")
+        assert world.connect(client, server).states == ("ESTABLISHED", "ESTABLISHED")
+        assert server.group.usable
+
+
+def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
+    """Their GIDs tell them apart."""
+    with World() as world:
+        client, other, server = world.side(), world.side(), world.side()
+        first = world.connect(client, server)
+        other.stack.groups.peer_id = client.stack.groups.peer_id
+        second = world.connect(other, server)
+        assert second.states == ("ESTABLISHED", "ESTABLISHED")
+        assert len(server.groups) == 2
+        for call in (first, second):
+            assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 def test_out_of_sync_at_first_contact_means_nothing_more() -> None:

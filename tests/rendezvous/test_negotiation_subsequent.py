@@ -215,6 +215,52 @@ def test_an_ending_that_outruns_confirm(how: str) -> None:
         assert len(server.connections) == len(client.connections) == 1
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_client_that_has_sent_and_gone_before_its_confirm_is_read(closes: bool) -> None:
+    """Over TCP the server's program would see its bytes, and how it ended."""
+    with World() as world:
+        client, server = world.side(), world.side()
+        world.connect(client, server)
+        call = world.call(client, server)
+        held: list[bytes] = []
+        world.until(lambda: call.server.state == "ACCEPTED")
+        call.tcp[0].tamper = hold(held)
+        world.until(lambda: isinstance(call.client.outcome, Established))
+        call.tcp[0].silent = True
+        call.client.connection.send(memoryview(b"last words"))
+        if closes:
+            call.client.connection.close()
+        world.settle()
+        client.group.terminate()
+        world.settle()
+        assert not server.groups
+        call.tcp[1].inbox += held[0]
+        world.settle()
+        receiver = call.server.connection.receiver
+        assert receiver.receive(100) == b"last words"
+        assert receiver.at_eof is closes
+        if not closes:
+            with pytest.raises(OSError, match="connection abort"):
+                receiver.receive(100)
+
+
+def test_a_client_that_has_gone_without_a_word_is_none() -> None:
+    with World() as world:
+        client, server = world.side(), world.side()
+        world.connect(client, server)
+        call = world.call(client, server)
+        held: list[bytes] = []
+        world.until(lambda: call.server.state == "ACCEPTED")
+        call.tcp[0].tamper = hold(held)
+        world.until(lambda: isinstance(call.client.outcome, Established))
+        call.tcp[0].silent = True
+        client.group.terminate()
+        world.settle()
+        call.tcp[1].inbox += held[0]
+        world.settle()
+        assert "link failed" in str(call.server.error)
+
+
 # --- roles ----------------------------------------------------------------------------------------
 
 

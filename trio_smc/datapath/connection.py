@@ -331,6 +331,17 @@ class Connection:
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
         self._machine.send("established")
+        if self._released:
+            self.receiver.open = True  # its link group was quicker: see `outran`
+
+    def outran(self) -> bool:
+        """The link group ended before the rendezvous: whether data or an end came before that.
+
+        If so `established` is due all the same: TCP would show it, too.
+        """
+        self.links_lost()
+        receiver = self.receiver
+        return not receiver.purged and (receiver.done or receiver.received > 0)
 
     def withdraw(self) -> None:
         """The rendezvous fell back to TCP: give the RMBE back and leave TCP alone."""

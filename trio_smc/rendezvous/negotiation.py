@@ -98,6 +98,9 @@ class RdmaConnection(GroupConnection, Protocol):
     def established(self) -> None:
         """The rendezvous is complete."""
 
+    def outran(self) -> bool:
+        """Its link group is over: whether it has brought what the user is to see all the same."""
+
     def abort(self) -> None:
         """Reset it: its rendezvous is complete, but nobody wants it any more."""
 

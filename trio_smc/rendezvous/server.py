@@ -44,7 +44,7 @@ class ServerNegotiation(Negotiation):
         super().__init__(CLC_SERVER, host, receive_buffer)
         self._admit = admit
         self._found: LinkGroup | None = None  # before the event that asks for it
-        self._named_link = False
+        self._named_link = self._outrun = False
 
     def group_settled(self) -> None:
         """The group that was forming is formed, or gone."""
@@ -73,6 +73,11 @@ class ServerNegotiation(Negotiation):
     def known_link(self) -> bool:
         """Whether SMC Confirm names an active link of the group and an RMB (3.5.2.3)."""
         return self._named_link and self.usable_connection
+
+    @property
+    def outrun(self) -> bool:
+        """Whether SMC Confirm names a link that is gone, over which came what is to be seen."""
+        return self._outrun
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -166,6 +171,7 @@ class ServerNegotiation(Negotiation):
             if link is not None:
                 self._peers_link = link
                 self._named_link = self.peer_element_known
+                self._outrun = not group.usable and known(self._end).connection.outran()
                 self._cause = ProtocolError(f"RKey 0x{confirm.rkey:08x} was never confirmed")
         self.machine.send("confirm")
 
@@ -173,8 +179,7 @@ class ServerNegotiation(Negotiation):
         group, accepted = self._group, self.machine.state == "ACCEPTED"
         self._declined(message)
         if message.out_of_sync and accepted and group is not None and not self.first_contact:
-            # C.4: the client has lost the link that this side still believes in.
-            group.terminate()
+            group.doubt(message.peer_id)
 
     def _find_group(self) -> LinkGroup | None:
         return self._host.find_server_group(

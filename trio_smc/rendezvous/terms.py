@@ -142,12 +142,13 @@ def proposing(proposal: clc.Proposal, offer: Offer) -> clc.Proposal:
 
 
 def proposed(proposal: clc.Proposal, terms: Terms) -> tuple[bytes, bytes]:
-    """By what the server tells one client from another: peer ID, and in version 2 GID.
+    """By what the server tells one client from another: peer ID and GID.
 
-    Linux has no peer ID in a Proposal of version 2 alone.
+    Peer IDs of processes on one RoCE port may be the same by chance, and Linux has none in a
+    Proposal of version 2 alone.
     """
     if terms.version == 1 or proposal.v2 is None:
-        return proposal.peer_id, b""
+        return proposal.peer_id, proposal.gid
     return proposal.peer_id, proposal.v2.gid
 
 

@@ -134,6 +134,8 @@ class ClcServerChart(Chart):
          rfc="3.5.1.4, 3.5.1.5")
     edge(ACCEPTED, "confirm", ESTABLISHED, when="known_link", do="introduce_peer establish",
          rfc="3.5.2.3, 4.4.2")
+    edge(ACCEPTED, "confirm", ESTABLISHED, when="outrun", do="establish",
+         rfc="3.5.2.4, 3.5.4 (the client has sent, and ended the link group, meanwhile)")
     edge(ACCEPTED, "confirm", FAILED, when="group_lost", do="fail_reset abandon",
          rfc="C.1 (too late to decline)")
     edge(ACCEPTED, "confirm", FAILED, do="fail_protocol abandon",

@@ -17,9 +17,11 @@ A, B = RToken(0x11, 0x1000), RToken(0x22, 0x2000)
 
 def link(number: int, *, confirmed: bool = True) -> Any:
     peer = SimpleNamespace(gid=bytes(16), mac=bytes(6), qp_number=100 + number)
+    state = "ACTIVE" if confirmed else "CONFIRMING"
     return SimpleNamespace(
-        number=number, peer=peer, confirmed=confirmed, usable=confirmed, load=0, users={}
-    )
+        number=number, peer=peer, state=state, confirmed=confirmed, usable=confirmed, load=0,
+        users={},
+    )  # fmt: skip
 
 
 def find(links: Links, number: int) -> Any:

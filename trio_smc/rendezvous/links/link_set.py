@@ -125,7 +125,9 @@ class Links(dict[int, "Link"]):
         Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
         they name may have ended meanwhile.
         """
-        for link in (*(link for link in self.values() if link.confirmed), *self._gone):
+        # Links of a group that is over stay in it.
+        there = (link for link in self.values() if link.confirmed or link.state == "DOWN")
+        for link in (*there, *self._gone):
             peer = link.peer
             if (
                 peer is not None
