@@ -14,12 +14,13 @@ import pytest
 from scripts import ladders
 from tests.capture.test_capture import GOLDEN, GOLDEN_V2, captured, packets_of
 from trio_smc.capture import pcapng
-from trio_smc.capture.dissection import Seen, Unreadable, dissect
+from trio_smc.capture.dissection import End, Seen, Unreadable, Write, dissect
+from trio_smc.capture.frames import gid_address
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.cli import main
 from trio_smc.tools.ladder import Ladder, Row, read_ladders
 from trio_smc.tools.ladder_text import KINDS, details, kind, title
-from trio_smc.wire import cdc, llc
+from trio_smc.wire import cdc, clc, llc
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -64,9 +65,9 @@ def test_first_contact_of_two_kernels() -> None:
 
 
 def test_two_kernels_of_version_2() -> None:
-    """Titles and details of what only version 2 says; no data is in this capture."""
+    """Titles and details of what only version 2 says."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
-    assert len(ladder.rows) == 88
+    assert len(ladder.rows) == 118
     assert titles(ladder.rows[:9]) == [
         ("->", "Proposal"),
         ("<-", "Accept, first contact"),
@@ -99,6 +100,67 @@ def test_two_kernels_of_version_2() -> None:
         "RKey 0x000003db is RToken 0x000003dc @ 0xff11000008310000",
     ]
     assert lines["REQUEST ADD LINK"] == ["GIDs 10.9.0.2, 10.9.0.12"]
+
+
+def test_writes_between_two_kernels_of_version_2() -> None:
+    """The second connection is on link 2, which is lost, and goes on over link 1."""
+    [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
+    writes = [row for row in ladder.rows if isinstance(row.event, Write)]
+    said = [
+        (row.connection and row.connection.number, row.link_number, row.place) for row in writes
+    ]
+    before = [(1, 1), (2, 2), (3, 1)]
+    assert said == [
+        *((*each, place) for place in (0, 200) for each in before for _ in range(2)),
+        *((2, 1, place) for place in (3800, 3800, 4000, 4000)),
+    ]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
+    """A write by any RToken of ADD LINK or its reply is found on the new link."""
+    seen = list(dissect(packets_of(GOLDEN_V2)))
+    said = [
+        each.event for each in seen
+        if isinstance(each.event, llc.AddLink) and each.event.link_number == number
+    ]  # fmt: skip
+    assert [each.reply for each in said] == [False, True]
+    agreed = next(at for at, each in enumerate(seen) if each.event is said[1])
+    for message in said:
+        assert message.extension is not None
+        pairs = message.extension.pairs
+        assert len(pairs) == (1 if number == 2 else 3)
+        target = End(gid_address(message.gid), message.qp_number)
+        writes = [
+            Seen(0, False, target, target, Write(pair.new_address + 5, pair.new_rkey, 10))
+            for pair in pairs
+        ]
+        [ladder] = read_ladders([*seen[: agreed + 1], *writes])
+        rows = ladder.rows[agreed + 1 :]
+        assert {(row.link_number, row.place, row.to_server) for row in rows} == {
+            (number, 5, not message.reply)
+        }
+        connections = {row.connection.number for row in rows if row.connection}
+        assert connections == set(range(1, len(pairs) + 1))
+
+
+def test_kernels_that_do_not_name_themselves_are_told_apart() -> None:
+    """Declined Proposals of version 2 alone, without a peer ID, of two clients."""
+    server = End(b"\x0a\0\0\1", 5000)
+    proposal = clc.Proposal(
+        peer_id=bytes(8), version=2, flags=clc.proposal_flags(v1=False, v2=True), gid=bytes(16),
+        mac=bytes(6), v2=clc.V2Offer(eids=(b"A".ljust(32),), gid=bytes(16), release=1),
+    )  # fmt: skip
+    decline = clc.Decline(peer_id=b"server77", diagnosis=0x03030000)
+    clients = [End(bytes((10, 0, 0, number)), 40000) for number in (2, 3)]
+    seen = []
+    for client in clients:
+        seen.append(Seen(0, True, client, server, proposal))
+        seen.append(Seen(0, True, server, client, decline))
+    drawn = read_ladders(seen)
+    assert [(each.client.peer_id, each.client.addresses) for each in drawn] == [
+        (None, [client.address]) for client in clients
+    ]
 
 
 def test_everything_of_two_kernels_has_its_place() -> None:

@@ -8,7 +8,8 @@ connections.  `read_ladders` learns them from the messages in their order, as th
 - an SMC Proposal begins a connection; Accept and Confirm name both ends of its link, the alert
   tokens, and the RMB element of each side (RFC 7609, 3.5.1, 3.5.2);
 - ADD LINK and its reply name both ends of a new link, CONFIRM LINK its number (3.5.1.6);
-- CONFIRM RKEY and ADD LINK CONTINUATION say what RMBs are called on other links (3.5.5.2).
+- CONFIRM RKEY and ADD LINK CONTINUATION say what RMBs are called on other links (3.5.5.2), in
+  version 2 ADD LINK and its reply.
 
 So a CDC message is known by link and alert token, a write by link, RKey and address.  What a
 capture that began too late does not tell is left open.
@@ -224,7 +225,9 @@ class _Reader:
         if call is None or isinstance(event, clc.Proposal):
             call = self._calls[key] = self._new_call(seen)
         to_server = seen.source == call.client
-        if isinstance(event, clc.Proposal | clc.Accept | clc.Confirm | clc.Decline):
+        messages = clc.Proposal | clc.Accept | clc.Confirm | clc.Decline
+        # Linux has no peer ID in a Proposal of version 2 alone.
+        if isinstance(event, messages) and any(event.peer_id):
             peer = self._peers.setdefault(event.peer_id, Peer(event.peer_id))
             peer.meet(seen.source.address)
             if to_server:
@@ -311,6 +314,10 @@ class _Reader:
                     client = End(gid_address(event.gid), event.qp_number)
                     server = End(gid_address(asked.gid), asked.qp_number)
                     self._new_link(group, client, server, event.link_number)
+                    for told in (asked, event):
+                        if told.extension is not None:
+                            pairs, own = told.extension.pairs, not told.reply
+                            _learn_pairs(group, link, event.link_number, pairs, of_server=own)
 
     def _new_link(self, group: Group, client: End, server: End, number: int | None) -> None:
         link = Link(group, number)
@@ -349,11 +356,7 @@ def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -
     """What RMBs are called; ``of_server``: the server says so of its own."""
     match event:
         case llc.AddLinkContinuation():
-            new = group.link(event.link_number)
-            for pair in event.pairs:
-                rmb = group.rmbs.get((link, of_server, pair.reference_rkey))
-                if rmb is not None and new is not None:
-                    group.name(rmb, new, of_server, pair.new_rkey, pair.new_address)
+            _learn_pairs(group, link, event.link_number, event.pairs, of_server=of_server)
         case llc.ConfirmRkey(reply=False):
             rmb = group.rmb(link, of_server, event.rkey, event.address)
             group.confirmed[of_server] = rmb
@@ -363,6 +366,16 @@ def _learn_rtokens(group: Group, link: Link, event: Event, *, of_server: bool) -
         case llc.DeleteRkey(reply=False):
             for rkey in event.rkeys:
                 group.rmbs.pop((link, of_server, rkey), None)
+
+
+def _learn_pairs(
+    group: Group, carrier: Link, number: int, pairs: Iterable[llc.RTokenPair], *, of_server: bool
+) -> None:
+    new = group.link(number)
+    for pair in pairs:
+        rmb = group.rmbs.get((carrier, of_server, pair.reference_rkey))
+        if rmb is not None and new is not None:
+            group.name(rmb, new, of_server, pair.new_rkey, pair.new_address)
 
 
 def _name_on_others(
