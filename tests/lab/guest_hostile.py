@@ -1,21 +1,22 @@
 """Runs in each of two guests: a server of trio_smc, an honest client, and a liar beside it.
 
-``python3 -m tests.lab.guest_hostile ROLE PEER``.  The client prints "client: ok LIE" when the
-honest connection has outlived it without a long pause, the server "server: ok" when nothing of the
-liars is left.
+``python3 -m tests.lab.guest_hostile ROLE PEER``.  The client prints "client: ok LIE (version N)"
+when the honest connection of that version has outlived it without a long pause, the server
+"server: ok" when nothing of the liars is left.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 
 import trio
 
 import trio_smc
 from tests.lab.interop_world import until
-from tests.lab.liar import LIES, Liar
-from tests.lab.verbs_side import Control, open_device
+from tests.lab.liar import LIES, UEID, V2_LIES, Liar, V2Liar
+from tests.lab.verbs_side import Control, Device, open_device
 from trio_smc import Config, Mode, SmcStream, VerbsRnic
 
 PORT = 7900
@@ -28,6 +29,7 @@ CONFIG = Config(
     rnics=(VerbsRnic("rxe0"),), discovery="assume", handshake_timeout=5, first_contact_timeout=5,
     llc_timeout=3, test_link_interval=2, test_link_timeout=8, shutdown_timeout=5, close_timeout=5,
 )  # fmt: skip
+V2_CONFIG = replace(CONFIG, ueids=(UEID,))
 PREFIX = ("10.9.0.0", 24)
 
 
@@ -41,17 +43,18 @@ async def serve(control: Control) -> None:
         try:
             async for data in stream:
                 await stream.send_all(data)
+            await stream.send_eof()
         except trio.BrokenResourceError:
             pass  # a liar's
 
-    async with trio_smc.open_stack(CONFIG) as stack, trio.open_nursery() as nursery:
+    async with trio_smc.open_stack(V2_CONFIG) as stack, trio.open_nursery() as nursery:
         listeners = await stack.open_listeners(PORT)
         nursery.start_soon(trio.serve_listeners, echo, listeners)
         await control.swap(patience=PATIENCE)
         await control.swap(patience=PATIENCE)  # the client is through
         await until(
-            lambda: len(stack.connections) == 1 and len(stack.link_groups) == 1,
-            f"only the honest one: {stack.connections} {stack.link_groups}", PATIENCE,
+            lambda: not stack.connections and not stack.link_groups,
+            f"nothing of theirs: {stack.connections} {stack.link_groups}", PATIENCE,
         )  # fmt: skip
         say("server", "ok")
         await control.swap(patience=PATIENCE)
@@ -90,28 +93,31 @@ async def told(honest: SmcStream, liar: Liar, lie: str) -> float:
     return chatter.longest
 
 
-async def attack(peer: str, control: Control) -> None:
-    await control.swap(patience=PATIENCE)
+async def attack(peer: str, device: Device, kind: type[Liar], lies: tuple[str, ...]) -> None:
+    """Tell them all beside an honest stream of the same version; it ends when they are told."""
+    version = kind.framing.version
     async with (
-        trio_smc.open_stack(CONFIG) as stack,
-        open_device("rxe0") as device,
+        trio_smc.open_stack(V2_CONFIG if version == 2 else CONFIG) as stack,
         await stack.open_stream(peer, PORT) as honest,
     ):
         assert honest.mode is Mode.SMC_R, honest.fallback
-        for lie in LIES:
+        [group] = stack.runtime.groups.groups
+        assert group.terms.version == version, group.terms
+        for lie in lies:
             waits: list[float] = []
             while not waits or waits[-1] >= STANDSTILL:
                 assert len(waits) < TRIES, (lie, waits)
-                waits.append(await told(honest, Liar(device, peer, PORT, PREFIX), lie))
+                waits.append(await told(honest, kind(device, peer, PORT, PREFIX), lie))
             with trio.fail_after(PATIENCE):
                 await honest.send_all(lie.encode())
                 got = b""
                 while len(got) < len(lie):
                     got += await honest.receive_some()
             assert got == lie.encode()
-            say("client", f"ok {lie}, one answer took {waits[-1] * 1000:.0f} ms at most")
-        await control.swap(patience=PATIENCE)
-        await control.swap(patience=PATIENCE)
+            text = f"ok {lie} (version {version}), one answer took {waits[-1] * 1000:.0f} ms"
+            say("client", text)
+        await honest.send_eof()
+        assert await honest.receive_some() == b""
 
 
 async def main() -> None:
@@ -122,7 +128,12 @@ async def main() -> None:
         if role == "server":
             await serve(control)
         else:
-            await attack(peer, control)
+            await control.swap(patience=PATIENCE)
+            async with open_device("rxe0") as device:
+                await attack(peer, device, Liar, LIES)
+                await attack(peer, device, V2Liar, V2_LIES)
+                await control.swap(patience=PATIENCE)
+                await control.swap(patience=PATIENCE)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,24 @@ from pathlib import Path
 import trio
 
 import trio_smc
+from tests.lab import routing
 from tests.lab.interop_links import here, two
 from tests.lab.interop_world import CONFIG, PIECE, Seen, until
 from tests.lab.verbs_side import Control
-from trio_smc import LinkGroupKind, Mode, SmcStream
+from trio_smc import Config, LinkGroupKind, Mode, SmcStream
 from trio_smc.rendezvous.links.link import Link
 
 PORT = 7800
-SIZE = 32 << 20
+SIZE = 16 << 20
 PATIENCE = 150
-STEPS = ("client_fails_idle", "client_fails", "server_fails", "client_loses_device")
+STEPS = (
+    "client_fails_idle", "client_fails", "server_fails", "client_loses_device",
+    "server_fails_in_version_2", "client_fails_behind_routers_in_version_2",
+)  # fmt: skip
 """What happens before or in the middle of the transfer: an interface of that side goes down, or its
-RDMA device is deleted, and comes back."""
+RDMA device is deleted, and comes back.  Behind routers both RNICs of the server are in other
+subnets than those of the client."""
+UEID = "TRIO-SMC.LAB"
 
 
 class Diary(Seen, logging.Handler):
@@ -122,12 +128,35 @@ async def mend(step: str, number: str) -> None:
         await here(f"rxe {number} eth{number}")
     else:
         await here(f"ip link set eth{number} up; cable {number} on")
+    if "routers" in step:
+        await here(routing.route_to(int(number), number=1))
+
+
+async def move(role: str) -> None:
+    """Put a router into each wire."""
+    for wire in (0, 1):
+        if role == "server":
+            await here(f"rdma link delete rxe{wire}; {routing.behind_router(wire, number=1)}")
+        else:
+            await here(routing.route_to(wire, number=1))
+
+
+def settings(role: str, step: str) -> Config:
+    config = replace(CONFIG, **two())
+    if "version_2" in step:
+        config = replace(config, ueids=(UEID,))
+    if "routers" in step and role == "server":
+        config = replace(config, pnet=(("in0", "rxe0"), ("in0", "rxe1")))
+    return config
 
 
 async def one_step(role: str, peer: str, control: Control, file: Path, step: str) -> None:
     diary = Diary()
     logging.getLogger("trio_smc").addHandler(diary)
-    async with trio_smc.open_stack(replace(CONFIG, **two())) as stack:
+    if "routers" in step:
+        await move(role)
+        peer = routing.address(0)
+    async with trio_smc.open_stack(settings(role, step)) as stack:
         stack.add_observer(diary)
         if role == "server":
             [listener] = await stack.open_listeners(PORT, host="0.0.0.0")
@@ -141,6 +170,9 @@ async def one_step(role: str, peer: str, control: Control, file: Path, step: str
         group = stream.link_group
         assert group is not None
         await until(lambda: group.kind is LinkGroupKind.SYMMETRIC, f"symmetric: {group!r}")
+        terms = stack.runtime.groups.groups[0].terms
+        agreed = (2 if "version_2" in step else 1, "routers" not in step)
+        assert (terms.version, terms.direct) == agreed, terms
         numbers: list[str] = []
 
         async def fail_here() -> None:

@@ -66,7 +66,7 @@ def streams() -> Finished:
 def ours() -> Finished:
     """All steps of `tests.lab.guest_ours`."""
     commands = (
-        "rxe 0 eth0; rxe 1 eth1\n"
+        "modules dummy macvlan; rxe 0 eth0; rxe 1 eth1\n"
         "[ $ROLE = server ] && control=10.9.2.2 || control=10.9.2.1\n"
         f"exec {PYTHON} -m tests.lab.guest_ours $ROLE $PEER4 $control "
         f"{shlex.quote(str(demo_file()))}\n"
@@ -101,11 +101,11 @@ def with_kernel(suite: str, *steps: str) -> Finished:
         )
         return run_guest("quick", commands, seconds=300)
     commands = (
-        f"modules sch_netem macvlan\nrxe 0 eth0\n{allow}"
+        f"modules sch_netem macvlan dummy\nrxe 0 eth0\n{allow}"
         f"if [ $ROLE = client ]; then grep -q ^ended$ < <(exec {agent}); exit; fi\n"
         f"exec {ours} 10.9.0.1 10.9.0.2 10.9.2.2 {rest}\n"
     )
-    return run_pair(f"kernel-{suite}", commands, seconds=500)
+    return run_pair(f"kernel-{suite}", commands, seconds=800)
 
 
 def both(one: Finished, other: Finished) -> Finished:

@@ -12,7 +12,8 @@ from tests.lab.telling import told
 @pytest.mark.timeout(1000)
 def test_liars_cost_their_own_connection() -> None:
     done = runner.hostile()
-    for lie in liar.LIES:
-        assert f"client: ok {lie}," in done.output, told(done)
+    for version, lies in ((1, liar.LIES), (2, liar.V2_LIES)):
+        for lie in lies:
+            assert f"client: ok {lie} (version {version})," in done.output, told(done)
     assert "server: ok" in done.output, told(done)
     assert done.returncode == 0, told(done)

@@ -16,7 +16,14 @@ import trio.testing
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce.device import VerbsRnic
-from trio_smc.rnic.verbs import Completion, MemoryRegion, ProtectionDomain, QueuePair, Rnic
+from trio_smc.rnic.verbs import (
+    RECEIVE_SIZE,
+    Completion,
+    MemoryRegion,
+    ProtectionDomain,
+    QueuePair,
+    Rnic,
+)
 
 PORT = 7654
 PATIENCE = 100
@@ -132,11 +139,11 @@ async def open_device(name: str, pump: Pump | None = None) -> AsyncIterator[Devi
 class Pair:
     """A queue pair, its domain and a region of its own; all completions kept in order."""
 
-    def __init__(self, device: Device, size: int) -> None:
+    def __init__(self, device: Device, size: int, receive_size: int = RECEIVE_SIZE) -> None:
         self.device = device
         self.rnic = device.rnic
         self.pd: ProtectionDomain = self.rnic.alloc_pd()
-        self.qp: QueuePair = self.rnic.create_qp(self.pd)
+        self.qp: QueuePair = self.rnic.create_qp(self.pd, receive_size)
         self.memory: Memory = self.rnic.alloc_memory(size)
         self.region: MemoryRegion = self.pd.register(self.memory)
         self.got: list[Completion] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -542,6 +543,29 @@ def test_an_add_link_that_lies_costs_the_new_link(
         world.finish()
         assert call.states == ("ESTABLISHED", "ESTABLISHED")
         assert client.group.kind is server.group.kind is LinkGroupKind.SINGLE
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def test_rtokens_of_strangers_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """However many there are, the log has one line."""
+
+    def strange(message: llc.Message) -> llc.Message:
+        assert isinstance(message, llc.AddLink)
+        if message.extension is None:
+            return message
+        own = message.extension.pairs
+        more = tuple(replace(own[0], reference_rkey=77 + n) for n in range(255 - len(own)))
+        return replace(message, extension=replace(message.extension, pairs=own + more))
+
+    caplog.set_level(logging.INFO, "trio_smc.link_group")
+    with World() as world:
+        client, server = pair(world, rnics=2)
+        lying_llc(world, strange)
+        call = world.connect(client, server)
+        assert client.group.kind is server.group.kind is LinkGroupKind.SYMMETRIC
+        told = [each for each in caplog.messages if "name no RMB" in each]
+        assert len(told) == 2, told  # one at each end
+        assert all(": 254 RKeys" in each for each in told)
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 

@@ -195,13 +195,15 @@ class Rkeys:
         Raises:
           ProtocolError: a pair contradicts what is known.
         """
-        peer = self._group.peer_rmbs
+        peer, strange = self._group.peer_rmbs, 0
         for pair in pairs:
             rmb = peer.find(old.number, pair.reference_rkey)
             if rmb is None:
-                LOGGER.info("%r: RKey %#x names no RMB", old, pair.reference_rkey)
+                strange += 1
                 continue
             peer.add_token_untrusted(rmb, new.number, RToken(pair.new_rkey, pair.new_address))
+        if strange:  # one line, whatever the peer sends
+            LOGGER.info("%r: %d RKeys for another link name no RMB", old, strange)
 
     def covers(self, link: Link) -> bool:
         """Whether every RMB of the peer that a connection writes into is known on ``link``."""
