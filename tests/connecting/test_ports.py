@@ -51,6 +51,33 @@ def test_ports_that_the_program_wants() -> None:
     assert len(set(ports)) == 20
 
 
+@pytest.fixture
+def before_6_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without IP_LOCAL_PORT_RANGE."""
+    monkeypatch.setenv("BEFORE_6_3", "")
+
+
+@pytest.mark.usefixtures("runtime_directory", "before_6_3")
+def test_as_many_connections_as_tcp_before_linux_6_3() -> None:
+    tcp, ours, modes = in_namespace("count", "40000", "40399")
+    assert ours[1:] == tcp[1:] == ["400", "400", "400"]
+    by_mode = dict(each.split("=") for each in modes[1:])
+    assert int(by_mode["smc-r"]) >= 700
+
+
+@pytest.mark.usefixtures("runtime_directory", "before_6_3")
+def test_reserved_ports_are_left_alone_before_linux_6_3() -> None:
+    modes, ports = in_namespace("reserved", "40000", "40399", "40000-40099,40101,40150-40399")
+    assert modes == ["smc-r"]
+    assert {int(port) for port in ports} <= {40100, *range(40102, 40150)}
+
+
+@pytest.mark.usefixtures("runtime_directory", "before_6_3")
+def test_processes_that_want_the_same_ports_before_linux_6_3() -> None:
+    [[served, some_smc]] = in_namespace("share", "40000", "40002", "3")
+    assert (served, some_smc) == ("60", "True")
+
+
 @pytest.mark.usefixtures("runtime_directory")
 def test_processes_that_want_the_same_ports() -> None:
     """Nobody gets the bytes of another, and each connection is the same at both ends."""

@@ -3,6 +3,8 @@
 It connects COUNT times, sends `SENT` on each connection and ends by HOW: it returns, raises, is
 interrupted, forgets its streams, waits to be told, or leaves at once; "closes" is not careless.
 SMC: "ours" for `trio_smc.open_stream`, or "enabled" for `trio.open_tcp_stream` under `enable()`.
+
+At the end it prints when its run was over, and `waited`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ SENT = b"x" * 100_000
 HOST = "127.0.0.1"
 HELLO = b"+"
 """What a server of the case "unread" sends first."""
+
+
+def waited() -> float:
+    """Seconds for which this thread was to run and others had the processor."""
+    with open("/proc/thread-self/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
 
 
 async def main(how: str, smc: str, port: int, count: int) -> Any:
@@ -49,6 +57,7 @@ async def main(how: str, smc: str, port: int, count: int) -> Any:
             sys.stdout.write("\n")
             sys.stdout.flush()
             await trio.to_thread.run_sync(sys.stdin.read)
+            sys.stdout.write(f"{waited()} ")
             if how == "closes":
                 for stream in streams:
                     stream.close()
@@ -67,4 +76,6 @@ if __name__ == "__main__":
         port_number, connections = map(int, numbers)
         trio.run(main, way, mode, port_number, connections)
     finally:
-        sys.stdout.write(f"{time.monotonic()}\n")  # the run is over; the interpreter is not
+        sys.stdout.write(
+            f"{time.monotonic()} {waited()}\n"
+        )  # the run is over; the interpreter is not

@@ -46,6 +46,7 @@ __all__ = ["Attempt", "DialHost", "connect_attempt", "connect_tcp"]
 _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # for one connection, before it is TCP
 _PORTS_BOUND = 256  # likewise, where that is all that it takes to see that a port is taken
+_PORTS_SHARED = 1024  # likewise, where the kernel finds none
 _PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted, seconds
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
@@ -265,7 +266,11 @@ async def connect_attempt(
         if attempt.offers:
             attempt.announcement = stack.tcp_option.offer(attempt.sock)
             attempt.offers = attempt.announcement is None
-        await _connect(attempt, address)
+        if await _connected(attempt, address):
+            return
+        if bound or attempt.plain is None or not await _connect_shared(attempt, address, source):
+            number = errno.EADDRNOTAVAIL
+            raise OSError(number, f"cannot connect to {address!r}: {os.strerror(number)}")
     except BaseException:
         attempt.close()
         raise
@@ -336,6 +341,21 @@ async def _connect_bound(
         tries += 1
         if nobody or tries == _PORTS_TRIED:
             break
+    return False
+
+
+async def _connect_shared(attempt: Attempt, address: Any, source: str | None) -> bool:
+    """Connect from a port that others are bound to, which before Linux 6.3 the kernel would not
+    choose: there are no more.  False: there are none either."""
+    if source is None or isinstance(source, FallbackReason) or _option(attempt.sock) is not None:
+        return False
+    for port in islice(_ports(), _PORTS_SHARED):
+        attempt.renew()
+        attempt.sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            await attempt.sock.bind((source, port))
+            if await _connected(attempt, address):
+                return True
     return False
 
 
