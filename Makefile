@@ -5,9 +5,10 @@ BIN := .venv/bin
 CASES ?= 50000
 JOBS ?= 2
 SEED ?=
+TIME ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test pythons interop lint types bench states rooms ladders cli-page compliance campaigns docs docs-check figures performance clean \
+.PHONY: help demo example test pythons interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -26,6 +27,7 @@ help:
 	@echo 'make docs       build the pages into build/docs'
 	@echo 'make docs-check build them and look at each with a browser: links, pictures, no network'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
+	@echo 'make soak       TIME=600 seconds of kill -9, SIGSTOP and failing RNICs; SEED=n to replay'
 	@echo 'make clean      remove .venv and everything built'
 
 ready-bench:
@@ -86,6 +88,9 @@ compliance: ready-dev
 
 campaigns: ready-dev
 	@$(BIN)/python -m scripts.campaigns --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
+soak: ready-dev
+	@$(BIN)/python -m scripts.soak --time $(TIME) $(if $(SEED),--seed $(SEED))
 
 performance: ready-docs
 	@$(BIN)/python -m scripts.performance_page $(ARGS)

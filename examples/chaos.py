@@ -40,19 +40,19 @@ class Chaos:
     def __init__(self, policy: Policy, show: Show) -> None:
         self.policy = policy
         self.result = Result(seed=policy.seed, rnics=policy.rnics, during=policy.during)
-        self._sides = Sides(policy, self.result, show)
+        self.sides = Sides(policy, self.result, show)
 
     async def run(self) -> Result:
         """Do what the policy says."""
         async with trio.open_nursery() as nursery:
-            if await self._sides.open(nursery):
-                await Trouble(self.policy, self.result, self._sides).make()
+            if await self.sides.open(nursery):
+                await Trouble(self.policy, self.result, self.sides).make()
             else:
                 self.result.problems.append("a process did not start")
-            await self._sides.finish()
-            self._sides.kill()
+            await self.sides.finish()
+            self.sides.kill()
         self.judge()
-        self.result.seconds = self._sides.elapsed()
+        self.result.seconds = self.sides.elapsed()
         return self.result
 
     def judge(self) -> None:

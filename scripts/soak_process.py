@@ -1,0 +1,427 @@
+"""One of the processes of `soak.py`: it serves conversations, and has others with those it is told.
+
+    python -m scripts.soak_process '{"name": "client", "id": 2, "seed": 1, "certificate": ...}'
+
+It reads commands and says what happens, one JSON object per line.  A conversation is that of
+`examples.chaos_load`, in which both sides know what every byte has to be; over TLS and over
+websockets it goes in frames, as neither of them can end one direction alone.  Its seed tells who
+began it, in the upper half: so the server knows the other process, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+from trio_websocket import (
+    ConnectionClosed,
+    HandshakeError,
+    WebSocketConnection,
+    wrap_client_stream,
+    wrap_server_stream,
+)
+
+import trio_smc
+from examples.chaos_load import KINDS, Conversation, Wrong
+from examples.chaos_peer import HOST, outcome, say
+from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
+from trio_smc.rnic.soft.faults import Fault, FaultPlan
+
+PATIENCE = 60.0
+"""Seconds after which a conversation counts as hung."""
+BY_TRANSPORT = {
+    "plain": KINDS,
+    "tls": ("stream", "request", "half-close"),
+    "websocket": ("stream", "request", "half-close"),
+}
+_FAULTS = ("port-flap", Fault.LINK_DOWN, Fault.LINK_DOWN_HERE, Fault.DELAY, Fault.WAKEUP)
+_WHOLE_FOR = 0.8
+"""Seconds for which all link groups must have both links before the next fault."""
+_ABNORMAL = 1006
+
+
+class TlsFrames:
+    """What `Conversation` wants of a stream, over TLS: length and bytes, 0 for the end."""
+
+    def __init__(self, stream: trio.SSLStream[SmcStream]) -> None:
+        self._stream = stream
+        self._unread = bytearray()
+        self._left: int | None = None
+
+    async def send_all(self, data: bytes | memoryview) -> None:
+        with _tls_errors():
+            await self._stream.send_all(len(data).to_bytes(4, "big") + bytes(data))
+
+    async def send_eof(self) -> None:
+        await self.send_all(b"")
+
+    async def _more(self) -> None:
+        with _tls_errors():
+            data = await self._stream.receive_some()
+        if not data:
+            raise Wrong("TLS ended in order in the middle of a conversation")
+        self._unread += data
+
+    async def receive_some(self, most: int) -> bytes:
+        if self._left is None:
+            while len(self._unread) < 4:
+                await self._more()
+            self._left = int.from_bytes(self._unread[:4], "big")
+            del self._unread[:4]
+        if self._left == 0:
+            return b""
+        if not self._unread:
+            await self._more()
+        data = bytes(self._unread[: min(most, self._left)])
+        del self._unread[: len(data)]
+        self._left = self._left - len(data) or None
+        return data
+
+    async def aclose(self) -> None:
+        with _tls_errors():
+            await self._stream.aclose()
+
+
+@contextlib.contextmanager
+def _tls_errors() -> Iterator[None]:
+    """A record that does not decrypt is a wrong byte, not a broken connection."""
+    try:
+        yield
+    except trio.BrokenResourceError as error:
+        if isinstance(error.__cause__, ssl.SSLError):
+            raise Wrong(f"TLS: {error.__cause__}") from error
+        raise
+
+
+class WebSocketFrames:
+    """The same over a websocket: binary messages, and a text for the end."""
+
+    def __init__(self, connection: WebSocketConnection, stream: SmcStream) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._unread = memoryview(b"")
+        self._ended = False
+
+    async def send_all(self, data: bytes | memoryview) -> None:
+        with _websocket_errors():
+            await self._connection.send_message(bytes(data))
+
+    async def send_eof(self) -> None:
+        with _websocket_errors():
+            await self._connection.send_message("end")
+
+    async def receive_some(self, most: int) -> bytes:
+        if not self._unread and not self._ended:
+            with _websocket_errors():
+                message = await self._connection.get_message()
+            self._ended = isinstance(message, str)
+            self._unread = memoryview(message if isinstance(message, bytes) else b"")
+        data, self._unread = bytes(self._unread[:most]), self._unread[most:]
+        return data
+
+    async def aclose(self) -> None:
+        try:
+            await self._connection.aclose()
+        finally:
+            await trio.aclose_forcefully(self._stream)
+
+
+@contextlib.contextmanager
+def _websocket_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionClosed as closed:
+        if closed.reason is None or closed.reason.code == _ABNORMAL:
+            raise trio.BrokenResourceError from closed
+        raise Wrong(f"the websocket was closed with {closed.reason}") from closed
+
+
+class _Telling:
+    """A stream that tells when it is over, as a send or a receive has noticed."""
+
+    def __init__(self, stream: SmcStream) -> None:
+        self._stream = stream
+        self.over = trio.Event()
+
+    async def send_all(self, data: bytes) -> None:
+        with self._telling():
+            await self._stream.send_all(data)
+
+    async def receive_some(self, most: int) -> bytes:
+        with self._telling():
+            data = bytes(await self._stream.receive_some(most))
+        if not data:
+            self.over.set()
+        return data
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except trio.BrokenResourceError:
+            self.over.set()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+async def _websocket(
+    nursery: trio.Nursery, stream: SmcStream, *, client: bool
+) -> WebSocketConnection:
+    """Either side's handshake; trio-websocket waits for ever for one that was cut."""
+    telling: Any = _Telling(stream)
+
+    async def give_up() -> None:
+        await telling.over.wait()
+        raise trio.BrokenResourceError
+
+    async with trio.open_nursery() as racing:
+        racing.start_soon(give_up)
+        if client:
+            connection = await wrap_client_stream(nursery, telling, HOST, "/soak")
+        else:
+            connection = await (await wrap_server_stream(nursery, telling)).accept()
+        racing.cancel_scope.cancel()
+    return connection
+
+
+@contextlib.asynccontextmanager
+async def framed(
+    transport: str, stream: SmcStream, context: ssl.SSLContext, *, client: bool
+) -> AsyncIterator[SmcStream]:
+    """What a conversation over that transport uses as its stream."""
+    if transport == "plain":
+        yield stream
+    elif transport == "tls":
+        name = "localhost" if client else None
+        tls = trio.SSLStream(stream, context, server_hostname=name, server_side=not client)
+        yield cast(SmcStream, TlsFrames(tls))
+    else:
+        async with trio.open_nursery() as nursery:
+            with trio.fail_after(PATIENCE):
+                connection = await _websocket(nursery, stream, client=client)
+            yield cast(SmcStream, WebSocketFrames(connection, stream))
+            await trio.aclose_forcefully(stream)
+
+
+@dataclass(kw_only=True)
+class Process:
+    """What the process does.
+
+    Attributes:
+      lanes: of each transport, conversations at once with each process it is told.
+      gone: processes with which no further conversation begins.
+    """
+
+    name: str
+    id: int
+    seed: int
+    scale: int
+    lanes: int
+    stack: Stack
+    rnics: tuple[SoftRnic, ...]
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+    numbers: int = 0
+    talking: int = 0
+    gone: set[int] = field(default_factory=set)
+    stopping: trio.Event = field(default_factory=trio.Event)
+
+    # -- conversations -------------------------------------------------------------------
+
+    async def serve(self, transport: str, stream: SmcStream) -> None:
+        """One connection that another process has made."""
+        if stream.mode != "smc-r":
+            await stream.aclose()  # the client says so
+            return
+        self.talking += 1
+        try:
+            async with framed(transport, stream, self.contexts[0], client=False) as channel:
+                with trio.fail_after(PATIENCE):
+                    conversation = await Conversation.accept(channel)
+                await self.talk(transport, conversation, conversation.seed >> 32)
+        except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
+            say(event="nameless", transport=transport, why=repr(broken))
+        except* (trio.TooSlowError, Wrong) as wrong:
+            say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+        finally:
+            await trio.aclose_forcefully(stream)
+            self.talking -= 1
+
+    async def keep_talking(self, other: int, transport: str, port: int, lane: int) -> None:
+        """One conversation after the other with one process."""
+        rng = random.Random(f"{self.seed} {self.id} {other} {transport} {lane}")
+        while not self.stopping.is_set() and other not in self.gone:
+            await trio.sleep(rng.random() * 0.2)
+            try:
+                stream = await self.stack.open_stream(HOST, port)
+            except OSError as error:
+                say(event="refused", other=other, why=str(error))
+                await trio.sleep(0.1)
+                continue
+            if stream.mode != "smc-r":
+                say(
+                    event="fallback",
+                    other=other,
+                    why=str(stream.fallback and stream.fallback.reason),
+                )
+                await stream.aclose()
+                continue
+            self.talking += 1
+            began = trio.current_time()
+            try:
+                async with framed(transport, stream, self.contexts[1], client=True) as channel:
+                    await self.talk(transport, self.next(transport, channel), other)
+            except* (trio.BrokenResourceError, HandshakeError, ConnectionClosed) as broken:
+                self.tell(other, transport, "reset", 0, repr(broken), began)
+            except* (trio.TooSlowError, Wrong) as wrong:
+                say(event="problem", what=f"{transport}, before its first byte: {wrong!r}")
+            finally:
+                await trio.aclose_forcefully(stream)
+                self.talking -= 1
+
+    def next(self, transport: str, channel: SmcStream) -> Conversation:
+        """The next conversation of a kind that this transport can have."""
+        while True:
+            self.numbers += 1
+            conversation = Conversation(
+                stream=channel, seed=self.id << 32 | self.seed, number=self.numbers,
+                scale=self.scale,
+            )  # fmt: skip
+            if conversation.kind in BY_TRANSPORT[transport]:
+                return conversation
+
+    async def talk(self, transport: str, conversation: Conversation, other: int) -> None:
+        """Have one conversation and say how it ended."""
+        began, how = trio.current_time(), "hung"
+        with trio.move_on_after(PATIENCE):
+            how = await outcome(conversation)
+        moment = f"{conversation.number} ({conversation.kind}): {conversation.moment}"
+        self.tell(other, transport, how, conversation.moved, moment, began)
+        if how != "done":
+            await trio.aclose_forcefully(conversation.stream)
+
+    def tell(
+        self, other: int, transport: str, how: str, moved: int, moment: str, began: float
+    ) -> None:
+        """Say how a conversation ended."""
+        say(event="ended", other=other, transport=transport, how=how, bytes=moved, moment=moment,
+            seconds=trio.current_time() - began)  # fmt: skip
+
+    # -- faults --------------------------------------------------------------------------
+
+    def whole(self) -> bool:
+        """Whether every link group has both of its links."""
+        groups = [group for group in self.stack.link_groups if group.state != "TERMINATING"]
+        return bool(groups) and all(
+            group.kind == "symmetric" and [link.state for link in group.links] == ["ACTIVE"] * 2
+            for group in groups
+        )
+
+    async def make_faults(self, every: float) -> None:
+        """Let RNICs of this process fail, one whenever both links of all groups are there."""
+        rng = random.Random(f"{self.seed} {self.id} faults")
+        while True:
+            await trio.sleep(rng.expovariate(1 / every))
+            since = trio.current_time()
+            while trio.current_time() - since < _WHOLE_FOR:
+                await trio.sleep(0.05)
+                if not self.whole():
+                    since = trio.current_time()
+            kind, rnic = rng.choice(_FAULTS), rng.choice(self.rnics)
+            say(event="fault", kind=kind)
+            if kind == "port-flap":
+                rnic.fail()
+                await trio.sleep(rng.random())
+                rnic.restore()
+            else:
+                assert isinstance(rnic.faults, FaultPlan)
+                with contextlib.suppress(ValueError):  # no queue pair at this moment
+                    rnic.faults.inject(Fault(kind))
+
+    # -- commands ------------------------------------------------------------------------
+
+    async def obey(self, nursery: trio.Nursery) -> None:
+        """Do what standard input says, until it says "stop" or ends."""
+        buffered = b""
+        async with trio.lowlevel.FdStream(os.dup(0)) as stdin:
+            async for data in stdin:
+                *lines, buffered = (buffered + data).split(b"\n")
+                for line in lines:
+                    command = json.loads(line)
+                    match command["do"]:
+                        case "connect":
+                            for transport, port in command["ports"].items():
+                                for lane in range(self.lanes):
+                                    nursery.start_soon(
+                                        self.keep_talking, command["other"], transport, port, lane
+                                    )
+                        case "forget":
+                            self.gone.add(command["other"])
+                        case "stop":
+                            self.stopping.set()
+                            return
+        self.stopping.set()
+
+    async def rest(self) -> None:
+        """Wait until nothing is left of any conversation, and say so."""
+        with trio.move_on_after(PATIENCE):
+            while self.talking or self.stack.statistics().open_connections:  # noqa: ASYNC110
+                await trio.sleep(0.05)  # nothing tells
+        left = self.stack.statistics().open_connections
+        say(event="rests", talking=self.talking, connections=left,
+            received=self.stack.statistics().bytes_received)  # fmt: skip
+
+
+async def main(
+    name: str, id: int, seed: int, scale: int, lanes: int, directory: str,
+    settings: dict[str, Any], faults: float,
+) -> None:  # fmt: skip
+    """Run the process; ``faults``: seconds from one fault of its RNICs to the next, or 0."""
+    path = Path(directory)
+    contexts = (
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+        ssl.create_default_context(cafile=path / "ca.pem"),
+    )
+    contexts[0].load_cert_chain(path / "server.pem")
+    rnics = tuple(
+        SoftRnic(f"{name}-{index}", faults=FaultPlan(seed + index) if faults else None)
+        for index in range(2)
+    )
+    async with (
+        trio_smc.open_stack(Config(rnics=rnics, **settings)) as stack,
+        trio.open_nursery() as nursery,
+    ):
+        process = Process(
+            name=name, id=id, seed=seed, scale=scale, lanes=lanes, stack=stack, rnics=rnics,
+            contexts=contexts,
+        )  # fmt: skip
+        ports = {}
+        for transport in BY_TRANSPORT:
+            listeners: list[SmcListener] = await stack.open_listeners(0, host=HOST)
+            ports[transport] = listeners[0].socket.getsockname()[1]
+            handler = partial(process.serve, transport)
+            nursery.start_soon(trio.serve_listeners, handler, listeners)
+        if faults:
+            nursery.start_soon(process.make_faults, faults)
+        say(event="ready", ports=ports)
+        async with trio.open_nursery() as talks:
+            await process.obey(talks)
+        await process.rest()
+        # The controller looks at what is left, and then lets it end.
+        await trio.lowlevel.wait_readable(0)
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(partial(main, **json.loads(sys.argv[1])))

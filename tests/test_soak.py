@@ -1,0 +1,131 @@
+"""A short soak, and whether it would notice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.chaos_load import Wrong
+from scripts import soak
+from scripts.soak import LIMITS, Soak, Watched, line_through
+from scripts.soak_process import TlsFrames
+
+SECONDS = 15.0
+LEVEL = {"memory": 50 << 20, "descriptors": 100, "memfds": 40, "mappings": 30, "threads": 3}
+
+
+@pytest.mark.timeout(180)
+async def test_a_short_one(runtime_directory: object, seed: int) -> None:
+    said: list[str] = []
+    seen = await Soak(SECONDS, seed & 0xFFFF, said.append).run()
+    assert seen.problems == [], said
+    assert set(seen.whole) == {"plain", "tls", "websocket"}
+    assert seen.counts["killed"] >= 1
+    assert seen.counts["cut by a kill or stop"] >= 1
+    assert seen.whole_bytes > 0
+    for name in ("server", "client", "stopped", "chaos server", "chaos client"):
+        assert seen.samples[name]
+
+
+def told(**held: list[int]) -> list[str]:
+    """What an hour with such samples of the server comes to."""
+    one = Soak(3600.0, 1, lambda _: None)
+    for index in range(100):
+        sample = LEVEL | {what: values[index % len(values)] for what, values in held.items()}
+        one.seen.samples.setdefault("server", []).append((index * 36.0, sample))
+    one.seen.counts["killed"] = 1
+    one.seen.cut["plain"] = 1
+    for transport in ("plain", "tls", "websocket"):
+        one.seen.whole[transport] = 1
+    one.judge()
+    return one.seen.problems
+
+
+def test_a_line() -> None:
+    assert line_through([(when, 3.0 * when + 5) for when in range(10)]) == pytest.approx(27)
+    assert line_through([(0.0, 1.0), (1.0, 9.0)]) == 0
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_what_grows_is_a_problem(what: str) -> None:
+    """By a tenth more than is allowed, after the warm-up."""
+    rise = LIMITS[what] * 1.1 / 0.75
+    growing = [LEVEL[what] + round(rise * index / 99) for index in range(100)]
+    [problem] = told(**{what: growing})
+    assert problem.startswith(f"server: {what} rose by ")
+    assert told(**{what: growing[::-1]}) == []
+
+
+def test_what_goes_up_and_down_is_none() -> None:
+    assert told(memory=[50 << 20, 90 << 20], descriptors=[100, 190]) == []
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Soak:
+    """A soak of two minutes, at its hundredth second: processes 1, 2 and 3."""
+    one = Soak(120.0, 1, lambda _: None)
+    monkeypatch.setattr(one, "elapsed", lambda: 100.0)
+    process: Any = None
+    for number, role in enumerate(("server", "client", "killed"), 1):
+        one.processes[number] = Watched(role, number, process, tmp_path / role)
+    return one
+
+
+ENDED: dict[str, Any] = {"transport": "plain", "bytes": 10, "moment": "7 (stream)", "seconds": 5.0}
+
+
+class TestJudgement:
+    def test_a_connection_of_the_survivors_must_not_break(self, watched: Soak) -> None:
+        watched.on_fault(watched.processes[2], kind="link-down")
+        watched.on_ended(watched.processes[1], other=2, how="reset", **ENDED)
+        assert len(watched.seen.problems) == 1
+
+    @pytest.mark.parametrize(
+        ("until", "problems"), [(float("inf"), 0), (96.0, 0), (94.0, 1), (-1.0, 1)]
+    )
+    def test_one_with_a_killed_or_stopped_process_may(
+        self, until: float, problems: int, watched: Soak
+    ) -> None:
+        watched.processes[3].excused = until
+        watched.on_ended(watched.processes[1], other=3, how="reset", **ENDED)
+        assert len(watched.seen.problems) == problems
+        assert watched.seen.prefix_bytes == (0 if problems else 10)
+
+    @pytest.mark.parametrize("how", ["hung", "wrong: a wrong byte at position 3"])
+    def test_nothing_excuses_a_wrong_byte(self, how: str, watched: Soak) -> None:
+        watched.processes[3].excused = float("inf")
+        watched.on_ended(watched.processes[1], other=3, how=how, **ENDED)
+        assert len(watched.seen.problems) == 1
+
+    def test_a_word_on_standard_error_is_a_problem(self, watched: Soak) -> None:
+        for number, text in ((1, ""), (2, "Traceback")):
+            watched.processes[number].errors.write_text(text)
+            watched.look_at_errors(watched.processes[number])
+        assert watched.seen.problems == ["client 2 said on standard error: Traceback"]
+
+
+async def test_tls_that_ends_in_order_in_the_middle_is_wrong() -> None:
+    class Over:
+        async def receive_some(self) -> bytes:
+            return b""
+
+    stream: Any = Over()
+    with pytest.raises(Wrong, match="in the middle"):
+        await TlsFrames(stream).receive_some(10)
+
+
+def test_it_sees_what_a_process_holds() -> None:
+    descriptors = [os.memfd_create("soak") for _ in range(5)]
+    try:
+        before = soak.held_by(os.getpid())
+    finally:
+        for each in descriptors:
+            os.close(each)
+    after = soak.held_by(os.getpid())
+    assert before["memfds"] - after["memfds"] == 5
+    assert before["descriptors"] - after["descriptors"] == 5
+    assert after["memory"] > 1 << 20
+    assert after["threads"] >= 1
