@@ -53,6 +53,8 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_v2.ueids_differ,
         interop_v2.limits,
         interop_v2.release_0,
+        interop_v2.kernel_checks,
+        interop_v2.ipv6,
         interop_streams.window_full,
         interop_endings.half_close,
         interop_endings.close_with_data,
@@ -65,6 +67,8 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_streams.loss,
         interop_links.asymmetric,
         interop_v2.symmetric,
+        interop_v2.request_add_link,
+        interop_v2.link_down,
     ),
     "links": (
         # First: it makes and removes a second device of its own.

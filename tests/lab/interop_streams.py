@@ -91,7 +91,7 @@ def file_digest(world: World, size: int) -> str:
     return digest.hexdigest()
 
 
-async def window_full(world: World, size: int = 32 * MIB) -> None:
+async def window_full(world: World, size: int = 16 * MIB) -> None:
     """Both ways at once, and either receiver waits each time until the sender has no room."""
     wanted = file_digest(world, size)
     for role, connect in world.both_ways():
@@ -230,7 +230,7 @@ async def _many_to_kernel(world: World, stack: Stack, text: str) -> Any:
     return modes[0]
 
 
-async def loss(world: World, size: int = 4 * MIB) -> None:
+async def loss(world: World, size: int = 2 * MIB) -> None:
     """3 % of the packets of both directions are lost."""
     command = "tc qdisc {} dev eth0 root netem loss 3% delay 1ms"
     await trio.run_process(command.format("add").split())

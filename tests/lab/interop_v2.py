@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import trio
 
 from tests.lab import smc_netlink
-from tests.lab.interop_links import SECOND, UNDO, expect_kind, here, newest_links, two
+from tests.lab.interop_links import FEW, SECOND, UNDO, expect_kind, here, newest_links, survive, two
 from tests.lab.interop_streams import MIB, file_digest, transfer
 from tests.lab.interop_world import PATIENCE, Both, World, until
 from trio_smc import FallbackReason, LinkGroupKind, Origin, Stack
 from trio_smc._base.reasons import Diagnosis
+from trio_smc.rendezvous.negotiation import Negotiation
 
-__all__ = ["UEID", "contacts", "kernel_ueids", "limits", "release_0", "symmetric", "ueids_differ"]
+__all__ = [
+    "UEID",
+    "contacts",
+    "ipv6",
+    "kernel_checks",
+    "kernel_ueids",
+    "limits",
+    "link_down",
+    "release_0",
+    "request_add_link",
+    "symmetric",
+    "ueids_differ",
+]
 
 UEID = "TRIO-SMC.LAB"
+WHOLE = 256 * MIB
+"""The file of ``make demo``."""
 V2 = 0x20
 ADD_LINK, CONFIRM_RKEY, REQUEST_ADD_LINK = V2 | 2, V2 | 6, V2 | 5
+# A second RNIC on a wire of its own; the kernel wants its address in the connection's subnet.
+# The route of TCP stays that of eth0.
+WIRE = (
+    "sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2;"
+    "ip addr flush dev eth1; ip addr add 10.9.0.{}/24 dev eth1 metric 1000; rxe 1 eth1"
+)
 
 
 async def talk(both: Both) -> None:
@@ -147,7 +171,7 @@ async def release_0(world: World) -> None:
 
 
 async def symmetric(world: World) -> None:
-    """Two RNICs at both ends, the client's second one later: REQUEST ADD LINK, and data."""
+    """Two RNICs at both ends; two connections, and data on both."""
     await world.kernel.call("shell", command=SECOND.format(12))
     await here(SECOND.format(11))
     try:
@@ -163,33 +187,121 @@ async def symmetric(world: World) -> None:
                     await transfer(each, world, MIB, wanted)
                     await each.end()
                 world.say(f"{role}: symmetric by version 2")
+    finally:
+        await world.kernel.call("shell", command=UNDO)
+        await here(UNDO)
+
+
+async def request_add_link(world: World) -> None:
+    """The client's second RNIC comes later, first ours and then the kernel's."""
+    await world.kernel.call("shell", command=SECOND.format(12))
+    await here(SECOND.format(11))
+    try:
         async with world.stack(**two()) as (stack, seen):
             rnics = stack.runtime.rnic_set
             rnics.drain(rnics.named("rxe1"))
             both = await world.to_kernel(stack)
-            await both.confirm()
-            await until(
-                lambda: (
-                    both.stream.link_group is not None and len(both.stream.link_group.links) == 2
-                ),
-                "an asymmetric link",
-            )
+            await _two_links(both, LinkGroupKind.ASYMMETRIC)
             stack.undrain_rnic("rxe1")
-            await until(
-                lambda: (
-                    stack.link_groups[0].kind is LinkGroupKind.SYMMETRIC
-                    and len(stack.link_groups[0].links) == 2
-                ),
-                "a symmetric group",
-            )
-            with trio.fail_after(PATIENCE):
-                while len(await newest_links(world)) != 2:  # noqa: ASYNC110 - has no event
-                    await trio.sleep(0.1)  # the kernel's asymmetric link is going, too
-            await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+            await _symmetric_then(world, both)
             assert REQUEST_ADD_LINK in seen.types(True)
             await talk(both)
             await both.end()
             world.say(f"client: REQUEST ADD LINK was answered; {await newest_links(world)}")
+        await world.kernel.call("shell", command="ip link set mac0 down")
+        async with world.stack(**two()) as (stack, seen):
+            both = await world.from_kernel(stack)
+            await _two_links(both, LinkGroupKind.ASYMMETRIC)
+            await world.kernel.call("shell", command="ip link set mac0 up")
+            await _symmetric_then(world, both)
+            [asked] = [m for _, out, m in seen.llc_messages if m[0] == REQUEST_ADD_LINK and not out]
+            await talk(both)
+            await both.end()
+            world.say(f"server: answered REQUEST ADD LINK with {asked[24]} GIDs")
     finally:
         await world.kernel.call("shell", command=UNDO)
         await here(UNDO)
+
+
+async def _two_links(both: Both, kind: LinkGroupKind) -> None:
+    await both.confirm()
+    group = both.stream.link_group
+    assert group is not None
+    await until(lambda: group.kind is kind and len(group.links) == 2, f"{kind}, not {group!r}")
+
+
+async def _symmetric_then(world: World, both: Both) -> None:
+    """The asymmetric link is replaced by one of the RNIC that came."""
+    await _two_links(both, LinkGroupKind.SYMMETRIC)
+    with trio.fail_after(PATIENCE):
+        while len(await newest_links(world)) != 2:  # noqa: ASYNC110 - has no event
+            await trio.sleep(0.1)  # the kernel's asymmetric link is going, too
+    await expect_kind(world, both, LinkGroupKind.SYMMETRIC)
+
+
+async def link_down(world: World) -> None:
+    """The interface that carries a stream goes down in the middle of it, on either side.
+
+    Leaves both guests as they are then: the kernel may wait for ever for what it has sent.
+    """
+    await world.kernel.call("shell", command=WIRE.format(22))
+    await here(WIRE.format(21))
+    for ours, sizes in ((False, (WHOLE, FEW)), (True, (FEW, WHOLE))):
+        for size, (role, connect) in zip(sizes, world.both_ways(), strict=True):
+            wanted = file_digest(world, size)
+            await survive(world, connect, size, wanted, role, ours=ours, stock=True)
+
+
+async def ipv6(world: World) -> None:
+    """Linux has version 2 over IPv4 alone, and soft-RoCE has no GID for its version 1."""
+    switch = "ip addr add fd00:9::{}/64 dev eth0 nodad"
+    await world.kernel.call("shell", command=switch.format(2))
+    await here(switch.format(1))
+    away = replace(world, here="fd00:9::1", there="fd00:9::2")
+    for role, connect in away.both_ways():
+        async with away.stack() as (stack, seen):
+            host = {"host": "::"} if role == "client" else {}
+            both = await connect(stack, "smc6", **host)
+            fallback, info = await away.fell_back(both, FallbackReason.NO_RNIC)
+            assert fallback.origin is Origin.PEER
+            assert fallback.peer_code == Diagnosis.NO_DEVICE, fallback
+            assert info["reason"] == Diagnosis.NO_DEVICE, info
+            assert all(m[7] >> 4 == 1 for _, m in seen.clc_messages), seen.clc_messages
+            world.say(
+                f"{role}, IPv6: {fallback.message}; {[m.hex() for _, m in seen.clc_messages]}"
+            )
+
+
+@contextlib.contextmanager
+def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
+    """Our Accepts and Confirms lie about this; ``first``: in what they say on first contact."""
+    honest = Negotiation._credentials
+
+    def lying(self: Negotiation) -> dict[str, Any]:
+        said = {**honest(self), **credentials}
+        said["v2"] = replace(said["v2"], first=replace(said["v2"].first, **first))
+        return said
+
+    Negotiation._credentials = lying  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Negotiation._credentials = honest  # type: ignore[method-assign]
+
+
+async def kernel_checks(world: World) -> None:
+    """What the kernel says to an Accept or a Confirm of ours that it cannot take."""
+    nowhere = ipaddress.ip_address("::ffff:192.0.2.1").packed
+    for connect, first, more, code in (
+        (world.to_kernel, {"release": 0}, {}, Diagnosis.RELEASE_MISMATCH),
+        (world.to_kernel, {"max_connections": 20}, {}, Diagnosis.MAX_CONNECTIONS),
+        (world.to_kernel, {"max_links": 1}, {}, Diagnosis.MAX_LINKS),
+        (world.from_kernel, {"direct": False}, {}, Diagnosis.ROUTE_MISMATCH),
+        (world.from_kernel, {"direct": False}, {"gid": nowhere}, Diagnosis.NO_ROUTE),
+    ):
+        async with world.stack() as (stack, _):
+            with saying(first, **more):
+                both = await connect(stack)
+            fallback, _ = await world.fell_back(both)
+            assert (fallback.origin, fallback.peer_code) == (Origin.PEER, code), fallback
+            world.say(f"{first} {list(more)}: {fallback.message}, 0x{code:08x}")

@@ -28,6 +28,7 @@ from tests.lab import smc_netlink
 PIECE = 256 * 1024
 AF_SMC = 43
 IPPROTO_SMC = 256
+SMCPROTO_SMC6 = 1
 OPENING = 16
 
 
@@ -276,12 +277,13 @@ def _waiting(sock: socket.socket) -> int:
 
 def make(kind: str) -> socket.socket:
     """A TCP socket ("tcp"), or one of SMC by its address family or its protocol number."""
-    if kind != "smc":
+    if kind not in ("smc", "smc6"):
         protocol = IPPROTO_SMC if kind == "ipproto" else 0
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol)
-    # CPython packs no addresses for a family it does not know: the kernel takes those of IPv4.
-    family = socket.socket(AF_SMC, socket.SOCK_STREAM)
-    return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=family.detach())
+    # CPython packs no addresses for a family it does not know: the kernel takes those of IP.
+    ip, protocol = (socket.AF_INET6, SMCPROTO_SMC6) if kind == "smc6" else (socket.AF_INET, 0)
+    family = socket.socket(AF_SMC, socket.SOCK_STREAM, protocol)
+    return socket.socket(ip, socket.SOCK_STREAM, 0, fileno=family.detach())
 
 
 def main() -> None:

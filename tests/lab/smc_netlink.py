@@ -12,7 +12,15 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["fallback_counts", "links", "pnet_add", "socket_info", "sockets", "ueid", "versions"]
+__all__ = [
+    "fallback_counts",
+    "links",
+    "pnet_add",
+    "socket_info",
+    "sockets",
+    "ueid",
+    "versions",
+]
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST, _ACK, _DUMP = 1, 4, 0x300
