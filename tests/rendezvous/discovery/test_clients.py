@@ -102,6 +102,21 @@ async def test_a_withdrawal_of_what_another_client_announced(private: Path) -> N
                 await both_go(Both(client, announcement, connection, claim))
 
 
+async def test_a_port_that_is_drawn_while_a_connection_from_it_is_being_made(private: Path) -> None:
+    """It turns out to be taken; the announcement that is withdrawn is the later one."""
+    async with serving(private) as server, bound() as client:
+        announcement = await announce(private, client, server.address)
+        raw = announcement.asked[0].connection
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            claim.accept()
+            raw.send(messages.announce(announcement.key))
+            raw.send(messages.withdraw(announcement.key))
+            await both_go(Both(client, announcement, connection, claim))
+
+
 async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_MAX_CLIENTS", 2)
     async with serving(private) as server, bound() as one, bound() as two, bound() as three:

@@ -217,12 +217,14 @@ class Claims:
 
     def withdrawn(self, client: Client, key: bytes) -> None:
         """It is plain TCP, or will never be opened; a claim is told."""
+        if key in client.pending:
+            # Announced after the claim that there may be: somebody has drawn a port that is taken.
+            client.pending.discard(key)
+            del self.pending[key]
+            return
         claim = self.taken.get(key)
         if claim is not None and claim._client is client:
             claim.withdrawn = True
-        if key in client.pending:
-            client.pending.discard(key)
-            del self.pending[key]
 
     def forget(self, key: bytes, claim: Claim) -> None:
         """A claim is settled."""
