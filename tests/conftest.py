@@ -85,7 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Give an async test an end that leaves the Trio run intact; others get the plug-in's."""
+    """Give an async test an end that leaves the Trio run intact, and one that only calculates its
+    time on the processor; others get the plug-in's."""
+    if item.get_closest_marker("calculates") is not None and settings.method == "signal":
+        hangs.arm_processor(item, settings)
+        return True
     if item.get_closest_marker("trio") is None or settings.method != "signal":
         return None
     hangs.arm(item, settings)

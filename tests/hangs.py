@@ -4,6 +4,9 @@ pytest-timeout raises from its signal handler, which inside Trio's scheduler bre
 buries the reason. Here the handler only notes the tasks' stacks and asks Trio to cancel the test,
 so that fixtures close what they opened. Whoever does not react (blocked in a system call, or
 shielded) meets pytest-timeout's own way a few seconds later.
+
+A test that only calculates (``@pytest.mark.calculates``) waits for nothing, so that a busy machine
+alone can make it slow: its time is processor time.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import trio
 
 _STACKS = pytest.StashKey[str]()
 GRACE = 5.0
+BUSY = 10
+"""A test that only calculates may take so many times longer by the clock on the wall."""
 
 
 def arm(item: pytest.Item, settings: Any) -> None:
@@ -42,6 +47,28 @@ def arm(item: pytest.Item, settings: Any) -> None:
     item.cancel_timeout = cancel  # type: ignore[attr-defined]
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+
+
+def arm_processor(item: pytest.Item, settings: Any) -> None:
+    """Start the clocks for a test that only calculates."""
+    clocks = (
+        (signal.ITIMER_PROF, signal.SIGPROF, settings.timeout),
+        (signal.ITIMER_REAL, signal.SIGALRM, BUSY * settings.timeout),
+    )
+
+    def cancel() -> None:
+        for clock, number, _ in clocks:
+            signal.setitimer(clock, 0)
+            signal.signal(number, signal.SIG_DFL)
+
+    def handler(_signum: int, _frame: FrameType | None) -> None:
+        cancel()
+        pytest_timeout.timeout_sigalrm(item, settings)
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    for clock, number, seconds in clocks:
+        signal.signal(number, handler)
+        signal.setitimer(clock, seconds)
 
 
 def fail_if_hung(item: pytest.Item) -> None:

@@ -7,6 +7,8 @@ import pytest
 from tests.campaigns import decoders
 from trio_smc.wire import clc
 
+pytestmark = pytest.mark.calculates
+
 
 def test_hostile_bytes(seed: int, full: bool) -> None:
     cases = 100_000 if full else 4_000

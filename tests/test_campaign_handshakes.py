@@ -12,6 +12,8 @@ from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.rkeys import Rkeys
 from trio_smc.rendezvous.negotiation import Negotiation
 
+pytestmark = pytest.mark.calculates
+
 
 def test_damaged_handshakes(seed: int, full: bool) -> None:
     cases = 50_000 if full else 2_000

@@ -15,6 +15,8 @@ from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.rkeys import Rkeys
 from trio_smc.stack.groups import GroupTable
 
+pytestmark = pytest.mark.calculates
+
 
 def test_two_link_groups_agree_whatever_happens(seed: int, full: bool) -> None:
     # In 12.5 of 300 schedules an operator terminates a group, on average: with so many, all faults

@@ -13,6 +13,8 @@ from trio_smc.failover.mover import GroupMover
 from trio_smc.failover.validation import Backlog
 from trio_smc.wire.cdc import CDC_TYPE
 
+pytestmark = pytest.mark.calculates
+
 
 def test_who_lost_a_message_is_reset_and_nobody_else(seed: int, full: bool) -> None:
     # Of ten cases two have streams that end in order, so that fewer may have none.

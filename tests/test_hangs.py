@@ -57,6 +57,30 @@ def test_a_blocked_test_is_ended_by_force(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*Timeout*"])
 
 
+def test_a_test_that_calculates_has_its_time_on_the_processor(pytester: pytest.Pytester) -> None:
+    """It may wait longer for the processor, but neither work longer nor wait for ever."""
+    pytester.makepyfile(
+        """
+        import time
+        import pytest
+        pytestmark = pytest.mark.calculates
+        def test_works_for_ever():
+            while True:
+                pass
+        @pytest.mark.timeout(0.2)
+        def test_waits_for_ever():
+            time.sleep(30)
+        def test_has_to_wait():
+            time.sleep(2.5)
+        """
+    )
+    result = pytester.runpytest_subprocess(
+        "-p", "tests.conftest", "-p", "no:cacheprovider", "--timeout", TIMEOUT
+    )
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["*Timeout*2*"])
+
+
 @pytest.fixture
 def _interrupts_ignored() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -20,7 +20,8 @@ import trio
 from tests.campaigns._options import parse
 from tests.e2e.many import check_nothing_left, open_and_close
 
-WHOLE = 50_000
+WHOLE, OF_WHOLE = 50_000, 10_000
+"""Cases, and connections of so many cases."""
 TRACED = 64 << 10
 RESIDENT = 2 << 20
 
@@ -37,7 +38,7 @@ class Result:
 
 def run(cases: int, seed: int) -> Result:
     """Open and close; AssertionError when something is left."""
-    count = max(100, 10_000 * cases // WHOLE)
+    count = max(100, OF_WHOLE * cases // WHOLE)
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
         before, after = trio.run(open_and_close, max(100, count // 10), count, seed)

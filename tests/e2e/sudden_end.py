@@ -10,7 +10,8 @@ left: the server leaves its stack while all of them are open.
 ``seconds`` and ``processor``: from then until all connections are closed.  ``memory``: bytes by
 which the peak of the server's resident memory grew.  ``pause``: the longest time in seconds that
 its loop took from one look at I/O to the next; where the system gave the processor to somebody else
-meanwhile only the time that the loop had it.
+meanwhile only the time that the loop had it.  ``work``: the longest processor time of that.
+``open``, ``left``: descriptors of the server while they were open, and when all were closed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 import resource
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
 PATIENCE = 60.0
+"""Seconds, and so much more for each further thousand of connections."""
 UNREAD = 10
 
 
@@ -37,7 +40,7 @@ class Pauses(trio.abc.Instrument):
     """How long the loop runs between two looks at I/O: so long everybody waits."""
 
     def __init__(self) -> None:
-        self.longest = 0.0
+        self.longest = self.work = 0.0
         self.after_io_wait(0.0)
 
     def after_io_wait(self, timeout: float) -> None:
@@ -45,10 +48,10 @@ class Pauses(trio.abc.Instrument):
         self._since = time.perf_counter(), time.thread_time()
 
     def before_io_wait(self, timeout: float) -> None:
-        seconds, processor = self._since
-        length = time.perf_counter() - seconds
+        length, work = time.perf_counter() - self._since[0], time.thread_time() - self._since[1]
+        self.work = max(self.work, work)
         if resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw != self._switches:
-            length = time.thread_time() - processor
+            length = work
         self.longest = max(self.longest, length)
 
 
@@ -61,6 +64,7 @@ class Costs:
         with open("/proc/self/statm") as file:
             self._resident = int(file.read().split()[1]) * mmap.PAGESIZE
         self._pauses = Pauses()
+        self._open = len(os.listdir("/proc/self/fd"))
         trio.lowlevel.add_instrument(self._pauses)
         self._start = time.perf_counter(), time.process_time()
 
@@ -73,7 +77,8 @@ class Costs:
             peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
         return {
             "seconds": seconds, "processor": processor, "memory": peak - self._resident,
-            "pause": self._pauses.longest,
+            "pause": self._pauses.longest, "work": self._pauses.work, "open": self._open,
+            "left": len(os.listdir("/proc/self/fd")),
         }  # fmt: skip
 
 
@@ -102,7 +107,7 @@ async def serve(case: str, connections: int) -> dict[str, float]:
             assert client.stdin is not None
             assert client.stdout is not None
             streams: list[SmcStream] = []
-            with trio.fail_after(PATIENCE):
+            with trio.fail_after(PATIENCE * (1 + connections // 1000)):
                 while len(streams) < connections:
                     streams.append(await listener.accept())
                 await client.stdout.receive_some(1)

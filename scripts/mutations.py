@@ -1,0 +1,182 @@
+"""Mutations of the protocol cores and of the trust boundaries that no test notices.
+
+    python -m scripts.mutations [ROOM ...] [--count N] [--seed N] [--minutes M]
+
+cosmic-ray (the extra "mutations") changes one thing in one place, `ROOMS` says which tests must
+notice, and what they let pass is printed.  It works in a copy of the tree.  Of all mutations of a
+room ``--count`` are drawn with the seed; a run ends after ``--minutes``.  Types, log messages and
+the texts of errors are nobody's behaviour: mutations there are left out.  The exit code is 1 when
+one survived that `CONTRIBUTING.md` does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from cosmic_ray.commands.init import _all_work_items
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+__all__ = ["ROOMS", "behaviour"]
+
+TREE = Path(__file__).resolve().parents[1]
+_TAKES = 120.0
+"""Seconds after which the tests hang: that is noticed, too."""
+
+ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # Protocol cores.
+    "wire": (("wire/cdc.py", "wire/clc.py", "wire/llc.py", "wire/fields.py"), ("tests/wire",)),
+    "datapath": (
+        ("datapath/connection.py", "datapath/cursor.py", "datapath/receiver.py",
+         "datapath/sender.py", "datapath/rmb.py"),
+        ("tests/datapath",),
+    ),
+    "negotiation": (
+        ("rendezvous/negotiation.py", "rendezvous/client.py", "rendezvous/server.py",
+         "rendezvous/terms.py"),
+        ("tests/rendezvous/test_negotiation_declines.py",
+         "tests/rendezvous/test_negotiation_first_contact.py",
+         "tests/rendezvous/test_negotiation_subsequent.py",
+         "tests/rendezvous/test_terms.py", "tests/rendezvous/test_rendezvous_rules.py",
+         "tests/rendezvous/test_version_2.py", "tests/rendezvous/test_rfc_peer.py"),
+    ),
+    "links": (
+        ("rendezvous/links/link.py", "rendezvous/links/group.py", "rendezvous/links/rkeys.py",
+         "rendezvous/links/add_link.py", "rendezvous/links/delete_link.py",
+         "rendezvous/links/peer_rmbs.py"),
+        ("tests/rendezvous/links",),
+    ),
+    "failover": (
+        ("failover/mover.py", "failover/replay.py", "failover/validation.py"), ("tests/failover",)
+    ),
+    # Trust boundaries: what comes from another process.
+    "rnic": (
+        ("rnic/soft/messages.py", "rnic/soft/regions.py", "rnic/soft/ring.py",
+         "rnic/soft/contact.py"),
+        ("tests/rnic/test_soft_hostile.py", "tests/rnic/test_soft.py", "tests/rnic/test_ring.py"),
+    ),
+    "discovery": (
+        ("rendezvous/discovery/messages.py", "rendezvous/discovery/publication.py"),
+        ("tests/rendezvous/discovery",),
+    ),
+    "control": (("control/protocol.py", "control/server.py"), ("tests/control",)),
+}  # fmt: skip
+
+
+def behaviour(source: str) -> set[int]:
+    """The lines in which a mutation may change what the program does."""
+    lines = set(range(1, source.count("\n") + 2))
+    for node in ast.walk(ast.parse(source)):
+        leaves: Iterable[ast.AST] = ()
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            leaves = node.exc.args
+        elif isinstance(node, ast.Call) and "LOGGER." in ast.unparse(node.func):
+            leaves = [node]
+        elif isinstance(node, ast.AnnAssign):
+            leaves = [node.annotation]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            everyone = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            leaves = [each.annotation for each in everyone if each.annotation is not None]
+            leaves = [*leaves, *([node.returns] if node.returns else [])]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            leaves = [node]
+        for leaf in leaves:
+            lines -= set(
+                range(getattr(leaf, "lineno", 0), (getattr(leaf, "end_lineno", 0) or 0) + 1)
+            )
+    return lines
+
+
+def mutations(room: str, copy: Path) -> list[MutationSpec]:
+    """All of a room."""
+    found = []
+    for name in ROOMS[room][0]:
+        path = copy / "trio_smc" / name
+        lines = behaviour(path.read_text())
+        for item in _all_work_items([path], {}):
+            [mutation] = item.mutations
+            if mutation.start_pos[0] in lines:
+                found.append(mutation)
+    return found
+
+
+def explained() -> set[str]:
+    """The mutated lines that CONTRIBUTING.md says are as good as the ones they replace."""
+    text = (TREE / "CONTRIBUTING.md").read_text()
+    return set(re.findall(r"^\| `([^`]+)` → `[^`]+` \|", text, re.MULTILINE))
+
+
+def _changed(diff: str) -> tuple[str, str]:
+    """The line that was there, and the one in its place."""
+    old = [line[1:].strip() for line in diff.splitlines() if re.match(r"-(?!-- )", line)]
+    new = [line[1:].strip() for line in diff.splitlines() if re.match(r"\+(?!\+\+ )", line)]
+    return " ".join(old), " ".join(new)
+
+
+def run_room(room: str, copy: Path, count: int, rng: random.Random, until: float) -> int:
+    """Try some mutations of a room; returns how many survived without a reason."""
+    every = mutations(room, copy)
+    chosen = rng.sample(every, min(count, len(every)))
+    tests = " ".join(ROOMS[room][1])
+    command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider {tests}"
+    reasons, tried, survivors, unexplained = explained(), 0, 0, 0
+    for mutation in chosen:
+        if time.monotonic() > until:
+            break
+        result = mutate_and_test([mutation], command, _TAKES)
+        tried += 1
+        if result.test_outcome is TestOutcome.SURVIVED:
+            survivors += 1
+            old, new = _changed(result.diff or "")
+            known = old in reasons
+            unexplained += not known
+            place = f"{mutation.module_path.relative_to(copy)}:{mutation.start_pos[0]}"
+            print(f"{place}{' (explained)' if known else ''}\n  - {old}\n  + {new}", flush=True)
+    print(f"{room}: {tried} of {len(every)} mutations tried, {survivors} survived", flush=True)
+    return unexplained
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mutations", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help="of " + ", ".join(ROOMS))
+    parser.add_argument("--count", type=int, default=50, help="of each room; default %(default)s")
+    parser.add_argument("--minutes", type=float, default=60.0, help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
+    arguments = parser.parse_args()
+    unknown = set(arguments.rooms) - set(ROOMS)
+    if unknown:
+        parser.error(f"no such room: {', '.join(sorted(unknown))}")
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    print(f"mutations: seed {seed}", flush=True)
+    until = time.monotonic() + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        copy = Path(directory) / "tree"
+        shutil.copytree(
+            TREE, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".*_cache")
+        )
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)
+        left = sum(
+            run_room(room, copy, arguments.count, random.Random(f"{seed} {room}"), until)
+            for room in arguments.rooms or ROOMS
+        )
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
