@@ -12,12 +12,12 @@ TIME ?= 600
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
-	@echo 'make demo       move a file over SMC-R and over TCP, side by side'
+	@echo 'make demo       round trips, a file, processor time: SMC-R and TCP side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about ten minutes, Debian only'
-	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look'
+	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look, --programs'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'

@@ -7,6 +7,9 @@ machine disturbs both. A ratio above 1 means better than the base (shorter round
 or requests per second); printed are its median and its range: over the rounds, or with --runs over
 the medians of so many separate runs, each with processes of its own.
 
+With --programs it compares unmodified programs instead, over TCP and under `trio-smc run`, where
+the scheduler puts them: see `benchmarks.unmodified`.
+
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 "limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
 "limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
@@ -20,70 +23,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import trio
 
-from benchmarks import limits, plot, report
+from benchmarks import limits, plot, report, unmodified
+from benchmarks.processes import Failed, Worker
 from benchmarks.transports import BASE, TRANSPORTS
 from benchmarks.workloads import WORKLOADS
 
 BASELINE = Path(__file__).with_name("baseline.json")
+PROGRAMS_BASELINE = Path(__file__).with_name("programs.json")
 CLIENT_CORE, SERVER_CORE = 0, 1
-
-
-class Failed(Exception):
-    """A worker process failed; the text says at what."""
-
-
-class Worker:
-    """A process that reads commands and answers, ended by closing its input."""
-
-    def __init__(self, module: str, *arguments: str, core: int | None) -> None:
-        command = [sys.executable, "-m", module, *arguments]
-        if core is not None:
-            command += ["--core", str(core)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.process.__exit__(kind, error, traceback)
-
-    def ask(self, **command: Any) -> Any:
-        """Send a command; return the answer."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(command), file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def answer(self) -> Any:
-        """Return the next line that the process says."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise Failed("a worker process ended; its error is above")
-        said = json.loads(line)
-        if "error" in said:
-            raise Failed(said["error"])
-        return said
 
 
 @contextlib.contextmanager
@@ -157,30 +114,39 @@ def parse() -> argparse.Namespace:
         prog="python -m benchmarks", description="compare SMC-R with plain Trio TCP and others"
     )
     option = parser.add_argument
+    option("--programs", action="store_true", help="unmodified programs under trio-smc run")
     option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
-    option("--runs", type=int, default=1, help="separate runs, each with new processes; default 1")
-    option("--rounds", type=int, help="of each run; default 9")
-    option("--seconds", type=float, help="of each measurement; default 0.7")
+    option("--runs", type=int, help="separate runs, each with new processes; default 1; programs 5")
+    option("--rounds", type=int, help="of each run; default 9; programs 3")
+    option("--seconds", type=float, help="of each measurement; default 0.7; programs 0.2")
     option("--transports", help="default: all of " + ", ".join(known))
-    option("--workloads", default=",".join(WORKLOADS), help="default: all")
+    option("--workloads", help="default: all")
     option(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        default=two_cores,
-        help="client on core 0, server on core 1; default when there are two cores",
+        help="client on core 0, server on core 1; default when there are two cores; programs: no",
     )
-    option("--both", action="store_true", help="all of it pinned, then all of it not pinned")
+    option("--both", action="store_true", help="all of it pinned and all of it not pinned")
     option("--json", type=Path, help="write ratios and all numbers to this file")
     option("--plot", type=Path, help="draw the ratios into this file (.svg or .png)")
-    option("--baseline", type=Path, default=BASELINE, help="ratios to print beside these")
+    option("--baseline", type=Path, help="ratios to print beside these")
     arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (3 if arguments.short else 9)
-    arguments.seconds = arguments.seconds or (0.2 if arguments.short else 0.7)
+    short, programs = arguments.short, arguments.programs
+    if programs and arguments.transports is not None:
+        parser.error("--programs are compared over tcp and under trio-smc run")
+    arguments.runs = arguments.runs or (5 if programs and not short else 1)
+    arguments.rounds = arguments.rounds or (3 if programs or short else 9)
+    arguments.seconds = arguments.seconds or (0.2 if programs or short else 0.7)
+    arguments.baseline = arguments.baseline or (PROGRAMS_BASELINE if programs else BASELINE)
+    if arguments.pin is None:
+        arguments.pin = two_cores and not programs
     if arguments.transports is None:
-        arguments.transports = f"{BASE},smc-r" if arguments.short else ",".join(installed(known))
+        arguments.transports = f"{BASE},smc-r" if short or programs else ",".join(installed(known))
     arguments.transports = arguments.transports.split(",")
-    arguments.workloads = arguments.workloads.split(",")
-    for given, all_of in ((arguments.transports, known), (arguments.workloads, list(WORKLOADS))):
+    arguments.table = unmodified.WORKLOADS if programs else WORKLOADS
+    arguments.workloads = (arguments.workloads or ",".join(arguments.table)).split(",")
+    given_of = (arguments.transports, known), (arguments.workloads, [*arguments.table])
+    for given, all_of in given_of:
         if unknown := set(given) - set(all_of):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(all_of)}")
     if BASE not in arguments.transports:
@@ -208,11 +174,17 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
     runs: list[report.Numbers] = []
     right = True
     for _ in range(arguments.runs):
+        if arguments.programs:
+            cores = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
+            settings = arguments.rounds, arguments.seconds, cores
+            runs.append(unmodified.measure(arguments.workloads, *settings))
+            continue
         numbers, good = measure(arguments.transports, arguments.workloads, arguments, pin)
         runs.append(numbers)
         right = right and good
+    table = arguments.table
     comparison = report.Comparison(
-        metrics=[metric for name in arguments.workloads for metric in WORKLOADS[name].metrics],
+        metrics=[metric for name in arguments.workloads for metric in table[name].metrics],
         runs=runs,
         base=BASE,
         about={
@@ -231,6 +203,8 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
         f"rounds of {arguments.seconds} s, {'pinned' if pin else 'not pinned'}, "
         f"load before {load}, {time.monotonic() - start:.0f} s in all"
     )
+    if worse := report.worse(comparison, arguments.earlier):
+        print("WORSE than ever in the baseline's runs: " + "; ".join(worse))
     return comparison, right
 
 
@@ -240,7 +214,8 @@ def main() -> int:
     right = True
     comparisons = []
     try:
-        for pin in (True, False) if arguments.both else (arguments.pin,):
+        main_one = not arguments.programs
+        for pin in (main_one, not main_one) if arguments.both else (arguments.pin,):
             comparison, good = compare(arguments, pin)
             comparisons.append(comparison)
             right = right and good
@@ -250,7 +225,7 @@ def main() -> int:
     if arguments.json:
         report.save(arguments.json, comparisons)
     if arguments.plot:
-        plot.ratios(arguments.plot, comparisons)
+        (plot.programs if arguments.programs else plot.ratios)(arguments.plot, comparisons)
     return 0 if right else 1
 
 

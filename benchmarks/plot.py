@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.report import Comparison
 
-__all__ = ["curves", "ratios"]
+__all__ = ["curves", "programs", "ratios"]
 
 # The same file for the same numbers.
 _SETTINGS: Any = {"svg.hashsalt": "trio_smc", "svg.fonttype": "none", "font.size": 9}
@@ -69,6 +69,47 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_ylim(len(metrics), -0.3)
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"times better than {comparison.base}\nboth processes {pinned}")
+        axis.legend(loc="lower right", fontsize=7)
+    _save(figure, path)
+
+
+def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Draw for each unmodified program how many times better it is than over the base.
+
+    The metrics come in pairs: what a user sees, and the processor time of both ends.
+    """
+    seen, used = comparisons[0].metrics[::2], comparisons[0].metrics[1::2]
+    figure, axes = _figure(7, 1.3 + 0.36 * len(seen), 1, len(comparisons), share=True)
+    for comparison, axis in zip(comparisons, axes[0], strict=True):
+        [name] = comparison.transports(seen[0])
+        thickness = 0.4
+        for row, (label, metrics) in enumerate(
+            (("time or rate", seen), ("processor time of both ends", used))
+        ):
+            each = [comparison.ratios(metric, name) for metric in metrics]
+            middle = [median(values) for values in each]
+            axis.barh(
+                [place + (row + 0.5) * thickness for place in range(len(metrics))],
+                [ratio - 1 for ratio in middle],
+                thickness,
+                left=1,
+                label=label,
+                xerr=[
+                    [m - min(v) for m, v in zip(middle, each, strict=True)],
+                    [max(v) - m for m, v in zip(middle, each, strict=True)],
+                ],
+                error_kw={"linewidth": 0.7},
+            )
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
+        axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
+        axis.minorticks_off()
+        axis.set_yticks([place + thickness for place in range(len(seen))])
+        axis.set_yticklabels([metric.name for metric in seen])
+        axis.set_ylim(len(seen), -0.3)
+        pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
+        axis.set_title(f"{name}, times better than {comparison.base}\nprocesses {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 

@@ -45,22 +45,35 @@ class Comparison:
         return each[0] if len(each) == 1 else [median(run) for run in each]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """A ratio of another comparison, and the range of its runs."""
+
+    ratio: float
+    least: float
+    most: float
+
+
 def ratios(metric: Metric, base: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return for each round how many times better `other` was than `base` in the same round."""
     pairs = zip(base, other, strict=True)
     return [b / o if metric.smaller_is_better else o / b for b, o in pairs]
 
 
-def rows(comparison: Comparison, earlier: Mapping[str, float]) -> list[list[str]]:
+def rows(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[list[str]]:
     """Return the table: one row per metric and transport other than the base.
 
-    earlier: ratios of another run by "metric | transport", for the last column.
+    earlier: ratios of another run by "metric | transport", for the last column; a star follows
+      where all of these ones are worse than any of those.
     """
+    below = worse(comparison, earlier)
     table = [["", "transport", comparison.base, "it", "ratio", "min - max", "before"]]
     for metric in comparison.metrics:
         for name in comparison.transports(metric):
             each = comparison.ratios(metric, name)
-            before = earlier.get(f"{metric.name} | {name}")
+            key = f"{metric.name} | {name}"
+            before = earlier.get(key)
+            star = "*" if key in below else ""
             table.append(
                 [
                     f"{metric.name} ({metric.unit})",
@@ -69,10 +82,21 @@ def rows(comparison: Comparison, earlier: Mapping[str, float]) -> list[list[str]
                     short(median(comparison.values(metric, name))),
                     f"{median(each):.2f}",
                     f"{min(each):.2f} - {max(each):.2f}",
-                    f"{before:.2f}" if before is not None else "",
+                    f"{before.ratio:.2f}{star}" if before is not None else "",
                 ]
             )
     return table
+
+
+def worse(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[str]:
+    """Where the best ratio is below the worst that there was earlier: "metric | transport"."""
+    return [
+        key
+        for metric in comparison.metrics
+        for name in comparison.transports(metric)
+        if (key := f"{metric.name} | {name}") in earlier
+        and max(comparison.ratios(metric, name)) < earlier[key].least
+    ]
 
 
 def text_of(table: Sequence[Sequence[str]], left: int = 2) -> str:
@@ -91,7 +115,8 @@ def save(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Write ratios and every round's numbers as JSON; the first comparison is the main one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     main, *others = [_content(comparison) for comparison in comparisons]
-    content = {**main, **({"not pinned": others[0]} if others else {})}
+    other = {"pinned" if each["about"]["pinned"] else "not pinned": each for each in others}
+    content = {**main, **other}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -122,7 +147,7 @@ def _brief(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def load_ratios(path: Path) -> dict[str, float]:
+def load_ratios(path: Path) -> dict[str, Earlier]:
     """Return the ratios that `save` wrote; empty when there is no such file.
 
     Raises:
@@ -131,10 +156,15 @@ def load_ratios(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     said = json.loads(path.read_text())
-    found = said.get("ratios") if isinstance(said, dict) else None
+    found, spread = [said.get(n) if isinstance(said, dict) else None for n in ("ratios", "spread")]
     if not isinstance(found, dict) or not all(isinstance(v, int | float) for v in found.values()):
         raise ValueError("it has no ratios")
-    return found
+    if not isinstance(spread, dict) or set(spread) != set(found):
+        raise ValueError("it has no ranges")
+    return {
+        name: Earlier(ratio=ratio, least=spread[name][0], most=spread[name][1])
+        for name, ratio in found.items()
+    }
 
 
 def short(value: float) -> str:

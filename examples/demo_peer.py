@@ -6,9 +6,12 @@ M  memory: the server makes memory of `size` bytes ready and answers one byte
 U  upload: `size` bytes follow; the server answers one byte once all are in its memory
 H  hash: the server answers the SHA-256 of what it holds
 D  download: the server sends `size` bytes of what it holds
+E  echo: the server sends the next `size` messages back
+P  processor time: the server answers how much it has taken (8 bytes, ns)
 
-Timed are U and D alone, from the request to the last byte (or its acknowledgement) in memory.
-Both transports do the same reads, writes and copies; hashing is never inside the timed section.
+Timed are U and D, from the request to the last byte (or its acknowledgement) in memory that exists
+already, and each round trip of E.  Both transports do the same reads and writes; hashing is never
+inside what is timed.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import trio
 
@@ -28,6 +33,9 @@ import trio_smc
 
 REQUEST = struct.Struct("!cQ")
 CHUNK = 256 * 1024
+MESSAGE = 64
+ROUND_TRIPS = 2000
+NANOSECONDS = struct.Struct("!Q")
 REPORT_EVERY = 8 * 1024 * 1024
 HOST = "127.0.0.1"
 # Seconds after which a transfer counts as hung.
@@ -64,13 +72,18 @@ async def receive(
     stream: trio.abc.ReceiveStream, into: memoryview, progress: Callable[[int], None]
 ) -> None:
     """Fill `into`; EOFError when the peer ends before that."""
+    # Both put the bytes where they belong; Trio's own stream leaves that to its socket.
+    receive_into: Callable[[memoryview], Awaitable[int]]
+    if isinstance(stream, trio_smc.SmcStream):
+        receive_into = stream.receive_some_into
+    else:
+        receive_into = cast(trio.SocketStream, stream).socket.recv_into
     have = 0
     while have < len(into):
-        data = await stream.receive_some(min(CHUNK, len(into) - have))
-        if not data:
+        got = await receive_into(into[have : have + CHUNK])
+        if not got:
             raise EOFError("the peer closed in the middle of a transfer")
-        into[have : have + len(data)] = data
-        have += len(data)
+        have += got
         progress(have)
 
 
@@ -95,6 +108,13 @@ async def answer(stream: trio.abc.Stream, held: Held) -> None:
             await stream.send_all(await held.sha256())
         elif letter == b"D":
             await send(stream, memoryview(held.data)[:size], silent)
+        elif letter == b"E":
+            message = memoryview(bytearray(MESSAGE))
+            for _ in range(size):
+                await receive(stream, message, silent)
+                await stream.send_all(message)
+        elif letter == b"P":
+            await stream.send_all(NANOSECONDS.pack(time.process_time_ns()))
         else:
             raise ValueError(f"unknown request {letter!r}")
 
@@ -135,11 +155,42 @@ class Reporter:
             say(event="progress", way=self.way, bytes=have)
 
 
-async def timed(reporter: Reporter, move: Callable[[Reporter], Awaitable[None]]) -> float:
-    """Return how many seconds one transfer took."""
+async def processor_time(stream: trio.abc.Stream) -> int:
+    """Nanoseconds of processor time that both ends have taken so far."""
+    await stream.send_all(REQUEST.pack(b"P", 0))
+    there = bytearray(NANOSECONDS.size)
+    await receive(stream, memoryview(there), silent)
+    return int(NANOSECONDS.unpack(there)[0]) + time.process_time_ns()
+
+
+async def timed(stream: trio.abc.Stream, move: Callable[[], Awaitable[None]]) -> dict[str, float]:
+    """Return how many seconds something took, and how much processor time at both ends."""
+    used = await processor_time(stream)
     start = time.perf_counter()
-    await move(reporter)
-    return time.perf_counter() - start
+    await move()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "processor": (await processor_time(stream) - used) / 1e9}
+
+
+async def round_trips(stream: trio.abc.Stream) -> None:
+    """Say the median time of a round trip, and the processor time of one."""
+    message, answered = bytes(MESSAGE), memoryview(bytearray(MESSAGE))
+    times: list[int] = []
+
+    async def ask() -> None:
+        await stream.send_all(REQUEST.pack(b"E", ROUND_TRIPS))
+        for _ in range(ROUND_TRIPS):
+            start = time.perf_counter_ns()
+            await stream.send_all(message)
+            await receive(stream, answered, silent)
+            times.append(time.perf_counter_ns() - start)
+
+    taken = await timed(stream, ask)
+    say(
+        event="round trips",
+        seconds=statistics.median(times) / 1e9,
+        processor=taken["processor"] / ROUND_TRIPS,
+    )
 
 
 async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
@@ -147,25 +198,27 @@ async def exchange(stream: trio.abc.Stream, data: memoryview) -> None:
     held = Held()
     room = held.room_for(len(data))
 
-    async def upload(progress: Reporter) -> None:
+    async def upload() -> None:
         await stream.send_all(REQUEST.pack(b"U", len(data)))
-        await send(stream, data, progress)
+        await send(stream, data, Reporter("up", len(data)))
         await receive(stream, memoryview(bytearray(1)), silent)
 
-    async def download(progress: Reporter) -> None:
+    async def download() -> None:
         await stream.send_all(REQUEST.pack(b"D", len(data)))
-        await receive(stream, room, progress)
+        await receive(stream, room, Reporter("down", len(data)))
+
+    await round_trips(stream)
 
     # The server makes its memory ready before anything is timed.
     await stream.send_all(REQUEST.pack(b"M", len(data)))
     await receive(stream, memoryview(bytearray(1)), silent)
-    seconds = await timed(Reporter("up", len(data)), upload)
+    taken = await timed(stream, upload)
     await stream.send_all(REQUEST.pack(b"H", 0))
     there = bytearray(hashlib.sha256().digest_size)
     await receive(stream, memoryview(there), silent)
-    say(event="result", way="up", seconds=seconds, sha256=there.hex())
-    seconds = await timed(Reporter("down", len(data)), download)
-    say(event="result", way="down", seconds=seconds, sha256=(await held.sha256()).hex())
+    say(event="result", way="up", **taken, sha256=there.hex())
+    taken = await timed(stream, download)
+    say(event="result", way="down", **taken, sha256=(await held.sha256()).hex())
 
 
 async def client(transport: str, port: int, path: Path) -> None:

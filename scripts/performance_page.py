@@ -1,9 +1,11 @@
-"""Puts the numbers of benchmarks/baseline.json into docs/performance.md, as a table and a plot.
+"""Puts the numbers of the baselines in benchmarks/ into docs/performance.md, as tables and plots.
 
     python -m scripts.performance_page            writes table and plot
     python -m scripts.performance_page --check    exits with 1 when the table would be another
 
-What stands between the lines ``<!-- numbers -->`` and ``<!-- end -->`` is replaced.
+What stands between the lines ``<!-- programs -->`` or ``<!-- numbers -->`` and ``<!-- end -->`` is
+replaced: by benchmarks/programs.json, and by benchmarks/baseline.json.  A baseline that was never
+measured leaves its place as it is.
 """
 
 from __future__ import annotations
@@ -12,28 +14,29 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import plot
-from benchmarks.report import Comparison
+from benchmarks import plot, unmodified
+from benchmarks.__main__ import BASELINE, PROGRAMS_BASELINE
+from benchmarks.report import Comparison, short
 from benchmarks.transports import BASE
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-PLOT = ROOT / "docs" / "figures" / "performance.svg"
-NUMBERS = ROOT / "benchmarks" / "baseline.json"
-_PLACE = re.compile(r"(<!-- numbers -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURES = ROOT / "docs" / "figures"
+_PLACE = r"(<!-- {} -->\n).*?(<!-- end -->)"
 
 
-def comparisons(content: dict[str, Any]) -> list[Comparison]:
+def comparisons(content: dict[str, Any], workloads: Mapping[str, Any]) -> list[Comparison]:
     """What a file of `benchmarks.report.save` holds; the main one comes first."""
-    known = {metric.name: metric for each in WORKLOADS.values() for metric in each.metrics}
+    known = {metric.name: metric for each in workloads.values() for metric in each.metrics}
     found = []
-    for part in (content, content.get("not pinned")):
+    for part in (content, content.get("not pinned"), content.get("pinned")):
         if part is None:
             continue
         runs = part.get("runs") or [part["rounds"]]
@@ -42,20 +45,34 @@ def comparisons(content: dict[str, Any]) -> list[Comparison]:
     return found
 
 
-def section(comparison: Comparison) -> str:
-    """The text with the table of one comparison."""
+_LEGEND = """\
+Of an echo it is the median time of a request, one after the other; with several connections it is
+how many requests were answered in a second. The JSON is a list of twenty items. In the last two
+lines a connection is opened, carries one request of 64 bytes, and is closed; in the last one
+`trio-smc run` has found the peer's connections to be short, so they are TCP. All others are SMC-R
+or fail (`--require-smc`). The last two columns say of processor time what the two before say of
+these.
+"""
+
+
+def how(comparison: Comparison) -> str:
+    """How it was measured."""
     about = comparison.about
     pinned = (
         "a core for each process" if about["pinned"] else "processes where the system puts them"
     )
     runs = f"{len(comparison.runs)} runs" if len(comparison.runs) > 1 else "one run"
-    how = (
+    return (
         f"Python {about['python']}, Trio {about['trio']}, {pinned}; {runs} of {about['rounds']} "
         f"interleaved rounds, {about['seconds']} s for each measurement. "
         f"The machine's load before was {about['load_before']}."
     )
+
+
+def section(comparison: Comparison) -> str:
+    """The text with the table of one comparison of transports."""
     lines = [
-        how,
+        how(comparison),
         "",
         "| workload | transport | times better than TCP under Trio | range |",
         "|---|---|---|---|",
@@ -63,6 +80,32 @@ def section(comparison: Comparison) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def programs(comparison: Comparison) -> str:
+    """The text with the table of the unmodified programs."""
+    lines = [
+        how(comparison),
+        "",
+        f"| program | {BASE} | `{unmodified.RUN}` | times better | range | processor | range |",
+        "|---|---|---|---|---|---|---|",
+        *_programs(comparison),
+        "",
+        _LEGEND,
+    ]
+    return "\n".join(lines)
+
+
+def _programs(comparison: Comparison) -> Iterator[str]:
+    metrics = comparison.metrics
+    for seen, used in zip(metrics[::2], metrics[1::2], strict=True):
+        cells = [seen.name]
+        both = [median(comparison.values(seen, name)) for name in (BASE, unmodified.RUN)]
+        cells += [f"{short(value)} {seen.unit}" for value in both]
+        for metric in (seen, used):
+            each = comparison.ratios(metric, unmodified.RUN)
+            cells += [f"**{median(each):.2f}**", f"{min(each):.2f} to {max(each):.2f}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _rows(comparison: Comparison) -> Iterator[str]:
@@ -73,11 +116,12 @@ def _rows(comparison: Comparison) -> Iterator[str]:
             yield f"| {metric.name} | {name} | {median(each):.2f} | {spread} |"
 
 
-def page(text: str, found: list[Comparison]) -> str:
-    """The page with the numbers renewed."""
-    numbers = "\n".join(section(comparison) for comparison in found)
-    picture = "![times better than TCP](figures/performance.svg)"
-    return _PLACE.sub(lambda match: f"{match[1]}\n{picture}\n\n{numbers}\n{match[2]}", text)
+def page(text: str, place: str, picture: str, sections: list[str]) -> str:
+    """The page with the numbers at one of its places renewed."""
+    new = f"![times better than TCP](figures/{picture})\n\n" + "\n".join(sections)
+    return re.sub(
+        _PLACE.format(place), lambda found: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,15 +129,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="put the measured numbers into the page")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args(arguments).check
-    found = comparisons(json.loads(NUMBERS.read_text(encoding="utf-8")))
-    text = PAGE.read_text(encoding="utf-8")
-    new = page(text, found)
+    text = new = PAGE.read_text(encoding="utf-8")
+    drawings = []
+    for place, numbers, workloads, described, draw, picture in (
+        ("programs", PROGRAMS_BASELINE, unmodified.WORKLOADS, programs, plot.programs, "programs"),
+        ("numbers", BASELINE, WORKLOADS, section, plot.ratios, "performance"),
+    ):
+        if numbers.exists():
+            found = comparisons(json.loads(numbers.read_text(encoding="utf-8")), workloads)
+            new = page(new, place, f"{picture}.svg", [described(each) for each in found])
+            drawings.append(partial(draw, FIGURES / f"{picture}.svg", found))
     if check:
         if new != text:
             print(f"{PAGE.name} differs: run make performance", file=sys.stderr)
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
-    plot.ratios(PLOT, found)
+    for draw_it in drawings:
+        draw_it()
     return 0
 
 

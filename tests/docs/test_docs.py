@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import trio_smc
+from benchmarks import plot, report, unmodified
+from benchmarks.__main__ import BASELINE
 from scripts import check_docs, performance_page, reasons_page, rooms
 from trio_smc.tools.commands import load
 
@@ -92,12 +94,44 @@ def words_of(svg: str) -> list[str]:
 
 def test_the_numbers_of_the_page_are_those_measured() -> None:
     assert performance_page.main(["--check"]) == 0, "make performance"
-    drawn = performance_page.PLOT.read_text()
-    content = json.loads(performance_page.NUMBERS.read_text())
+    drawn = (performance_page.FIGURES / "performance.svg").read_text()
+    content = json.loads(BASELINE.read_text())
     for name in content["ratios"]:
         metric, _, transport = name.partition(" | ")
         assert f">{metric}<" in drawn, "make performance"
         assert f">{transport}<" in drawn, "make performance"
+
+
+def test_the_page_shows_unmodified_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = [metric for each in unmodified.WORKLOADS.values() for metric in each.metrics]
+    numbers = {metric.name: {"tcp": [20.0], unmodified.RUN: [10.0]} for metric in metrics}
+    about = {
+        "rounds": 1, "seconds": 0.2, "pinned": False, "load_before": 0.1,
+        "python": "3.11", "trio": "0.35",
+    }  # fmt: skip
+    found = report.Comparison(metrics=metrics, runs=[numbers], base="tcp", about=about)
+    measured = tmp_path / "programs.json"
+    report.save(measured, [found])
+    page = tmp_path / "performance.md"
+    page.write_text(performance_page.PAGE.read_text())
+    monkeypatch.setattr(performance_page, "PROGRAMS_BASELINE", measured)
+    # What they draw is looked at in test_documents.py; matplotlib keeps fonts open.
+    drawn = []
+    for name in ("programs", "ratios"):
+        monkeypatch.setattr(plot, name, lambda path, _: drawn.append(path.name))
+    monkeypatch.setattr(performance_page, "PAGE", page)
+    assert performance_page.main(["--check"]) == 1
+    assert performance_page.main([]) == 0
+    assert performance_page.main(["--check"]) == 0
+    lines = page.read_text().splitlines()
+    assert drawn == ["programs.svg", "performance.svg"]
+    for workload in unmodified.WORKLOADS.values():
+        seen, _ = workload.metrics
+        ratio = "2.00" if seen.smaller_is_better else "0.50"
+        row = f"| {seen.name} | 20.0 {seen.unit} | 10.0 {seen.unit} | **{ratio}** "
+        assert [line for line in lines if line.startswith(row)], row
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
 
-from benchmarks import cpu, limits
+from benchmarks import cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 160
@@ -78,9 +81,24 @@ def test_the_demo_moves_a_file_over_smc_r() -> None:
     said = run("examples/demo.py", "--mib", "9", "--rounds", "1")
     assert "mode        smc-r\n" in said
     assert "4 of 4 copies have it" in said
-    ratios = [float(ratio) for ratio in re.findall(r"SMC-R/TCP (\d+\.\d+)", said)]
-    assert len(ratios) == 2
+    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times", said)]
+    assert len(ratios) == 6
     assert all(ratio > 0 for ratio in ratios)
+
+
+def test_the_demo_knows_when_others_take_the_processors() -> None:
+    from examples import demo
+
+    hog = [sys.executable, "-c", "while True: pass"]
+    others = demo.Others()
+    # Not waited for meanwhile, so they count for others, as strangers' processes do.
+    with contextlib.ExitStack() as stack:
+        for _ in range(1 + (os.cpu_count() or 1) // 4):
+            process = stack.enter_context(subprocess.Popen(hog))
+            stack.callback(process.kill)
+        while (share := others.share()) < demo.BUSY:
+            time.sleep(0.1)
+    assert share <= 1
 
 
 def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
@@ -89,8 +107,10 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
     from examples import demo
 
     def result(sha256: str) -> list[dict[str, object]]:
+        took = {"seconds": 1.0, "processor": 2.0}
         return [
-            {"event": "result", "transport": t, "way": w, "seconds": 1.0, "sha256": sha256}
+            {"event": event, "transport": t, "way": w, "sha256": sha256, **took}
+            for event in ("result", "round trips")
             for t in demo.NAMES
             for w in demo.WAYS
         ]
@@ -123,6 +143,35 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     assert measured == {**others, **limits}
     assert "NOT smc-r" not in said
     assert "opening and accepting" in picture.read_text()
+
+
+def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    picture = tmp_path / "programs.svg"
+    names = ["echo-10", "tls-stream", "anyio", "websocket", "json", "http2", "short-learned"]
+    options = ("--short", "--rounds=1", "--seconds=0.01", "--workloads", ",".join(names))
+    files = ("--json", str(numbers), "--plot", str(picture))
+    run("-m", "benchmarks", "--programs", *options, *files)
+    content = json.loads(numbers.read_text())
+    metrics = [metric for name in names for metric in unmodified.WORKLOADS[name].metrics]
+    assert set(content["ratios"]) == {f"{metric.name} | trio-smc run" for metric in metrics}
+    assert all(ratio > 0 for ratio in content["ratios"].values())
+    assert not content["about"]["pinned"]
+    assert all(f">{metric.name}<" in picture.read_text() for metric in metrics[::2])
+
+
+def test_a_regression_beyond_spread_is_shown() -> None:
+    metric = Metric(name="echo", unit="µs", smaller_is_better=True)
+    numbers = {"echo": {"tcp": [100.0, 110.0], "it": [50.0, 50.0]}}
+    found = report.Comparison(metrics=[metric], runs=[numbers], base="tcp", about={})
+    better, same, worse = (
+        {"echo | it": report.Earlier(ratio=least + 0.1, least=least, most=least + 0.2)}
+        for least in (1.5, 2.2, 2.3)
+    )
+    assert [report.worse(found, earlier) for earlier in (better, same)] == [[], []]
+    assert report.rows(found, same)[1][-1] == "2.30"
+    assert report.worse(found, worse) == ["echo | it"]
+    assert report.rows(found, worse)[1][-1] == "2.40*"
 
 
 @pytest.mark.parametrize("measure", [limits.copies, limits.steps])

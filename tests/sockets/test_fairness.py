@@ -75,17 +75,19 @@ async def lateness(size: int) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
 def test_a_ticker_beside_busy_connections(size: int) -> None:
-    """Rounds over TCP and SMC-R by turns, so that whatever else runs disturbs both alike."""
+    """Rounds over TCP and SMC-R by turns, and of each the round that was disturbed least.
+
+    What else runs makes ticks late and never early, and seldom in every round.
+    """
     over_tcp: list[float] = []
     over_smc: list[float] = []
     for _ in range(ROUNDS):
-        over_tcp.extend(trio.run(lateness, size))
+        over_tcp.append(statistics.median(trio.run(lateness, size)))
         trio_smc.enable(trio_smc.Config(receive_buffer=256 * 1024, require_smc=True))
         try:
-            over_smc.extend(trio.run(lateness, size))
+            over_smc.append(statistics.median(trio.run(lateness, size)))
         finally:
             trio_smc.disable()
-    tcp, smc = statistics.median(over_tcp), statistics.median(over_smc)
-    # Half as late again allows for what else the machine does; without the limit on amortised
+    # Half as late again allows for what a whole round may suffer; without the limit on amortised
     # passes it was up to three times as late.
-    assert smc <= 1.5 * tcp, (over_smc, over_tcp)
+    assert min(over_smc) <= 1.5 * min(over_tcp), (over_smc, over_tcp)

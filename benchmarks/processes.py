@@ -1,0 +1,64 @@
+"""A process of a benchmark, as the one that asks it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Failed", "Worker"]
+
+
+class Failed(Exception):
+    """A worker process failed; the text says at what."""
+
+
+class Worker:
+    """A process that reads commands and answers, ended by closing its input.
+
+    Args:
+      under: the words of a command that runs the process.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, core: int | None, under: Sequence[str] = ()
+    ) -> None:
+        command = [*under, sys.executable, "-m", module, *arguments]
+        if core is not None:
+            command += ["--core", str(core)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.process.__exit__(kind, error, traceback)
+
+    def ask(self, **command: Any) -> Any:
+        """Send a command; return the answer."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next line that the process says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise Failed("a worker process ended; its error is above")
+        said = json.loads(line)
+        if "error" in said:
+            raise Failed(said["error"])
+        return said

@@ -1,0 +1,202 @@
+"""What these programs have in common: a server's and a client's process, and what is timed.
+
+`python -m benchmarks.programs.NAME serve DIRECTORY` says its ports and its process, and serves
+until its standard input ends.  `... client DIRECTORY SERVER` takes what that said, reads a JSON
+object {"workload", "seconds"} per line and answers {"values"} or {"error"}: what a user sees (a
+time or a rate), and the processor time of both ends.  The directory holds certificates for
+127.0.0.1: ca.pem and server.pem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import ssl
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from benchmarks.loops import TrioLoop
+
+__all__ = [
+    "HOST",
+    "READ",
+    "WARM_UP",
+    "Server",
+    "Workload",
+    "ask_many",
+    "ask_one",
+    "client_context",
+    "main",
+    "move",
+    "server_context",
+]
+
+HOST = "127.0.0.1"
+READ = 64 * 1024
+# Seconds beyond its timed part after which a workload counts as hung.
+_PATIENCE = 60.0
+WARM_UP = 0.05
+_LEAST = 20
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+Ask = Callable[[], Awaitable[object]]
+Move = Callable[[], Awaitable[int]]
+Ports = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What a client knows of its server."""
+
+    ports: Ports
+    pid: int
+    directory: Path
+
+    def processor_time(self) -> int:
+        """Nanoseconds of processor time that this process and the server's have taken."""
+        # The clock of another process: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED) of Linux.
+        return time.process_time_ns() + time.clock_gettime_ns(~self.pid << 3 | 2)
+
+
+Workload = Callable[[Server, float], Awaitable[tuple[float, float]]]
+Serve = Callable[..., Awaitable[None]]
+
+
+def server_context(directory: Path) -> ssl.SSLContext:
+    """TLS for a server."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(directory / "server.pem")
+    return context
+
+
+def client_context(directory: Path) -> ssl.SSLContext:
+    """TLS for a client that trusts the server here alone."""
+    return ssl.create_default_context(cafile=directory / "ca.pem")
+
+
+# --- what is timed ---------------------------------------------------------------------------
+
+
+async def _ask_until(end: float, ask: Ask, least: int, pause: float) -> list[int]:
+    """Ask until `perf_counter` shows ``end``; the times of the requests in nanoseconds."""
+    clock = time.perf_counter_ns
+    times: list[int] = []
+    while len(times) < least or time.perf_counter() < end:
+        if pause:
+            await trio.sleep(pause)
+        before = clock()
+        await ask()
+        times.append(clock() - before)
+    return times
+
+
+async def ask_one(
+    server: Server, seconds: float, ask: Ask, *, pause: float = 0.0, warm_up: int = _LEAST
+) -> tuple[float, float]:
+    """Ask one request after the other, with a pause before each.
+
+    Returns the median time of a request, and the processor time of one, in microseconds.
+    """
+    await _ask_until(time.perf_counter() + WARM_UP, ask, warm_up, 0.0)
+    used = server.processor_time()
+    times = await _ask_until(time.perf_counter() + seconds, ask, _LEAST, pause)
+    used = server.processor_time() - used
+    return statistics.median(times) / 1e3, used / len(times) / 1e3
+
+
+async def ask_many(server: Server, seconds: float, asks: Sequence[Ask]) -> tuple[float, float]:
+    """Ask on many connections at once.
+
+    Returns requests per second, and the processor time of one in microseconds.
+    """
+
+    async def together(seconds: float) -> tuple[int, float]:
+        done = 0
+        start = time.perf_counter()
+
+        async def each(ask: Ask) -> None:
+            nonlocal done
+            times = await _ask_until(start + seconds, ask, 1, 0.0)
+            done += len(times)
+
+        async with trio.open_nursery() as nursery:
+            for ask in asks:
+                nursery.start_soon(each, ask)
+        return done, time.perf_counter() - start
+
+    await together(WARM_UP)
+    used = server.processor_time()
+    done, elapsed = await together(seconds)
+    return done / elapsed, (server.processor_time() - used) / done / 1e3
+
+
+async def move(server: Server, warm_up: Move, some: Move) -> tuple[float, float]:
+    """Move data, first some that is not timed.
+
+    Each returns when the other end has all of it, and how many bytes that were.
+
+    Returns MiB per second, and the seconds of processor time that a GiB takes.
+    """
+    await warm_up()
+    used = server.processor_time()
+    start = time.perf_counter()
+    size = await some()
+    elapsed = time.perf_counter() - start
+    return size / elapsed / _MIB, (server.processor_time() - used) / 1e9 / size * _GIB
+
+
+# --- processes -------------------------------------------------------------------------------
+
+
+def _say(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+async def _serve(serve: Serve, directory: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        ports = await nursery.start(serve, directory)
+        _say(ports=ports, pid=os.getpid())
+        async for _ in TrioLoop().lines():
+            pass
+        nursery.cancel_scope.cancel()
+
+
+async def _client(workloads: Mapping[str, Workload], server: Server) -> None:
+    async for line in TrioLoop().lines():
+        command = json.loads(line)
+        name, seconds = command["workload"], command["seconds"]
+        try:
+            with trio.fail_after(seconds + _PATIENCE):
+                _say(values=await workloads[name](server, seconds))
+        except Exception as error:
+            _say(error=f"{name}: {type(error).__name__}: {error}")
+
+
+def main(
+    serve: Serve,
+    workloads: Mapping[str, Workload],
+    run: Callable[..., Any] = trio.run,
+) -> None:
+    """Run the role that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("serve", "client"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("server", nargs="?", help="what the server said")
+    parser.add_argument("--core", type=int, default=None)
+    arguments = parser.parse_args()
+    if arguments.core is not None:
+        os.sched_setaffinity(0, {arguments.core})
+    if arguments.role == "serve":
+        run(partial(_serve, serve, arguments.directory))
+    else:
+        server = Server(**json.loads(arguments.server), directory=arguments.directory)
+        run(partial(_client, workloads, server))

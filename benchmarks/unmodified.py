@@ -1,0 +1,154 @@
+"""Unmodified programs over TCP and under `trio-smc run`: `python -m benchmarks --programs`.
+
+The programs are in `benchmarks.programs`.  Each has a server's and a client's process for either
+transport; a round runs each workload over one right after the other, in alternating order.  Under
+`trio-smc run` all connections are SMC-R or fail (``--require-smc``), but for the workload whose
+peers are learned to be short: that is the command as it is by default, and its connections end up
+as TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import report
+from benchmarks.processes import Worker
+from benchmarks.programs.common import HOST
+from benchmarks.transports import BASE
+from benchmarks.workloads import Metric
+
+__all__ = ["RUN", "WORKLOADS", "Workload", "measure"]
+
+RUN: Final = "trio-smc run"
+_COMMAND: Final = (sys.executable, "-m", "trio_smc.tools", "run")
+_STRICTLY: Final = (*_COMMAND, "--require-smc", "--")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One line of the table.
+
+    program: the module of `benchmarks.programs`.
+    metrics: what a user sees, and the processor time of both ends.
+    under: the command that makes its connections SMC-R.
+    """
+
+    program: str
+    metrics: tuple[Metric, Metric]
+    under: Sequence[str] = _STRICTLY
+
+
+def _workload(program: str, name: str, unit: str, **settings: Any) -> Workload:
+    per = {"MiB/s": "s per GiB"}.get(unit, "µs each")
+    return Workload(
+        program=program,
+        metrics=(
+            Metric(name=name, unit=unit, smaller_is_better=unit == "µs"),
+            Metric(name=f"processor time, {name}", unit=per, smaller_is_better=True),
+        ),
+        **settings,
+    )
+
+
+WORKLOADS: Final = {
+    "echo": _workload("plain", "Trio echo, 64 B", "µs"),
+    "echo-10": _workload("plain", "Trio echo, 64 B, 10 connections", "1/s"),
+    "echo-1ms": _workload("plain", "Trio echo, 1 ms between requests", "µs"),
+    "echo-10ms": _workload("plain", "Trio echo, 10 ms between requests", "µs"),
+    "stream-4k": _workload("plain", "Trio stream, 4 KiB writes", "MiB/s"),
+    "stream-64k": _workload("plain", "Trio stream, 64 KiB writes", "MiB/s"),
+    "stream-1m": _workload("plain", "Trio stream, 1 MiB writes", "MiB/s"),
+    "tls-echo": _workload("plain", "TLS echo, 64 B", "µs"),
+    "tls-stream": _workload("plain", "TLS stream, 64 KiB writes", "MiB/s"),
+    "anyio": _workload("over_anyio", "AnyIO echo, 64 B", "µs"),
+    "anyio-64k": _workload("over_anyio", "AnyIO echo, 64 KiB", "µs"),
+    "websocket": _workload("websocket", "websocket echo, 64 B", "µs"),
+    "websocket-64k": _workload("websocket", "websocket echo, 64 KiB", "µs"),
+    "json": _workload("web", "JSON over HTTP/1", "1/s"),
+    "json-10": _workload("web", "JSON over HTTP/1, 10 connections", "1/s"),
+    "json-50": _workload("web", "JSON over HTTP/1, 50 connections", "1/s"),
+    "http2": _workload("web", "JSON over HTTP/2 and TLS", "µs"),
+    "download": _workload("web", "download of 256 MiB", "MiB/s"),
+    "upload": _workload("web", "upload of 256 MiB", "MiB/s"),
+    "short": _workload("plain", "connection with one request", "µs"),
+    "short-learned": _workload(
+        "plain", "connection with one request, learned to be short", "µs", under=(*_COMMAND, "--")
+    ),
+}
+
+
+@contextlib.contextmanager
+def _certificates() -> Iterator[Path]:
+    """A directory with what `benchmarks.programs.common` says."""
+    import trustme
+
+    with tempfile.TemporaryDirectory(prefix="trio-smc-benchmark-") as name:
+        directory = Path(name)
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(directory / "ca.pem"))
+        certificate = authority.issue_cert(HOST)
+        certificate.private_key_and_cert_chain_pem.write_to_path(str(directory / "server.pem"))
+        yield directory
+
+
+@contextlib.contextmanager
+def _clients(
+    program: str, under: Sequence[str], directory: Path, cores: tuple[int | None, int | None]
+) -> Iterator[dict[str, Worker]]:
+    """A program's client for each transport, each with a server of its own."""
+    module = f"benchmarks.programs.{program}"
+    here, there = cores
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for transport, words in ((BASE, ()), (RUN, under)):
+            server = Worker(module, "serve", str(directory), core=there, under=words)
+            said = json.dumps(stack.enter_context(server).answer())
+            client = Worker(module, "client", str(directory), said, core=here, under=words)
+            found[transport] = stack.enter_context(client)
+        yield found
+
+
+def measure(
+    names: Sequence[str],
+    rounds: int,
+    seconds: float,
+    cores: tuple[int | None, int | None],
+) -> report.Numbers:
+    """Run all rounds once, one program after the other.
+
+    Args:
+      names: keys of `WORKLOADS`.
+      seconds: of each measurement but those of whole files.
+      cores: where client and server run; None: where the scheduler puts them.
+
+    Raises Failed.
+    """
+    numbers: dict[str, dict[str, list[float]]] = {
+        metric.name: {BASE: [], RUN: []} for name in names for metric in WORKLOADS[name].metrics
+    }
+    programs = dict.fromkeys((WORKLOADS[name].program, WORKLOADS[name].under) for name in names)
+    with _certificates() as directory:
+        for program, under in programs:
+            ours = [
+                name
+                for name in names
+                if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
+            ]
+            with _clients(program, under, directory, cores) as clients:
+                for number in range(rounds):
+                    for name in ours:
+                        for transport in (BASE, RUN) if number % 2 == 0 else (RUN, BASE):
+                            said = clients[transport].ask(
+                                workload=name.removesuffix("-learned"), seconds=seconds
+                            )
+                            pairs = zip(WORKLOADS[name].metrics, said["values"], strict=True)
+                            for metric, value in pairs:
+                                numbers[metric.name][transport].append(value)
+    return numbers
