@@ -70,6 +70,7 @@ def test_classifiers_workflow_and_command_name_the_same_versions() -> None:
     versions = [f"3.{minor}" for minor in range(pythons.OLDEST[1], pythons.NEWEST[1] + 1)]
     listed = (pythons.ROOT / "pyproject.toml").read_text().split('"')
     assert [each.rpartition(" ")[2] for each in listed if "Python :: 3." in each] == versions
+    assert any("Free Threading" in each for each in listed)
     workflow = (pythons.ROOT / ".github" / "workflows" / "tests.yml").read_text()
     quoted = ", ".join(f'"{each}"' for each in versions)
-    assert f"python: [{quoted}]" in workflow
+    assert f'python: [{quoted}, "{versions[-1]}t"]' in workflow

@@ -75,7 +75,7 @@ __all__ = [
     "tear_down_tcp_option",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A program that did not ask for logs gets none: without a handler warnings go to stderr.
 logging.getLogger("trio_smc").addHandler(logging.NullHandler())

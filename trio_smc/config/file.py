@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ def load_config(path: Path | str) -> Config:
       ValueError: the file cannot be read, is no TOML, or has a key or value that `Config` has not;
         the PNET table that it names is wrong, or there is no directory for the capture.
     """
+    import tomllib  # dear, and few programs have such a file
+
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

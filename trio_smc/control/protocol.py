@@ -21,7 +21,6 @@ clients ignore fields that they do not know.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from typing import Any, Final
@@ -68,6 +67,8 @@ _CREDENTIALS: Final = struct.Struct("iII")
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """A message as bytes, "version" added."""
+    import json  # dear, and most stacks are never asked
+
     body = json.dumps({"version": VERSION, **message}, separators=(",", ":")).encode()
     return _HEADER.pack(len(body)) + body
 
@@ -90,6 +91,8 @@ def decode_untrusted(body: bytes) -> dict[str, Any]:
     Raises:
       ProtocolError: it is no JSON object, or of another version.
     """
+    import json
+
     try:
         message = json.loads(body)
     except (ValueError, RecursionError):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.capture.sinks import send_capture
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
@@ -202,6 +200,8 @@ class ControlSocket:
             begun = {"part": control.CAPTURE, "data": self._stack.peer_id.hex()}
             await stream.send_all(control.encode(begun))
             patience.deadline = math.inf
+            from trio_smc.capture.sinks import send_capture
+
             await send_capture(self._stack, stream, kept, lambda: unsent_bytes(stream.socket) > 0)
         finally:
             self._captures -= 1
@@ -252,6 +252,8 @@ class RunReport:
         self._path = ""
 
     def _tell(self, kind: str, **more: Any) -> None:
+        import json
+
         message = {"kind": kind, "pid": self._pid, "stack": self._stack.peer_id.hex(), **more}
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(_REPORT_PATIENCE)

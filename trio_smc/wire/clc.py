@@ -54,7 +54,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, eid_name, rmbe_size_of
+from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, Value, eid_name, rmbe_size_of
 
 __all__ = [
     "EYE_CATCHER",
@@ -170,8 +170,8 @@ def _received_untrusted(kind: MessageType) -> Iterator[None]:
 _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class _Part(Value):
     """A message, or a part of one, whose fields have sizes."""
 
     # How many bytes, and how many bits, they have.
@@ -191,7 +191,7 @@ class _Part:
         """Raise ValueError for what only this kind forbids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class ClcMessage(_Part):
     """What all CLC messages have.
 
@@ -217,8 +217,8 @@ class ClcMessage(_Part):
         return min(VERSION, self.version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ipv6Prefix:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class Ipv6Prefix(Value):
     """One IPv6 prefix of a Proposal (figure 27): 16 bytes, and how many bits of them count."""
 
     prefix: bytes
@@ -231,7 +231,7 @@ class Ipv6Prefix:
             raise ValueError(f"IPv6 prefix of {self.length} bits")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class V2Offer(_Part):
     """What a Proposal of version 2 offers.
 
@@ -299,7 +299,7 @@ def proposal_flags(*, v1: bool, v2: bool) -> int:
     return (_SMC_R if v2 else _NOTHING) << 2 | (_SMC_R if v1 else _NOTHING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Proposal(ClcMessage):
     """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
 
@@ -457,7 +457,7 @@ class QpMtu(IntEnum):
         return 128 << self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class FirstContact(_Part):
     """What version 2 adds to Accept and Confirm on first contact.
 
@@ -511,7 +511,7 @@ class FirstContact(_Part):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class V2Answer(_Part):
     """What version 2 adds to Accept and Confirm.
 
@@ -564,7 +564,7 @@ class V2Answer(_Part):
             return cls(eid=eid, first=first, gids=gids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class _Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
@@ -701,21 +701,21 @@ class _Credentials(ClcMessage):
 _PUT_CREDENTIALS = [getattr(_Credentials, field.name).__set__ for field in fields(_Credentials)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Accept(_Credentials):
     """SMC Accept, figure 28: 68 bytes; 108 or 160 in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Confirm(_Credentials):
     """SMC Confirm, figure 29: 68 bytes; 108, or from 164 on, in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Decline(ClcMessage):
     """SMC Decline, figure 30: 28 bytes; 44 in version 2.
 

@@ -1,4 +1,4 @@
-"""Fields that messages carry as codes: sizes of RMB elements, and UEIDs.
+"""Fields that messages carry as codes: sizes of RMB elements, and UEIDs; and what messages are.
 
 The size of an RMB element is 16 KiB << n (RFC 7609, A.2.2).
 
@@ -11,13 +11,42 @@ no secret.
 from __future__ import annotations
 
 import re
+from typing import Any, ClassVar
 
 __all__ = [
     "EID_SIZE",
     "MAX_EIDS",
+    "Value",
     "eid_name",
     "encode_ueid",
 ]
+
+
+class Value:
+    """A message, or a part of one: equal, hashed and shown by its fields.
+
+    A dataclass would make these methods for each class anew, at each import: a third of what
+    making the class takes.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple([getattr(self, name) for name in self.__dataclass_fields__])
+
+    def __eq__(self, other: object) -> bool:
+        if self.__class__ is not other.__class__:
+            return NotImplemented
+        assert isinstance(other, Value)
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        return f"{type(self).__qualname__}({shown})"
 
 
 RMBE_SIZE_UNIT = 16 * 1024

@@ -7,16 +7,17 @@ the figures of RFC 7609, A.3::
     reply: Annotated[bool, Bits(3, 0x80)]             # one bit of byte 3
     max_connections: Annotated[int, Span(35, 1, 2)]   # byte 35, in version 2 only
 
-:func:`laid_out` reads them once, at import, into a :class:`Layout`, which packs, unpacks and checks
-values.  So the annotation is the only place that knows a layout, and encoder, decoder and range
-checks cannot disagree about it.  Bits that no field of the version owns are reserved: zero from us,
-and never looked at (A.3).  Numbers are big-endian.
+:func:`laid_out` reads them once, at the first use, into a :class:`Layout`, which packs, unpacks and
+checks values.  So the annotation is the only place that knows a layout, and encoder, decoder and
+range checks cannot disagree about it.  Bits that no field of the version owns are reserved: zero
+from us, and never looked at (A.3).  Numbers are big-endian.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cached_property
 from typing import (
     Annotated,
     Any,
@@ -157,19 +158,27 @@ class Layout:
 
     def __init__(self, cls: type, size: int) -> None:
         self.size = size
-        self._all: dict[str, _Field | _List] = {}
-        self._of_version: dict[int, list[_Field | _List]] = {1: [], 2: []}
-        hints = get_type_hints(cls, include_extras=True)
-        for name in [field.name for field in fields(cls)]:
+        self._cls = cls
+
+    @cached_property
+    def _placed(self) -> list[tuple[int, _Field | _List]]:
+        # At the first use: evaluating annotations took a tenth of the package's import.
+        hints = get_type_hints(self._cls, include_extras=True)
+        found = []
+        for name in [field.name for field in fields(self._cls)]:
             if get_origin(hints[name]) is Annotated:
                 kind, *places = get_args(hints[name])
-                for place in places:
-                    self._add(_placed(name, kind, place), place.version)
+                found += [(place.version, _placed(name, kind, place)) for place in places]
+        return found
 
-    def _add(self, field: _Field | _List, version: int) -> None:
-        self._all[field.name] = field  # the newer version's, which has more room
-        for each in (version,) if version else self._of_version:
-            self._of_version[each].append(field)
+    @cached_property
+    def _all(self) -> list[_Field | _List]:
+        # Of each name the newer version's, which has more room.
+        return list({field.name: field for _, field in self._placed}.values())
+
+    @cached_property
+    def _of_version(self) -> dict[int, list[_Field | _List]]:
+        return {each: [f for version, f in self._placed if version in (0, each)] for each in (1, 2)}
 
     def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
         """The fields of a message of at least ``size`` bytes, by name.
@@ -197,7 +206,7 @@ class Layout:
 
     def check(self, value: Any) -> None:
         """Raise ValueError where a value does not fit its field."""
-        for field in self._all.values():
+        for field in self._all:
             field.check(value)
 
 

@@ -47,6 +47,7 @@ from enum import IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.wire.fields import Value
 from trio_smc.wire.layout import Bits, Layout, Slots, Span, laid_out
 
 __all__ = [
@@ -97,8 +98,8 @@ class MessageType(IntEnum):
     DELETE_RKEY = 9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlcMessage:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class LlcMessage(Value):
     """What all LLC messages have.
 
     Fields:
@@ -121,7 +122,7 @@ class LlcMessage:
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class ConfirmLink(LlcMessage):
     """CONFIRM LINK, figure 31: the first message on a new link, to show that it works.
 
@@ -156,8 +157,8 @@ class AddLinkReason(IntEnum):
 
 
 @laid_out(16)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RTokenPair:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class RTokenPair(Value):
     """What an RMB is called on the new link (RFC 7609, figure 34).
 
     Fields:
@@ -175,8 +176,8 @@ class RTokenPair:
         self.LAYOUT.check(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddLinkExtension:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class AddLinkExtension(Value):
     """What version 2 adds to ADD LINK and to its reply: the RTokens on the new link.
 
     Fields:
@@ -223,7 +224,7 @@ _PAIR_SIZE = 16
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class AddLink(LlcMessage):
     """ADD LINK: the server adds a link, or a client asks it to (then only MAC and GID count).
 
@@ -255,7 +256,7 @@ class AddLink(LlcMessage):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RequestAddLink(LlcMessage):
     """REQUEST ADD LINK, version 2: a client that has another RNIC asks for a link.
 
@@ -272,7 +273,7 @@ class RequestAddLink(LlcMessage):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class AddLinkContinuation(LlcMessage):
     """ADD LINK CONTINUATION, figure 33: the RTokens that existing RMBs have on the new link.
 
@@ -302,7 +303,7 @@ class DeleteLinkReason(IntEnum):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class DeleteLink(LlcMessage):
     """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
 
@@ -322,7 +323,7 @@ class DeleteLink(LlcMessage):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class TestLink(LlcMessage):
     """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
 
@@ -333,8 +334,8 @@ class TestLink(LlcMessage):
 
 
 @laid_out(13)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRToken:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class LinkRToken(Value):
     """What an RMB is called on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
 
     LAYOUT: ClassVar[Layout]
@@ -348,7 +349,7 @@ class LinkRToken:
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class ConfirmRkey(LlcMessage):
     """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
 
@@ -373,7 +374,7 @@ class ConfirmRkey(LlcMessage):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class ConfirmRkeyContinuation(LlcMessage):
     """CONFIRM RKEY CONTINUATION: the RTokens for which CONFIRM RKEY had no room.
 
@@ -393,7 +394,7 @@ class ConfirmRkeyContinuation(LlcMessage):
 
 
 @laid_out(MESSAGE_SIZE)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class DeleteRkey(LlcMessage):
     """DELETE RKEY, figure 39: RMBs that are no more.
 
@@ -417,8 +418,8 @@ class DeleteRkey(LlcMessage):
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalMessage:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class OptionalMessage(Value):
     """A message of an optional type that we do not know, to be discarded silently (A.3).
 
     Fields:
