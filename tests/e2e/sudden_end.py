@@ -9,8 +9,8 @@ left: the server leaves its stack while all of them are open.
 
 ``seconds`` and ``processor``: from then until all connections are closed.  ``memory``: bytes by
 which the peak of the server's resident memory grew.  ``pause``: the longest time in seconds that
-its loop took from one look at I/O to the next; where the system gave the processor to somebody else
-meanwhile only the time that the loop had it.
+its loop had the processor for from one look at I/O to the next; a clock would count what others
+have it for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import resource
 import subprocess
 import sys
 import time
@@ -38,18 +37,13 @@ class Pauses(trio.abc.Instrument):
 
     def __init__(self) -> None:
         self.longest = 0.0
-        self.after_io_wait(0.0)
+        self._since = time.thread_time()
 
     def after_io_wait(self, timeout: float) -> None:
-        self._switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-        self._since = time.perf_counter(), time.thread_time()
+        self._since = time.thread_time()
 
     def before_io_wait(self, timeout: float) -> None:
-        seconds, processor = self._since
-        length = time.perf_counter() - seconds
-        if resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw != self._switches:
-            length = time.thread_time() - processor
-        self.longest = max(self.longest, length)
+        self.longest = max(self.longest, time.thread_time() - self._since)
 
 
 class Costs:
