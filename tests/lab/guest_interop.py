@@ -68,6 +68,7 @@ SUITES: dict[str, tuple[Step, ...]] = {
         interop_links.asymmetric,
         interop_v2.symmetric,
         interop_v2.request_add_link,
+        interop_v2.routed,
         interop_v2.link_down,
     ),
     "links": (

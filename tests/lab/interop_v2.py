@@ -10,11 +10,11 @@ from typing import Any
 
 import trio
 
-from tests.lab import smc_netlink
+from tests.lab import routing, smc_netlink
 from tests.lab.interop_links import FEW, SECOND, UNDO, expect_kind, here, newest_links, survive, two
 from tests.lab.interop_streams import MIB, file_digest, transfer
 from tests.lab.interop_world import PATIENCE, Both, World, until
-from trio_smc import FallbackReason, LinkGroupKind, Origin, Stack
+from trio_smc import FallbackReason, LinkGroupKind, Origin, Stack, VerbsRnic
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.negotiation import Negotiation
 
@@ -28,6 +28,7 @@ __all__ = [
     "link_down",
     "release_0",
     "request_add_link",
+    "routed",
     "symmetric",
     "ueids_differ",
 ]
@@ -250,6 +251,37 @@ async def link_down(world: World) -> None:
         for size, (role, connect) in zip(sizes, world.both_ways(), strict=True):
             wanted = file_digest(world, size)
             await survive(world, connect, size, wanted, role, ours=ours, stock=True)
+
+
+async def routed(world: World) -> None:
+    """A router is between the two RNICs, and each is in a subnet of its own."""
+    await world.kernel.call("shell", command=routing.behind_router(1, number=2))
+    # Linux looks for the RDMA device below a macvlan; its table says which one it is.
+    await world.kernel.call("pnet", name="LAB", interface=routing.below(1))
+    await world.kernel.call("pnet", name="LAB", device="rxe1")
+    await here(f"{routing.route_to(1, number=2)}; rxe 1 eth1")
+    away = replace(world, here="10.9.1.1", there=routing.address(1))
+    size = 8 * MIB
+    wanted = file_digest(world, size)
+    for role, connect in away.both_ways():
+        async with away.stack(rnics=(VerbsRnic("rxe1"),)) as (stack, _):
+            first, second = await connect(stack), await connect(stack)
+            await first.confirm()
+            assert second.stream.link_group == first.stream.link_group
+            terms = terms_of(stack)
+            assert (terms.version, terms.direct) == (2, False), terms
+            for both in (first, second):
+                await talk(both)
+            took = await transfer(first, world, size, wanted)
+            gids = {ipaddress.IPv6Address(each["gid"]) for each in await newest_links(world)}
+            assert [str(gid.ipv4_mapped) for gid in gids] == [away.there], gids
+            for both in (first, second):
+                await both.end()
+        world.say(f"{role}: {size >> 20} MiB each way through a router in {took:.1f} s")
+    # The kernel's device first: it would send to one that has gone for ever.
+    await world.kernel.call("pnet_flush")
+    await world.kernel.call("shell", command=routing.undo(1, number=2))
+    await here(f"rdma link delete rxe1; {routing.route_to(1, number=2, verb='delete')}")
 
 
 async def ipv6(world: World) -> None:

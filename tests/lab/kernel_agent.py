@@ -268,6 +268,9 @@ class Agent:
     def pnet(self, name: str, interface: str | None = None, device: str | None = None) -> None:
         smc_netlink.pnet_add(name, interface=interface, device=device)
 
+    def pnet_flush(self) -> None:
+        smc_netlink.pnet_flush()
+
 
 def _waiting(sock: socket.socket) -> int:
     """Bytes that recv() would give now."""

@@ -6,12 +6,17 @@ of a dummy for each, which see each other.  They need the modules dummy and macv
 
 from __future__ import annotations
 
-__all__ = ["address", "behind_router", "route_to", "undo"]
+__all__ = ["address", "behind_router", "below", "route_to", "undo"]
 
 
 def address(wire: int) -> str:
     """The address behind the router of this wire."""
     return f"10.9.{7 + wire}.1"
+
+
+def below(wire: int) -> str:
+    """The interface below ``inWIRE``."""
+    return f"dummy{wire}"
 
 
 def behind_router(wire: int, *, number: int) -> str:

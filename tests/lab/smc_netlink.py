@@ -16,6 +16,7 @@ __all__ = [
     "fallback_counts",
     "links",
     "pnet_add",
+    "pnet_flush",
     "socket_info",
     "sockets",
     "ueid",
@@ -170,3 +171,8 @@ def pnet_add(name: str, *, interface: str | None = None, device: str | None = No
     if device:
         body += _attribute(3, device.encode() + b"\0") + _attribute(4, b"\1")
     list(_command("SMC_PNETID", 2, _ACK, body))
+
+
+def pnet_flush() -> None:
+    """Take everything out of all physical networks."""
+    list(_command("SMC_PNETID", 4, _ACK))
