@@ -65,7 +65,7 @@ def name_links(_app: Sphinx, _page: str, source: list[str]) -> None:
 def widen_tables(_app: Sphinx, page: str, source: list[str]) -> None:
     """Generated pages with wide tables get the room of the local contents; names of states may
     break; and the pages of the machines are below their index, which links to them by a table."""
-    if page != "compliance" and not page.startswith("states/"):
+    if page not in ("compliance", "compliance-v2") and not page.startswith("states/"):
         return
     lines = source[0].split("\n")
     if page == "states/index":

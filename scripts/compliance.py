@@ -1,10 +1,11 @@
-"""Which tests cover what RFC 7609 demands: writes docs/compliance.md.
+"""Which tests cover what SMC-R demands: writes docs/compliance.md and docs/compliance-v2.md.
 
     python -m scripts.compliance [--check]
 
-The demands are in `tests/requirements.toml`; tests name those they cover by the marker ``rfc``.
+RFC 7609's demands are in `tests/requirements.toml`, and tests name those they cover by the marker
+``rfc``; those of version 2 are in `tests/requirements_v2.toml`, the marker is ``v2``.
 ``--check`` writes nothing; the exit code is 1 when a marker names an unknown requirement, when a
-requirement has no test, or when the page is out of date.
+requirement has no test, or when a page is out of date.
 """
 
 from __future__ import annotations
@@ -22,29 +23,85 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIREMENTS = ROOT / "tests" / "requirements.toml"
-PAGE = ROOT / "docs" / "compliance.md"
 LEVELS = ("must", "should")
+SOURCES = ("seen", "tried", "read", "ours")
+
+
+class Page(NamedTuple):
+    """A page of requirements.
+
+    Fields:
+      requirements: the data file.
+      path: the page.
+      marker: of the tests.
+      title, intro: what the page begins with.
+      differs: whom we differ from, where we do.
+    """
+
+    requirements: Path
+    path: Path
+    marker: str
+    title: str
+    intro: tuple[str, ...]
+    differs: str
+
+
+RFC = Page(
+    ROOT / "tests" / "requirements.toml",
+    ROOT / "docs" / "compliance.md",
+    "rfc",
+    "Compliance with RFC 7609",
+    (
+        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open",
+        "is not listed.  What each socket option does is in [Socket options](socket-options.md).",
+        "SMC-R version 2 has [a page of its own](compliance-v2.md).",
+    ),
+    "the RFC",
+)
+VERSION_2 = Page(
+    ROOT / "tests" / "requirements_v2.toml",
+    ROOT / "docs" / "compliance-v2.md",
+    "v2",
+    "Compliance with SMC-R version 2",
+    (
+        "What version 2 demands beyond [RFC 7609](compliance.md), and the tests that hold it.  No",
+        "RFC has it.  These are the rules of Linux 6.12, the implementation that is deployed; the",
+        "last column but one says how we know:",
+        "",
+        "- **seen**: between two stock kernels.  The messages are in `tests/golden`, as",
+        "  `kernel_v2_messages.json` and `kernel-v2-two-links.pcapng`;",
+        "- **tried**: a stock kernel answered so to messages that were made for it;",
+        "  [interop.md](interop.md) has what runs against one again and again;",
+        "- **read**: in Linux's sources, `net/smc/smc_clc.c`, `smc_llc.c` and `af_smc.c`;",
+        "- **ours**: no message shows it, or we are stricter.",
+        "",
+        "What is not listed is as in version 1: CDC messages, failover, cursors, the TCP option.",
+    ),
+    "Linux",
+)
+PAGES = (RFC, VERSION_2)
 
 
 class Requirement(NamedTuple):
-    """One demand of the RFC.
+    """One demand.
 
     Fields:
       id: section and number: "2.2.1/3".
       level: "must" or "should".
       text: in our own words.
       differs: why this software does otherwise, if it does; the tests hold what it does.
+      source: how it is known, one of `SOURCES`; "" is the RFC.
     """
 
     id: str
     level: str
     text: str
     differs: str = ""
+    source: str = ""
 
 
 class Section(NamedTuple):
-    """One section of the RFC with its demands."""
+    """One section with its demands."""
 
     number: str
     title: str
@@ -60,13 +117,16 @@ def read(text: str) -> list[Section]:
             raise ValueError(f"section {number} has no title")
         requirements = []
         for name, entry in table.items():
-            differs = entry.pop("differs", "") if isinstance(entry, dict) else ""
+            more = entry if isinstance(entry, dict) else {}
+            differs, source = more.pop("differs", ""), more.pop("source", "")
+            if source and source not in SOURCES:
+                raise ValueError(f"{number}/{name}: {source!r} is none of {SOURCES}")
             if not name.isdigit() or not isinstance(entry, dict) or len(entry) != 1:
                 raise ValueError(f"{number}/{name} is not a numbered demand with one level")
             ((level, demand),) = entry.items()
             if level not in LEVELS or not isinstance(demand, str):
                 raise ValueError(f"{number}/{name}: {level!r} is neither of {LEVELS}")
-            requirements.append(Requirement(f"{number}/{name}", level, demand, differs))
+            requirements.append(Requirement(f"{number}/{name}", level, demand, differs, source))
         sections.append(Section(number, title, requirements))
     return sections
 
@@ -79,9 +139,10 @@ class _Collector:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            for marker in item.iter_markers("rfc"):
-                for name in marker.args:
-                    self.tests[str(name)].add(item.nodeid.split("[")[0])
+            for page in PAGES:
+                for marker in item.iter_markers(page.marker):
+                    for name in marker.args:
+                        self.tests[str(name)].add(item.nodeid.split("[")[0])
 
 
 def collect(paths: Iterable[str] = ("tests",)) -> dict[str, set[str]]:
@@ -121,31 +182,35 @@ def problems(sections: Iterable[Section], tests: Mapping[str, set[str]]) -> list
     return found
 
 
-def page(sections: Iterable[Section], tests: Mapping[str, set[str]]) -> str:
-    """The text of docs/compliance.md."""
+def page(sections: Iterable[Section], tests: Mapping[str, set[str]], about: Page = RFC) -> str:
+    """The text of a page."""
     sections = list(sections)
     demands = [each for section in sections for each in section.requirements]
     kept = [each for each in demands if not each.differs]
     covered = sum(each.id in tests for each in kept)
     lines = [
-        "# Compliance with RFC 7609",
+        f"# {about.title}",
         "",
-        "What the RFC demands, in our own words, and the tests that hold it.  What it leaves open",
-        "is not listed.  What each socket option does is in [Socket options](socket-options.md).",
-        "`make compliance` makes this page from `tests/requirements.toml` and the tests' markers.",
+        *about.intro,
+        f"`make compliance` makes this page from `tests/{about.requirements.name}` and the tests'",
+        "markers.",
         "",
         f"{covered} of {len(kept)} requirements have a test.  In {len(demands) - len(kept)} more",
-        "we differ from the RFC, each with its reason; their tests hold what we do instead.",
+        f"we differ from {about.differs}, each with its reason; their tests hold what we do",
+        "instead.",
     ]
     for section in sections:
         lines += ["", f"## {section.number} {section.title}", ""]
-        lines += ["| id | level | requirement | tests |", "|---|---|---|---|"]
+        known = any(each.source for each in demands)
+        lines += ["| id | level | requirement |" + " source |" * known + " tests |"]
+        lines += ["|---|---|---|" + "---|" * known + "---|"]
         for each in section.requirements:
             names = "<br>".join(f"`{_short(name)}`" for name in sorted(tests.get(each.id, ())))
             text = each.text.replace("|", "\\|")
             if each.differs:
                 text += f" **Differs:** {each.differs}"
-            lines.append(f"| {each.id} | {each.level} | {text} | {names or '**none**'} |")
+            source = f" {each.source} |" * known
+            lines.append(f"| {each.id} | {each.level} | {text} |{source} {names or '**none**'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -155,20 +220,22 @@ def _short(name: str) -> str:
 
 def main() -> int:
     """Return the exit code."""
-    parser = argparse.ArgumentParser(description="which tests cover what RFC 7609 demands")
+    parser = argparse.ArgumentParser(description="which tests cover what SMC-R demands")
     parser.add_argument("--check", action="store_true", help="write nothing, report what is wrong")
     arguments = parser.parse_args()
-    sections = read(REQUIREMENTS.read_text())
+    pages = {about: read(about.requirements.read_text()) for about in PAGES}
+    everything = [section for sections in pages.values() for section in sections]
     tests = collect()
-    found = problems(sections, tests)
-    text = page(sections, tests)
-    if not arguments.check:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        found.append(f"{PAGE.relative_to(ROOT)} is out of date: run `make compliance`")
+    found = problems(everything, tests)
+    for about, sections in pages.items():
+        text = page(sections, tests, about)
+        if not arguments.check:
+            about.path.write_text(text)
+        elif not about.path.exists() or about.path.read_text() != text:
+            found.append(f"{about.path.relative_to(ROOT)} is out of date: run `make compliance`")
     for line in found:
         print(line)
-    count = sum(len(section.requirements) for section in sections)
+    count = sum(len(section.requirements) for section in everything)
     print(f"compliance: {count} requirements, {len(found)} problems")
     return 1 if arguments.check and found else 0
 

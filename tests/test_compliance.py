@@ -6,19 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from scripts.compliance import REQUIREMENTS, Requirement, Section, collect, page, problems, read
+from scripts.compliance import (
+    PAGES,
+    RFC,
+    VERSION_2,
+    Requirement,
+    Section,
+    collect,
+    page,
+    problems,
+    read,
+)
 
 SECTIONS = [Section("1.2", "A section", [Requirement("1.2/1", "must", "Do | it.")])]
 
 
 def test_the_data_file_is_in_order() -> None:
-    sections = read(REQUIREMENTS.read_text())
+    sections = read(RFC.requirements.read_text())
     demands = [each for section in sections for each in section.requirements]
     assert len(demands) > 300
     assert all(each.text.endswith(".") for each in demands)
     assert {"2.2.1/1", "4.8.2/13", "A.4/19", "C.7.1/messages/12", "C.8/4"} <= {
         each.id for each in demands
     }
+
+
+def test_the_data_file_of_version_2_is_in_order() -> None:
+    sections = read(VERSION_2.requirements.read_text())
+    demands = [each for section in sections for each in section.requirements]
+    assert len(demands) > 60
+    assert all(each.text.endswith(".") and each.source for each in demands)
+    assert all(each.id.startswith("v2.") for each in demands)
+
+
+def test_no_id_is_on_two_pages() -> None:
+    ids = [each.id for about in PAGES for section in read(about.requirements.read_text())
+           for each in section.requirements]  # fmt: skip
+    assert len(ids) == len(set(ids))
 
 
 @pytest.mark.parametrize(
@@ -28,8 +52,9 @@ def test_the_data_file_is_in_order() -> None:
         '["1.2"]\ntitle = "A"\n1 = { may = "Do." }',
         '["1.2"]\ntitle = "A"\none = { must = "Do." }',
         '["1.2"]\ntitle = "A"\n1 = "Do."',
+        '["1.2"]\ntitle = "A"\n1 = { must = "Do.", source = "heard" }',
     ],
-    ids=["no title", "level", "number", "shape"],
+    ids=["no title", "level", "number", "shape", "source"],
 )
 def test_what_is_no_requirement(text: str) -> None:
     with pytest.raises(ValueError, match=r"1\.2"):
@@ -58,12 +83,21 @@ def test_the_page_names_the_tests() -> None:
     assert "**none**" in page(SECTIONS, {})
 
 
+def test_the_page_names_the_sources() -> None:
+    sections = read('["v2.1"]\ntitle = "A"\n1 = { must = "Do it.", source = "tried" }')
+    made = page(sections, {"v2.1/1": {"tests/test_a.py::test_b"}}, VERSION_2)
+    assert "| id | level | requirement | source | tests |\n|---|---|---|---|---|\n" in made
+    assert "| v2.1/1 | must | Do it. | tried | `test_a: test_b` |" in made
+    assert made.startswith("# Compliance with SMC-R version 2\n")
+
+
 _MARKED = """
 import pytest
 
 pytestmark = pytest.mark.rfc("1.2/1")
 
 @pytest.mark.rfc("1.2/2", "1.2/3")
+@pytest.mark.v2("v2.1/1")
 def test_one():
     pass
 
@@ -82,6 +116,7 @@ def test_markers_of_modules_tests_and_parameters_are_collected(tmp_path: Path) -
         "1.2/2": ["test_one"],
         "1.2/3": ["test_one"],
         "1.2/4": ["test_two"],
+        "v2.1/1": ["test_one"],
     }
 
 

@@ -22,7 +22,7 @@ from trio_smc._api import open_listeners, open_stack, open_stream, serve
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
-from trio_smc._base.statistics import StackStatistics, StreamStatistics
+from trio_smc._base.statistics import Agreed, StackStatistics, StreamStatistics
 from trio_smc._events import EventStream, StackEvent, open_events
 from trio_smc._stack import Stack, stacks
 from trio_smc.config.config import Config
@@ -38,6 +38,7 @@ from trio_smc.streams.group_views import LinkGroupView as LinkGroup
 from trio_smc.streams.stream import SmcSocket, SmcStream
 
 __all__ = [
+    "Agreed",
     "Config",
     "ConnectionCursors",
     "ConnectionView",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import trio
 
 from trio_smc._base.reasons import Fallback
+from trio_smc._base.statistics import Agreed
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link, LinkOwner
@@ -63,6 +64,7 @@ class StackEvent:
       role: "client" or "server", of the link group.
       peer_id: the link group's peer, 8 bytes.
       link: the link's number; rnic: the name of its RNIC.
+      agreed: what the two sides of the link group have agreed on: version of SMC-R, UEID, ...
     """
 
     subject: Literal["mode", "connection", "link", "link_group"]
@@ -77,6 +79,7 @@ class StackEvent:
     peer_id: bytes | None = None
     link: int | None = None
     rnic: str | None = None
+    agreed: Agreed | None = None
 
     @property
     def aborted(self) -> bool:
@@ -186,16 +189,18 @@ class EventObserver:
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """A connection became SMC-R, stays on TCP, or was refused."""
-        new, ends = "refused", _UNKNOWN
+        new, ends, agreed = "refused", _UNKNOWN, None
         if isinstance(connection, SmcStream):
             new = connection.mode.value
             ends = _ends_of(connection.socket)
+            group = connection.link_group
+            agreed = None if group is None else group.agreed
         if isinstance(connection, RdmaStream):
             self._ends[connection._core] = ends
         self._put(
             StackEvent(
                 subject="mode", new=new, time=trio.current_time(), fallback=fallback,
-                local_address=ends[0], peer_address=ends[1],
+                local_address=ends[0], peer_address=ends[1], agreed=agreed,
             )
         )  # fmt: skip
 
@@ -216,13 +221,14 @@ class EventObserver:
                 StackEvent(
                     subject="link", old=old, new=new, cause=event, time=now, role=_role(group),
                     peer_id=group.peer_id, link=subject.number, rnic=subject.rnic.name,
+                    agreed=group.terms.agreed,
                 )
             )  # fmt: skip
         elif isinstance(subject, LinkGroup):
             self._put(
                 StackEvent(
                     subject="link_group", old=old, new=new, cause=event, time=now,
-                    role=_role(subject), peer_id=subject.peer_id,
+                    role=_role(subject), peer_id=subject.peer_id, agreed=subject.terms.agreed,
                 )
             )  # fmt: skip
 
@@ -255,7 +261,7 @@ def log_event(event: StackEvent) -> None:
 def _sentence(event: StackEvent) -> str:
     match event.subject:
         case "mode":
-            text = f"connection {_ends(event)} is {event.new}"
+            text = f"connection {_ends(event)} is {event.new}{_version(event)}"
             if event.fallback is not None:
                 text += f": {event.fallback.message}"
         case "connection":
@@ -263,7 +269,7 @@ def _sentence(event: StackEvent) -> str:
         case "link":
             text = f"link {event.link} on {event.rnic} {_group(event)}: {event.old} to {event.new}"
         case _:
-            text = f"link group {_group(event)}: {event.old} to {event.new}"
+            text = f"link group {_group(event)}{_version(event)}: {event.old} to {event.new}"
     return text
 
 
@@ -274,6 +280,15 @@ def _ends(event: StackEvent) -> str:
 def _group(event: StackEvent) -> str:
     peer = event.peer_id.hex() if event.peer_id is not None else "?"
     return f"as {event.role} of {peer}"
+
+
+def _version(event: StackEvent) -> str:
+    """What is worth a word: version 2."""
+    agreed = event.agreed
+    if agreed is None or agreed.version == 1:
+        return ""
+    route = "direct" if agreed.direct else "through a gateway"
+    return f" (version 2.{agreed.release}, UEID {agreed.ueid}, {route})"
 
 
 def _address(name: tuple[str, int] | None) -> str:
@@ -297,5 +312,6 @@ def _fields(event: StackEvent) -> dict[str, Any]:
         "peer_id": event.peer_id.hex() if event.peer_id is not None else None,
         "link": event.link,
         "rnic": event.rnic,
+        **(dict.fromkeys(Agreed._fields) if event.agreed is None else event.agreed._asdict()),
     }
     return {f"smc_{name}": value for name, value in values.items()}

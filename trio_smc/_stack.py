@@ -69,6 +69,12 @@ class Stack:
         return tuple(self.runtime.rnic_set.opened)
 
     @property
+    def ueids(self) -> tuple[str, ...] | None:
+        """By which this stack offers SMC-R version 2, on RNICs that serve it; None: with
+        ``Config(ueids="kernel")`` where the kernel has no SMC, which offers none either."""
+        return self.runtime.groups.ueids
+
+    @property
     def link_groups(self) -> tuple[LinkGroupView, ...]:
         """Link groups, forming and ending ones included."""
         return tuple(self._view(group) for group in self.runtime.groups.groups)

@@ -78,6 +78,7 @@ SAID = {
     Diagnosis.NO_DEVICE: Reason.NO_RNIC,
     Diagnosis.MODE_MISMATCH: Reason.MODE_MISMATCH,
     Diagnosis.NO_V2_DEVICE: Reason.NO_RNIC,
+    Diagnosis.NO_V2_OFFER: Reason.VERSION_MISMATCH,
     Diagnosis.NO_UEID: Reason.NO_COMMON_UEID,
     Diagnosis.RELEASE_MISMATCH: Reason.RELEASE_MISMATCH,
     Diagnosis.MAX_CONNECTIONS: Reason.CONNECTION_LIMIT,
@@ -94,6 +95,7 @@ SAID = {
 }
 
 
+@pytest.mark.v2("v2.6/4")
 @pytest.mark.rfc("C.1/1")
 @pytest.mark.parametrize("word", SAID)
 async def test_a_server_declines(word: int) -> None:

@@ -143,6 +143,7 @@ def test_a_write_with_data_of_any_size_is_read_again(size: int, version: int) ->
 # --- LLC messages of version 2 -----------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.13/2")
 def test_two_kernels_of_version_2() -> None:
     """Two links, one lost, an asymmetric one, REQUEST ADD LINK; of the data only some, cut off."""
     packets = packets_of(GOLDEN_V2)
@@ -196,6 +197,7 @@ def _pieces(data: bytes, mtu: int) -> list[bytes]:
     return [data[at : at + mtu] for at in range(0, len(data), mtu)]
 
 
+@pytest.mark.v2("v2.13/2")
 @pytest.mark.parametrize("mtu", [256, 1024, 4096])
 @pytest.mark.parametrize("last", [LAST, LAST_INVALIDATING])
 def test_an_add_link_of_several_packets(mtu: int, last: int) -> None:

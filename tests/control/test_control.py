@@ -288,7 +288,7 @@ def liar(directory: Path, reply: Callable[[socket.socket], None]) -> Iterator[No
 
 
 def process_part(**changes: object) -> bytes:
-    data = {"pid": 1, "stack": "00", "uptime": 0} | changes
+    data = {"pid": 1, "stack": "00", "uptime": 0, "ueids": []} | changes
     return control.encode({"part": "process", "data": data})
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
+from pyroute2.netlink.exceptions import NetlinkError
 
 from trio_smc.host import netlink, pnet
 from trio_smc.host.netlink import Remembering, ask
@@ -159,3 +164,68 @@ def test_the_real_kernel() -> None:
         assert Remembering._changes is not None
         assert pnet.interfaces() == pnet.interfaces() == before
         assert pnet.route_interface("127.0.0.1", "127.0.0.1") in before
+
+
+# --- UEIDs of the kernel --------------------------------------------------------------------------
+
+
+class SmcNetlink:
+    """SMC's generic netlink: none, or one that answers with these."""
+
+    prid = 40
+    answers: list[object] | Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def bind(self, family: str, kind: type) -> None:
+        assert family == "SMC_GEN_NETLINK"
+        if self.answers is None:
+            raise NetlinkError(errno.ENOENT)
+
+    def nlm_request(self, request: Any, *, msg_type: int, msg_flags: int) -> list[object]:
+        assert (request["cmd"], request["version"], msg_type) == (9, 1, self.prid)
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        assert self.answers is not None
+        return self.answers
+
+
+def named(value: bytes | None) -> SimpleNamespace:
+    return SimpleNamespace(get_attr={"SMC_NLA_EID_TABLE_ENTRY": value}.get)
+
+
+ONE, TWO = b"PLANT-7".ljust(32), b"OTHER".ljust(32)
+
+
+@pytest.mark.v2("v2.1/5")
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (None, None),  # the module is not loaded
+        (OSError(errno.EPROTONOSUPPORT, "no netlink"), None),
+        (RuntimeError("another event loop is running"), None),
+        ([], ()),
+        ([named(None)], ()),
+        ([named(ONE + b"\0"), named(TWO)], (ONE, TWO)),
+        ([named(b"PLANT-7\0")], (ONE,)),
+        ([named(b"N%d" % n) for n in range(9)], tuple(b"N%d".ljust(33) % n for n in range(8))),
+    ],
+)
+def test_ueids_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[object] | Exception | None,
+    expected: tuple[bytes, ...] | None,
+) -> None:
+    monkeypatch.setattr("pyroute2.netlink.generic.GenericNetlinkSocket", SmcNetlink)
+    monkeypatch.setattr(SmcNetlink, "answers", answers)
+    assert netlink.kernel_ueids() == expected
+
+
+@pytest.mark.v2("v2.1/5")
+def test_elsewhere_than_on_linux_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert netlink.kernel_ueids() is None

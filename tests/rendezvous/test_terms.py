@@ -57,6 +57,7 @@ def confirm(terms: Terms, *, first: bool = True) -> clc.Confirm:
 # --- the server -----------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.3/1", "v2.3/6", "v2.3/8", "v2.3/9")
 @pytest.mark.parametrize(
     ("proposal", "offer", "v1", "result"),
     [
@@ -79,12 +80,14 @@ def test_what_a_server_answers(
     assert answer(proposal, offer, v1, True) == result
 
 
+@pytest.mark.v2("v2.3/5")
 def test_the_first_eid_of_the_proposal_counts() -> None:
     terms = answer(BOTH, replace(OFFER, eids=(TWO, ONE)), None, True)
     assert isinstance(terms, Terms)
     assert terms.eid == ONE
 
 
+@pytest.mark.v2("v2.3/3", "v2.3/4")
 @pytest.mark.parametrize(
     ("theirs", "ours", "result"),
     [
@@ -107,6 +110,7 @@ def test_limits(
         assert terms is result
 
 
+@pytest.mark.v2("v2.3/2", "v2.3/3")
 @pytest.mark.parametrize(
     ("theirs", "ours", "release"), [(0, 1, 0), (1, 0, 0), (1, 1, 1), (15, 1, 1)]
 )
@@ -117,6 +121,7 @@ def test_the_lower_release_counts(theirs: int, ours: int, release: int) -> None:
     assert (terms.release, terms.max_connections, terms.max_links) == (release, 255, 2)
 
 
+@pytest.mark.v2("v2.3/7")
 @pytest.mark.parametrize(
     ("direct", "result"), [(True, True), (False, False), (None, Reason.NO_ROUTE)]
 )
@@ -125,6 +130,7 @@ def test_routes(direct: bool | None, result: bool | Reason) -> None:
     assert (terms.direct if isinstance(terms, Terms) else terms) == result
 
 
+@pytest.mark.v2("v2.3/7")
 @pytest.mark.parametrize("gid", [bytes(16), b"\xfe\x80" + bytes(14), b"\xfd" + bytes(15)])
 def test_gids_must_be_mapped(gid: bytes) -> None:
     assert not is_routable(gid)
@@ -139,6 +145,7 @@ def test_gids_must_be_mapped(gid: bytes) -> None:
 # --- the client -----------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.4/7")
 @pytest.mark.parametrize("terms", [
     AGREED, replace(AGREED, direct=False), replace(AGREED, max_connections=16, max_links=1),
     replace(AGREED, release=0), VERSION_1,
@@ -155,6 +162,7 @@ def test_a_subsequent_contact_tells_the_eid() -> None:
     assert not VERSION_1.fits(AGREED)
 
 
+@pytest.mark.v2("v2.4/2", "v2.4/3", "v2.4/4", "v2.4/5", "v2.4/6")
 @pytest.mark.parametrize(
     ("said", "proposal", "direct", "reason"),
     [
@@ -181,12 +189,14 @@ def test_a_client_declines_what_it_did_not_propose(
 # --- the server, on Confirm -----------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.5/1")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("terms", [AGREED, replace(AGREED, release=0), VERSION_1])
 def test_confirm_repeats_the_terms(terms: Terms, first: bool) -> None:
     assert confirmed(confirm(terms, first=first), terms) is None
 
 
+@pytest.mark.v2("v2.5/2", "v2.5/3")
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
@@ -200,6 +210,7 @@ def test_confirm_says_something_else(said: Terms, reason: Reason) -> None:
     assert confirmed(confirm(said), AGREED) is reason
 
 
+@pytest.mark.v2("v2.5/4")
 @pytest.mark.parametrize(("said", "terms"), [(VERSION_1, AGREED), (AGREED, VERSION_1)])
 def test_confirm_of_another_version(said: Terms, terms: Terms) -> None:
     with pytest.raises(ProtocolError, match="another version"):
@@ -215,6 +226,7 @@ def test_version_1_is_one_constant() -> None:
     assert (VERSION_1.max_links, VERSION_1.max_connections) == (LINK_LIMIT, None)
 
 
+@pytest.mark.v2("v2.7/2")
 def test_who_a_client_is() -> None:
     assert proposed(BOTH, VERSION_1) == (PLAIN.peer_id, b"")
     assert proposed(BOTH, AGREED) == (PLAIN.peer_id, GID)

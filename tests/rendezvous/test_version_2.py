@@ -11,8 +11,11 @@ import pytest
 
 from tests.rendezvous.rendezvous_pair import Call, Side, World, exchange, proposal_of
 from tests.rendezvous.transcripts import line, messages
+from tests.rnic.memory_rnic import PlainQueuePair
 from trio_smc._base.reasons import FallbackReason, Origin
 from trio_smc.config.config import Config
+from trio_smc.rendezvous.client import ClientNegotiation
+from trio_smc.rendezvous.links.link import Link
 from trio_smc.rendezvous.links.link_set import LinkGroupKind
 from trio_smc.rendezvous.terms import Offer
 from trio_smc.wire import clc, llc
@@ -45,6 +48,7 @@ def said(side: Side, kind: type[Any]) -> list[Any]:
 # --- contacts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.2/1", "v2.5/1", "v2.9/5")
 def test_first_contact() -> None:
     with World() as world:
         client, server = pair(world)
@@ -73,6 +77,7 @@ def test_first_contact() -> None:
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.4/1", "v2.12/5")
 def test_subsequent_contact_and_rkeys() -> None:
     """Further connections use the group; new RMBs are told and taken back."""
     with World() as world:
@@ -88,6 +93,7 @@ def test_subsequent_contact_and_rkeys() -> None:
             assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.12/2")
 def test_a_list_of_rkeys_is_taken_back_but_for_unknown_ones() -> None:
     with World() as world:
         client, server = pair(world)
@@ -102,6 +108,7 @@ def test_a_list_of_rkeys_is_taken_back_but_for_unknown_ones() -> None:
         assert len(client.group.peer_rmbs) == known
 
 
+@pytest.mark.v2("v2.3/1")
 @pytest.mark.parametrize(("client_has", "server_has"), [(True, False), (False, True)])
 def test_version_1_where_only_that_fits(client_has: bool, server_has: bool) -> None:
     with World() as world:
@@ -113,6 +120,7 @@ def test_version_1_where_only_that_fits(client_has: bool, server_has: bool) -> N
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.1/6")
 def test_without_ueids_nothing_changes_on_the_wire() -> None:
     with World() as world:
         client, server = world.side(routable=True), world.side(routable=True)
@@ -122,6 +130,7 @@ def test_without_ueids_nothing_changes_on_the_wire() -> None:
         assert sizes == [52, 68, 68]
 
 
+@pytest.mark.v2("v2.7/1")
 def test_groups_of_both_versions_beside_each_other() -> None:
     """A Proposal of version 1 does not find the group of version 2."""
     with World() as world:
@@ -148,6 +157,7 @@ def nameless(client: Side) -> clc.Proposal:
     )  # fmt: skip
 
 
+@pytest.mark.v2("v2.2/3", "v2.5/5", "v2.7/2")
 def test_clients_without_peer_ids_differ_by_their_gids() -> None:
     with World() as world:
         one, server = pair(world)
@@ -163,6 +173,7 @@ def test_clients_without_peer_ids_differ_by_their_gids() -> None:
             assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.7/2")
 def test_two_first_contacts_of_nameless_clients_at_once() -> None:
     with World() as world:
         one, server = pair(world)
@@ -179,6 +190,7 @@ def test_two_first_contacts_of_nameless_clients_at_once() -> None:
 # --- limits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.7/3")
 def test_max_connections() -> None:
     """The seventeenth connection makes a second group."""
     with World() as world:
@@ -190,6 +202,7 @@ def test_max_connections() -> None:
         assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
 
 
+@pytest.mark.v2("v2.7/5")
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_single_link(limited: int) -> None:
     """max_links of 1: no ADD LINK, formed at once, and no further RNIC changes that."""
@@ -207,6 +220,7 @@ def test_a_single_link(limited: int) -> None:
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.4/7", "v2.9/5")
 def test_release_0() -> None:
     with World() as world:
         client, server = pair(world)
@@ -225,6 +239,7 @@ def test_release_0() -> None:
 # --- further links --------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.5/1", "v2.10/1")
 def test_a_symmetric_group() -> None:
     with World() as world:
         client, server = pair(world, rnics=2)
@@ -244,6 +259,7 @@ def test_a_symmetric_group() -> None:
         assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.10/1")
 def test_many_rmbs_are_told_at_once() -> None:
     with World() as world:
         client, server = pair(world)
@@ -261,6 +277,7 @@ def test_many_rmbs_are_told_at_once() -> None:
             assert exchange(world, call, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.11/1", "v2.11/2")
 def test_a_client_asks_for_a_link() -> None:
     """Its second RNIC comes: REQUEST ADD LINK, which the server answers by ADD LINK."""
     with World() as world:
@@ -276,6 +293,7 @@ def test_a_client_asks_for_a_link() -> None:
         assert not request.reply
 
 
+@pytest.mark.v2("v2.11/2")
 def test_a_server_that_adds_no_link_says_so() -> None:
     with World() as world:
         client, server = pair(world)
@@ -291,6 +309,7 @@ def test_a_server_that_adds_no_link_says_so() -> None:
         assert not request.reply
 
 
+@pytest.mark.v2("v2.7/6")
 def test_only_rnics_of_version_2_take_part() -> None:
     with World() as world:
         client, server = pair(world)
@@ -322,6 +341,7 @@ def only_v2(client: Side, **changes: Any) -> clc.Proposal:
     return replace(proposal, v2=replace(proposal.v2, **changes))
 
 
+@pytest.mark.v2("v2.3/4", "v2.3/6", "v2.3/7", "v2.6/1", "v2.6/5")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -345,6 +365,7 @@ def test_a_proposal_that_does_not_fit(changes: dict[str, Any], reason: FallbackR
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.3/7")
 def test_a_client_beyond_all_routes() -> None:
     with World() as world:
         client, server = pair(world)
@@ -354,6 +375,7 @@ def test_a_client_beyond_all_routes() -> None:
         )
 
 
+@pytest.mark.v2("v2.8/2")
 def test_both_reach_each_other_through_a_gateway() -> None:
     with World() as world:
         client, server = pair(world)
@@ -403,6 +425,7 @@ def unmapped(message: clc.Message) -> clc.Message:
     return message
 
 
+@pytest.mark.v2("v2.4/2", "v2.4/3", "v2.4/4", "v2.4/5", "v2.4/6")
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
@@ -428,6 +451,7 @@ def test_an_accept_that_lies(
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.4/3")
 def test_an_accept_on_an_existing_group_that_names_another_eid() -> None:
     with World() as world:
         client, server = pair(world)
@@ -447,6 +471,7 @@ def confirm(**changes: Any) -> Callable[[clc.Message], clc.Message]:
     return lie
 
 
+@pytest.mark.v2("v2.5/2", "v2.5/3")
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
@@ -485,6 +510,7 @@ def late_confirm(message: clc.Message) -> clc.Message:
     return message
 
 
+@pytest.mark.v2("v2.5/4")
 @pytest.mark.parametrize("lie", [old_confirm, late_confirm])
 def test_a_confirm_of_another_kind(lie: Callable[[clc.Message], clc.Message]) -> None:
     with World() as world:
@@ -526,6 +552,7 @@ def contradicting(message: llc.Message) -> llc.Message:
     return replace(message, extension=replace(message.extension, pairs=pairs))
 
 
+@pytest.mark.v2("v2.10/6")
 @pytest.mark.parametrize("lie", [without_rtokens, contradicting])
 @pytest.mark.parametrize("replies", [False, True])
 def test_an_add_link_that_lies_costs_the_new_link(
@@ -578,6 +605,7 @@ def cut_off(message: llc.Message) -> bytes:
     return whole[:-1] if len(whole) > 44 else whole
 
 
+@pytest.mark.v2("v2.9/6")
 @pytest.mark.parametrize("lie", [version_1_framing, cut_off])
 def test_framing_that_is_wrong_costs_the_connection(lie: Callable[[llc.Message], bytes]) -> None:
     with World() as world:
@@ -593,6 +621,7 @@ def test_framing_that_is_wrong_costs_the_connection(lie: Callable[[llc.Message],
         assert exchange(world, healthy, HELLO) == HELLO[::-1]
 
 
+@pytest.mark.v2("v2.11/3")
 def test_a_request_from_the_wrong_side_costs_the_link() -> None:
     with World() as world:
         client, server = pair(world)
@@ -603,6 +632,7 @@ def test_a_request_from_the_wrong_side_costs_the_link() -> None:
         assert not client.groups
 
 
+@pytest.mark.v2("v2.1/3")
 def test_offers_stay_within_their_bounds() -> None:
     """What this side offers is what CLC's codec takes."""
     with World() as world:
@@ -611,3 +641,256 @@ def test_offers_stay_within_their_bounds() -> None:
         proposal = proposal_of(side)
         assert clc.decode_untrusted(proposal.encode()) == proposal
         assert len(proposal.encode()) == 132 + 8 * 32
+
+
+# --- what one message says ------------------------------------------------------------------------
+
+
+@pytest.mark.v2("v2.2/8")
+def test_a_newer_version_nibble_is_answered_as_version_2() -> None:
+    with World() as world:
+        client, server = pair(world)
+        client.record()
+        call = world.connect(client, server, proposal=replace(proposal_of(client), version=3))
+        assert [each.version for each in said(client, clc.Accept)] == [2]
+        assert client.group.terms.version == server.group.terms.version == 2
+        assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+@pytest.mark.v2("v2.2/1", "v2.2/4", "v2.2/5")
+@pytest.mark.parametrize(("release", "limits"), [(0, (0, 0)), (1, (255, 2))])
+def test_a_proposal_of_ours_names_both_versions_and_itself(
+    release: int, limits: tuple[int, int]
+) -> None:
+    with World() as world:
+        client, _ = pair(world)
+        offering(client, release=release)
+        proposal = proposal_of(client)
+        assert proposal.encode()[7] == 0x20
+        assert proposal.offers_smc_r
+        assert (proposal.peer_id, proposal.gid, proposal.mac) == (
+            client.stack.groups.peer_id, client.rnic.gid, client.rnic.mac,
+        )  # fmt: skip
+        assert proposal.v2 is not None
+        assert (proposal.v2.release, proposal.v2.gid) == (release, client.rnic.gid)
+        assert (proposal.v2.max_connections, proposal.v2.max_links) == limits
+
+
+@pytest.mark.v2("v2.10/5")
+def test_a_rejection_has_44_bytes() -> None:
+    """With one RNIC each a second link would be parallel to the first."""
+    with World() as world:
+        client, server = pair(world)
+        client.record()
+        world.connect(client, server)
+        [reply] = [each for each in messages(client, llc.AddLink, llc.V2) if each.reply]
+        assert (reply.rejected, reply.reason, reply.extension) == (True, 0, None)
+        assert len(llc.V2.encode(reply)) == 44
+
+
+@pytest.mark.v2("v2.10/1", "v2.10/4", "v2.10/7")
+@pytest.mark.parametrize("direct", [True, False])
+def test_add_link_repeats_the_route(direct: bool) -> None:
+    with World() as world:
+        client, server = pair(world, rnics=2)
+        for side in (client, server):
+            for rnic in side.rnics:
+                world.fabric.direct[rnic.gid] = direct
+        client.record()
+        world.connect(client, server)
+        told = [each.extension for each in messages(client, llc.AddLink, llc.V2)]
+        assert [each and (each.direct, len(each.pairs)) for each in told] == [(direct, 1)] * 2
+        kinds = [line(each) for each in client.recorder.messages()]
+        at = kinds.index("out ADD_LINK reply")
+        assert kinds[at + 1 :] == ["in CONFIRM_LINK", "out CONFIRM_LINK reply"]
+
+
+@pytest.mark.v2("v2.7/4")
+def test_any_link_is_named_by_gid_and_number_whatever_the_mac_says() -> None:
+    def other_mac(message: clc.Message) -> clc.Message:
+        if isinstance(message, clc.Accept | clc.Confirm):
+            return replace(message, mac=bytes.fromhex("020304050607"))
+        return message
+
+    with World() as world:
+        client, server = pair(world, rnics=2)
+        first = world.connect(client, server)
+        client.record()
+        calls = [first]
+        for _ in range(3):
+            call = world.call(client, server)
+            for end in (0, 1):
+                tell(call, end, other_mac)
+            world.settle()
+            calls.append(call)
+        assert {call.states for call in calls} == {("ESTABLISHED", "ESTABLISHED")}
+        assert len(client.groups) == 1
+        for kind, side in ((clc.Accept, server), (clc.Confirm, client)):
+            named = {each.gid for each in said(client, kind)}
+            assert named == {rnic.gid for rnic in side.rnics}
+        for call in calls:
+            assert exchange(world, call, HELLO) == HELLO[::-1]
+
+
+def receive_size(link: Link) -> int:
+    """Bytes of each receive of its queue pair."""
+    assert isinstance(link.qp, PlainQueuePair)
+    return link.qp.receive_size
+
+
+@pytest.mark.v2("v2.9/7")
+def test_receives_hold_the_longest_message_of_the_groups_version() -> None:
+    with World() as world:
+        client, server = pair(world)
+        plain = world.side(Config(), routable=True)
+        world.connect(client, server)
+        world.connect(plain, server)
+        sizes = {
+            group.terms.version: {receive_size(link) for link in group.links.values()}
+            for group in server.groups
+        }
+        assert sizes == {1: {48}, 2: {llc.V2.largest}}
+
+
+# --- Decline --------------------------------------------------------------------------------------
+
+
+def declines(side: Side) -> list[tuple[int, int, bool, int]]:
+    """Length, version, whether out of sync, and system of each Decline."""
+    return [
+        (len(each.encode()), each.version, each.out_of_sync, each.system)
+        for each in said(side, clc.Decline)
+    ]
+
+
+LONG, SHORT = (44, 2, False, clc.LINUX), (28, 1, False, 0)
+
+
+@pytest.mark.v2("v2.6/1", "v2.3/9")
+@pytest.mark.parametrize(
+    ("config", "form", "reason"),
+    [(V2, LONG, FallbackReason.NO_COMMON_UEID), (Config(), SHORT, FallbackReason.MODE_MISMATCH)],
+)
+def test_the_servers_decline(
+    config: Config, form: tuple[int, int, bool, int], reason: FallbackReason
+) -> None:
+    with World() as world:
+        client, server = world.side(V2, routable=True), world.side(config, routable=True)
+        client.record()
+        call = world.call(client, server, proposal=only_v2(client, eids=(encode_ueid("ELSE"),)))
+        world.settle()
+        assert call.server.fallback.reason is reason
+        assert declines(client) == [form]
+
+
+@pytest.mark.v2("v2.6/2")
+@pytest.mark.parametrize(("lie", "form"), [(other_eid, LONG), (version_1, SHORT)])
+def test_the_clients_decline(
+    lie: Callable[[clc.Message], clc.Message], form: tuple[int, int, bool, int]
+) -> None:
+    with World() as world:
+        client, server = pair(world)
+        client.record()
+        call = world.call(client, server, proposal=nameless(client))
+        tell(call, 1, lie)
+        world.settle()
+        assert declines(client) == [form]
+
+
+@pytest.mark.v2("v2.6/2")
+def test_a_decline_in_place_of_a_proposal() -> None:
+    with World() as world:
+        client, _ = pair(world)
+        client.record()
+        negotiation = ClientNegotiation(host=client.stack.groups, receive_buffer=1)
+        negotiation.decline(FallbackReason.NO_RNIC)
+        assert declines(client) == [SHORT]
+
+
+@pytest.mark.v2("v2.6/3")
+@pytest.mark.parametrize("long", [True, False])
+@pytest.mark.parametrize("end", [0, 1])
+def test_both_forms_of_decline_are_taken(long: bool, end: int) -> None:
+    """In place of Confirm, and in place of Accept."""
+
+    def decline(message: clc.Message) -> clc.Message:
+        if not isinstance(message, clc.Accept | clc.Confirm):
+            return message
+        more = {"version": 2, "more_diagnosis": (0, 0, 0, 0), "system": 2} if long else {}
+        return clc.Decline(peer_id=message.peer_id, diagnosis=0x03030008, **more)  # type: ignore[arg-type]
+
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(server, client)
+        call = world.call(client, server)
+        tell(call, end, decline)
+        world.finish()
+        told = call.ends[1 - end].fallback
+        assert (told.reason, told.peer_code) == (FallbackReason.NO_COMMON_UEID, 0x03030008)
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+@pytest.mark.v2("v2.4/8")
+def test_an_accept_that_names_an_unknown_link() -> None:
+    def unknown(message: clc.Message) -> clc.Message:
+        if isinstance(message, clc.Accept):
+            return replace(message, qp_number=message.qp_number ^ 0x800000)
+        return message
+
+    with World() as world:
+        client, server = pair(world)
+        world.connect(client, server)
+        client.record()
+        call = world.call(client, server)
+        tell(call, 1, unknown)
+        world.finish()
+        assert call.client.fallback.reason is FallbackReason.OUT_OF_SYNC
+        assert declines(client) == [(44, 2, True, clc.LINUX)]
+        assert call.server.fallback.peer_code == 0x04000000
+
+
+@pytest.mark.v2("v2.5/5")
+def test_a_confirm_of_another_peer_than_the_proposal() -> None:
+    def somebody(message: clc.Message) -> clc.Message:
+        if isinstance(message, clc.Confirm):
+            return replace(message, peer_id=b"somebody")
+        return message
+
+    with World() as world:
+        client, server = pair(world)
+        healthy = world.connect(server, client)
+        call = world.call(client, server)
+        tell(call, 0, somebody)
+        world.finish()
+        assert call.server.state == "FAILED"
+        assert exchange(world, healthy, HELLO) == HELLO[::-1]
+
+
+# --- DELETE RKEY, as Linux answers it -------------------------------------------------------------
+
+
+@pytest.mark.v2("v2.12/4")
+def test_a_reply_without_the_rkeys_is_taken() -> None:
+    with World() as world:
+        client, server = pair(world, replace(V2, link_group_idle=1000))
+        call = world.connect(client, server)
+        others = [world.connect(client, server) for _ in range(8)]
+        replies = 0
+
+        def tamper(_: object, message: bytes) -> list[bytes]:
+            nonlocal replies
+            if message[0] != 0x29 or not message[3] & 0x80:
+                return [message]
+            replies += 1
+            return [message[:8] + bytes(len(message) - 8)]
+
+        world.fabric.tamper = tamper
+        before = len(client.group.own_rmbs.pool.rmbs)
+        for each in others:
+            for connection in each.connections:
+                connection.close()
+        world.pass_time(200)
+        assert replies
+        assert len(client.group.own_rmbs.pool.rmbs) < before
+        assert len(client.group.own_rmbs.pool.rmbs) == len(server.group.peer_rmbs)
+        assert exchange(world, call, HELLO) == HELLO[::-1]

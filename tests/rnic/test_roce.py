@@ -24,7 +24,8 @@ from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.roce.hotplug import is_news
 from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid, Reusable
-from trio_smc.rnic.verbs import RnicError, RnicEvent
+from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError, RnicEvent
+from trio_smc.wire import llc
 
 # --- which entry of the GID table -----------------------------------------------------------------
 
@@ -483,6 +484,57 @@ def test_whether_an_address_is_known(
     assert len(device.modified) == int(known)
     if known:
         assert len(kernel.asked) == len(asked), "it was known just now"
+
+
+@pytest.mark.v2("v2.8/1")
+@pytest.mark.parametrize(
+    ("route", "direct"),
+    [
+        (Route(), True),
+        (Route(2), True),  # ourselves
+        (Route(RTA_GATEWAY="192.0.2.254"), False),
+        (Route(RTA_VIA=VIA), False),
+        (OSError(errno.ENETUNREACH, "no route"), None),
+        (None, None),  # no netlink
+    ],
+)
+def test_whether_a_gateway_is_between(
+    monkeypatch: pytest.MonkeyPatch, rnic: VerbsRnic, route: object, direct: bool | None
+) -> None:
+    kernel = Kernel(route, NO_ENTRY)
+
+    def ask(question: Any, read: Callable[[object], object], key: object) -> list[object]:
+        try:
+            return [read(message) for message in kernel.ask(question) or ()]
+        except OSError:
+            return []  # as `netlink.ask` does
+
+    monkeypatch.setattr(neighbours, "ask", ask)
+    assert rnic.is_direct(gid("192.0.2.9")) is direct
+    assert kernel.asked == [], "nobody's MAC address is asked for"
+    assert rnic.is_direct(gid("2001:db8::9")) is None, "another family than our GID's"
+
+
+@pytest.mark.v2("v2.9/7")
+def test_a_queue_pair_of_version_2_has_fewer_and_longer_receives(rnic: VerbsRnic) -> None:
+    for size, depth in ((RECEIVE_SIZE, 256), (llc.V2.largest, 64)):
+        pd = rnic.alloc_pd()
+        qp = rnic.create_qp(pd, size)
+        assert qp.receive_depth == depth
+        qp.close()
+        pd.close()
+
+
+@pytest.mark.v2("v2.7/6")
+@pytest.mark.parametrize(("number", "routable"), [(0, False), (1, False), (2, False), (3, True)])
+def test_which_gids_serve_version_2(
+    device: Device, tmp_path: Path, number: int, routable: bool
+) -> None:
+    """One of RoCE version 2 that was made from an IPv4 address."""
+    port = VerbsRnic("made_up0", gid_index=number)
+    port.open(tmp_path)
+    assert port.routable is routable
+    port.close()
 
 
 def test_registered_memory_keeps_its_pages(rnic: VerbsRnic) -> None:

@@ -164,7 +164,11 @@ async def test_stats_since_the_start_and_of_an_interval() -> None:
         assert counters["bytes_sent"] == counters["bytes_received"] == 1700
         assert counters["fallbacks"] == 1
         assert stack["fallbacks"] == [{"origin": "local", "reason": "peer-not-capable", "count": 1}]
-        assert set(counters) == {each.name for each in fields(trio_smc.StackStatistics)}
+        names = {each.name for each in fields(trio_smc.StackStatistics)}
+        assert set(counters) == names - {"agreed"}
+        assert stack["agreed"] == [
+            {"version": 1, "release": 0, "ueid": None, "direct": True, "count": 2}
+        ]
         [added] = (
             await quick_command("stats", "--json", "--interval", "0.05", "--count", "1")
         ).json

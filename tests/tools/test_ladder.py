@@ -64,6 +64,7 @@ def test_first_contact_of_two_kernels() -> None:
     assert [row.link_number for row in ladder.rows[:11]] == [None] * 3 + [1] * 6 + [2] * 2
 
 
+@pytest.mark.v2("v2.13/2")
 def test_two_kernels_of_version_2() -> None:
     """Titles and details of what only version 2 says."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
@@ -102,6 +103,7 @@ def test_two_kernels_of_version_2() -> None:
     assert lines["REQUEST ADD LINK"] == ["GIDs 10.9.0.2, 10.9.0.12"]
 
 
+@pytest.mark.v2("v2.13/3")
 def test_writes_between_two_kernels_of_version_2() -> None:
     """The second connection is on link 2, which is lost, and goes on over link 1."""
     [ladder] = read_ladders(dissect(packets_of(GOLDEN_V2)))
@@ -116,6 +118,7 @@ def test_writes_between_two_kernels_of_version_2() -> None:
     ]
 
 
+@pytest.mark.v2("v2.13/3")
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_add_link_of_version_2_tells_the_rtokens(number: int) -> None:
     """A write by any RToken of ADD LINK or its reply is found on the new link."""

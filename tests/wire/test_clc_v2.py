@@ -99,6 +99,7 @@ def _flat(message: clc.Message) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.v2("v2.2/2", "v2.4/1", "v2.5/1", "v2.6/1")
 @pytest.mark.parametrize("item", KERNEL.values(), ids=KERNEL)
 def test_what_kernels_say(item: vectors.CapturedV2) -> None:
     message = clc.decode_untrusted(item.data)
@@ -114,6 +115,7 @@ def test_what_kernels_say(item: vectors.CapturedV2) -> None:
     assert found == wanted
 
 
+@pytest.mark.v2("v2.2/3")
 def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> None:
     message = clc.decode_untrusted(PROPOSAL)
     assert isinstance(message, clc.Proposal)
@@ -124,6 +126,7 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
     assert message.v2.eids == (encode_ueid("SMCLAB"),)
 
 
+@pytest.mark.v2("v2.2/7")
 def test_a_proposal_may_offer_smc_d_as_well() -> None:
     """What SMC-D adds behind the EIDs is skipped."""
     at = 80 + 6
@@ -206,12 +209,14 @@ HOSTILE = {
 }
 
 
+@pytest.mark.v2("v2.2/6", "v2.4/9", "v2.5/6")
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_hostile(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="CLC"):
         clc.decode_untrusted(data)
 
 
+@pytest.mark.v2("v2.2/6", "v2.4/10", "v2.5/6")
 def test_every_length_but_the_right_one_is_refused() -> None:
     for item in KERNEL.values():
         for change in range(-len(item.data) + 8, 40):
@@ -258,6 +263,7 @@ def _confirm(**changes: Any) -> object:
     return dataclasses.replace(message, v2=dataclasses.replace(message.v2, **changes))
 
 
+@pytest.mark.v2("v2.1/3")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -290,12 +296,14 @@ def test_what_cannot_be_sent_cannot_be_built(build: Callable[[], object], text: 
 # --- UEIDs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.1/1")
 @pytest.mark.parametrize("name", ["A", "0", "SMCLAB", "A.B-C.9", "X" * 32, "PAD  "])
 def test_ueid(name: str) -> None:
     assert encode_ueid(name) == name.encode() + b" " * (32 - len(name))
     assert eid_name(encode_ueid(name)) == name.rstrip()
 
 
+@pytest.mark.v2("v2.1/2")
 @pytest.mark.parametrize(
     "name",
     [

@@ -63,6 +63,7 @@ def _flat(m: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.v2("v2.9/1", "v2.10/1", "v2.10/3", "v2.10/5", "v2.11/1", "v2.12/5")
 @pytest.mark.skipif(sys.byteorder == "big", reason="from a little-endian machine, byte for byte")
 @pytest.mark.parametrize("item", KERNEL.values(), ids=KERNEL)
 def test_what_kernels_say(item: vectors.CapturedV2) -> None:
@@ -79,6 +80,7 @@ def test_what_kernels_say(item: vectors.CapturedV2) -> None:
 # --- both versions -----------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.9/1")
 @given(wire.V2_LLC)
 def test_round_trip(message: llc.Message) -> None:
     data = llc.V2.encode(message)
@@ -119,6 +121,7 @@ def test_a_version_sends_only_what_it_has() -> None:
     assert llc.V2.encode(link)[34:36] == b"\x02\x10"
 
 
+@pytest.mark.v2("v2.9/3")
 def test_messages_of_the_other_version() -> None:
     with pytest.raises(ValueError, match="REQUEST_ADD_LINK is no message of version 1"):
         llc.V1.encode(llc.RequestAddLink())
@@ -133,6 +136,7 @@ def test_messages_of_the_other_version() -> None:
             llc.V1.decode_untrusted(item.data)
 
 
+@pytest.mark.v2("v2.9/3")
 @pytest.mark.parametrize("kind", range(256))
 def test_types(kind: int) -> None:
     data = bytes((kind,)) + (44).to_bytes(2, sys.byteorder) + bytes(41)
@@ -146,6 +150,7 @@ def test_types(kind: int) -> None:
             llc.V2.decode_untrusted(data)
 
 
+@pytest.mark.v2("v2.9/2")
 def test_a_length_is_in_the_senders_byte_order() -> None:
     for item in KERNEL.values():
         size = len(item.data)
@@ -160,18 +165,21 @@ def test_a_length_is_in_the_senders_byte_order() -> None:
 # --- counts and sizes --------------------------------------------------------------------------
 
 
+@pytest.mark.v2("v2.10/2")
 @pytest.mark.parametrize("count", [0, 1, 2, 255, 256, 0xFFFF])
 def test_the_count_of_rtokens_is_not_believed(count: int) -> None:
     data = ADD[:70] + count.to_bytes(2, sys.byteorder) + ADD[72:]
     assert llc.V2.decode_untrusted(data) == llc.V2.decode_untrusted(ADD)
 
 
+@pytest.mark.v2("v2.10/2")
 @pytest.mark.parametrize("size", [*range(44), *range(45, 72), *range(73, 88), 89, 103, 4153, 4168])
 def test_sizes_that_no_add_link_has(size: int) -> None:
     with pytest.raises(ProtocolError, match="bytes"):
         llc.V2.decode_untrusted(sized(ADD, size) if size > 2 else ADD[:size])
 
 
+@pytest.mark.v2("v2.10/3", "v2.10/2")
 @pytest.mark.parametrize("pairs", [0, 1, 2, 254, 255])
 def test_an_add_link_with_any_number_of_rtokens(pairs: int) -> None:
     tokens = tuple(
@@ -187,6 +195,7 @@ def test_an_add_link_with_any_number_of_rtokens(pairs: int) -> None:
     assert llc.V2.largest == 72 + 16 * 255
 
 
+@pytest.mark.v2("v2.11/3")
 @pytest.mark.parametrize(
     ("count", "fits"), [(0, True), (1, True), (2, True), (3, False), (255, False)]
 )
@@ -201,6 +210,7 @@ def test_more_gids_than_there_are(count: int, fits: bool) -> None:
             llc.V2.decode_untrusted(data)
 
 
+@pytest.mark.v2("v2.11/2")
 def test_a_request_add_link_that_nothing_is_added_for() -> None:
     reply = llc.RequestAddLink(reply=True)
     data = llc.V2.encode(reply)
@@ -208,6 +218,7 @@ def test_a_request_add_link_that_nothing_is_added_for() -> None:
     assert llc.V2.decode_untrusted(data) == reply
 
 
+@pytest.mark.v2("v2.12/1", "v2.12/3")
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 255])
 def test_delete_rkey(count: int) -> None:
     message = llc.DeleteRkey(rkeys=tuple(range(count)))
@@ -220,6 +231,7 @@ def test_delete_rkey(count: int) -> None:
                 llc.V2.decode_untrusted(data[:4] + bytes((beyond,)) + data[5:])
 
 
+@pytest.mark.v2("v2.9/4")
 def test_too_long_for_its_type() -> None:
     for name in ("confirm-link-request", "confirm-rkey-request"):
         with pytest.raises(ProtocolError, match="of 48 bytes instead of 44"):

@@ -36,6 +36,7 @@ class Diagnosis(IntEnum):
     PEER_NOT_CAPABLE = 0x03010000
     NO_DEVICE = 0x03030000
     NO_V2_DEVICE = 0x03030002
+    NO_V2_OFFER = 0x03030004
     NO_UEID = 0x03030008
     RELEASE_MISMATCH = 0x03030009
     MAX_CONNECTIONS = 0x0303000A
@@ -276,6 +277,7 @@ _MEANING: dict[int, FallbackReason] = {
     Diagnosis.PEER_NOT_CAPABLE: FallbackReason.PEER_NOT_CAPABLE,
     Diagnosis.NO_DEVICE: FallbackReason.NO_RNIC,
     Diagnosis.NO_V2_DEVICE: FallbackReason.NO_RNIC,
+    Diagnosis.NO_V2_OFFER: FallbackReason.VERSION_MISMATCH,
     Diagnosis.NO_UEID: FallbackReason.NO_COMMON_UEID,
     Diagnosis.RELEASE_MISMATCH: FallbackReason.RELEASE_MISMATCH,
     Diagnosis.MAX_CONNECTIONS: FallbackReason.CONNECTION_LIMIT,

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from .reasons import FallbackReason, Origin
 
-__all__ = ["STREAM_COUNTERS", "StackStatistics", "StreamStatistics"]
+__all__ = ["STREAM_COUNTERS", "Agreed", "StackStatistics", "StreamStatistics"]
+
+
+class Agreed(NamedTuple):
+    """What the two sides of a link group have agreed on, as tools and metrics tell it.
+
+    Fields:
+      version: of SMC-R, 1 or 2.
+      release: of version 2: 0 or 1; else 0.
+      ueid: by which they speak version 2; None in version 1.
+      direct: whether their first RNICs reach each other without a gateway, as version 1 has it.
+    """
+
+    version: int
+    release: int
+    ueid: str | None
+    direct: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +57,8 @@ class StackStatistics:
 
     connections: int = 0
     """SMC-R connections opened, open ones included."""
+    agreed: Mapping[Agreed, int]
+    """The same by what their link groups have agreed on."""
     open_connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -284,7 +284,7 @@ def established_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
-    stack.groups.count_mode(stream, None)
+    stack.groups.count_mode(stream, None, outcome.group.terms)
     if config.learn_short:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
@@ -306,7 +306,7 @@ def _ended_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     stream.socket.keep_names()
     sock.close()
-    stack.groups.count_mode(stream, None)
+    stack.groups.count_mode(stream, None, outcome.group.terms)
     return stream
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
+from trio_smc._base.statistics import Agreed
 from trio_smc.control.protocol import PARTS, PIECE
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Snapshots:
             "pid": os.getpid(),
             "stack": self._stack.peer_id.hex(),
             "uptime": trio.current_time() - self._since,
+            "ueids": list(self._stack.ueids or ()),
         }
 
     def _count_groups(self) -> None:
@@ -86,6 +88,7 @@ class Snapshots:
             "link_group": None if group is None else self._numbers.get(group),
             "link": None if link is None else link.number,
             "rnic": None if link is None else link.rnic.name,
+            **(dict.fromkeys(Agreed._fields) if group is None else group.agreed._asdict()),
             "fallback": None if view.fallback is None else view.fallback.as_dict(),
             "cursors": None if cursors is None else _values(cursors),
             "statistics": _values(view.statistics()),
@@ -100,6 +103,7 @@ class Snapshots:
             "peer_id": view.peer_id.hex(),
             "kind": view.kind,
             "state": view.state,
+            **view.agreed._asdict(),
             "links": [
                 {
                     "number": link.number,
@@ -150,8 +154,11 @@ def plain_statistics(statistics: StackStatistics) -> dict[str, Any]:
     plain = {
         field.name: getattr(statistics, field.name)
         for field in dataclasses.fields(statistics)
-        if field.name != "fallbacks"
+        if field.name not in ("agreed", "fallbacks")
     }
+    plain["agreed"] = [
+        {**agreed._asdict(), "count": count} for agreed, count in statistics.agreed.items()
+    ]
     counted = sorted(statistics.fallbacks.items())
     plain["fallbacks"] = [
         {"origin": origin, "reason": reason, "count": count} for (origin, reason), count in counted

@@ -158,17 +158,17 @@ _MOST_UEIDS: Final = 8  # in a Proposal; Linux holds four
 _DUMP_UEID: Final = 9  # SMC_NETLINK_DUMP_UEID
 
 
-def kernel_ueids() -> tuple[bytes, ...]:
-    """What ``smcr ueid show`` shows, 32 bytes each; none where the kernel has no SMC."""
+def kernel_ueids() -> tuple[bytes, ...] | None:
+    """What ``smcr ueid show`` shows, 32 bytes each; None where the kernel has no SMC."""
     if sys.platform != "linux":
-        return ()
+        return None
     try:
         from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST, genlmsg
         from pyroute2.netlink.exceptions import NetlinkError
         from pyroute2.netlink.generic import GenericNetlinkSocket
     except (ImportError, OSError) as error:
         _complain("no netlink: %s", error)
-        return ()
+        return None
 
     class Ueid(genlmsg):  # type: ignore[misc]  # pyroute2 has no types
         nla_map = (("SMC_NLA_EID_TABLE_UNSPEC", "none"), ("SMC_NLA_EID_TABLE_ENTRY", "cdata"))
@@ -182,10 +182,10 @@ def kernel_ueids() -> tuple[bytes, ...]:
                 smc.nlm_request(request, msg_type=smc.prid, msg_flags=NLM_F_REQUEST | NLM_F_DUMP)
             )
     except NetlinkError:
-        return ()  # the kernel has no such family: its module is not loaded
+        return None  # the kernel has no such family: its module is not loaded
     except (OSError, RuntimeError) as error:
         _complain("netlink does not answer: %s", error)
-        return ()
+        return None
     found = [answer.get_attr("SMC_NLA_EID_TABLE_ENTRY") for answer in answers]
     return tuple(each.rstrip(b"\0").ljust(32)[:32] for each in found if each)[:_MOST_UEIDS]
 

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.statistics import Agreed
 from trio_smc.wire import clc, llc
+from trio_smc.wire.fields import eid_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +84,11 @@ class Terms:
     def framing(self) -> llc.Framing:
         """How LLC messages are framed."""
         return llc.V1 if self.version == 1 else llc.V2
+
+    @property
+    def agreed(self) -> Agreed:
+        """What of it people want to see."""
+        return Agreed(self.version, self.release, eid_name(self.eid) or None, self.direct)
 
     def fits(self, other: Terms) -> bool:
         """Whether a connection on these terms may use a link group that was formed on others."""

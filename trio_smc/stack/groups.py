@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc._base.statistics import STREAM_COUNTERS, StackStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
 from trio_smc.rendezvous.links.group import LinkGroup
-from trio_smc.rendezvous.terms import HOST_SIZE, Offer, Terms
+from trio_smc.rendezvous.terms import HOST_SIZE, VERSION_1, Offer, Terms
 from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange, StackRnics
-from trio_smc.wire.fields import encode_ueid
+from trio_smc.wire.fields import eid_name, encode_ueid
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
@@ -72,6 +72,7 @@ class GroupTable:
 
     Attributes:
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
+      ueids: by which version 2 is offered; None: the kernel's were wanted, and it has no SMC.
       offer: what this side has for SMC-R version 2; None: nothing.
       observer: told of every message, write and state change while it is not None.
       groups: link groups, forming and ending ones included.
@@ -88,7 +89,9 @@ class GroupTable:
         self, config: Config, rnics: StackRnics, pump: Pump, timers: Timers,
         short_connections: ShortConnections, ended: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.offer = _offer(config)
+        eids = _eids(config)
+        self.ueids = None if eids is None else tuple(map(eid_name, eids))
+        self.offer = Offer(eids=eids, host=_host_name()) if eids else None
         self.pump = pump
         self.timers = timers
         self.observer: Observer | None = None
@@ -102,6 +105,7 @@ class GroupTable:
         self._short_connections = short_connections
         self._ended = ended
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
+        self._agreed: Counter[Agreed] = Counter()
         self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._counts: Counter[str] = Counter()
         self.peer_id = rnics.new_peer_id()
@@ -258,10 +262,13 @@ class GroupTable:
         """Around a handshake: counts it, and whether it ended the TCP connection."""
         return _Handshake(self.handshakes)
 
-    def count_mode(self, connection: OpenStream | None, fallback: Fallback | None) -> None:
-        """A connection became SMC-R (None) or stays TCP; no connection: it was refused then."""
+    def count_mode(
+        self, connection: OpenStream | None, fallback: Fallback | None, terms: Terms = VERSION_1
+    ) -> None:
+        """A connection became SMC-R (None), in a link group with these terms, or stays TCP; no
+        connection: it was refused then."""
         if fallback is None:
-            self._counts["connections"] += 1
+            self._agreed[terms.agreed] += 1
         else:
             self._fallbacks[fallback.origin, fallback.reason] += 1
             LOGGER.debug("plain TCP: %s", fallback.message)
@@ -277,7 +284,8 @@ class GroupTable:
         pools = [group.own_rmbs.pool for group in self.groups]
         return StackStatistics(
             **dict(zip(STREAM_COUNTERS, totals, strict=True)),
-            connections=self._counts["connections"],
+            connections=self._agreed.total(),
+            agreed=MappingProxyType(dict(self._agreed)),
             open_connections=len(self.endpoints),
             unknown_tokens=self._counts["unknown_tokens"],
             buffers_allocated=self._counts["allocated"] + sum(pool.allocated for pool in pools),
@@ -315,18 +323,19 @@ class GroupTable:
             group.end_now()
 
 
-def _offer(config: Config) -> Offer | None:
-    """What there is for version 2."""
-    if config.ueids == "kernel":
-        eids = kernel_ueids()
-        if not eids:
-            LOGGER.info("the kernel has no UEIDs: SMC-R version 2 is not offered")
-    else:
-        eids = tuple(map(encode_ueid, config.ueids))
+def _eids(config: Config) -> tuple[bytes, ...] | None:
+    """As `GroupTable.ueids`, 32 bytes each."""
+    if config.ueids != "kernel":
+        return tuple(map(encode_ueid, config.ueids))
+    eids = kernel_ueids()
     if not eids:
-        return None
-    name = socket.gethostname().encode("ascii", "replace")[:HOST_SIZE].ljust(HOST_SIZE)
-    return Offer(eids=eids, host=name)
+        why = "has no SMC" if eids is None else "has no UEIDs"
+        LOGGER.info("the kernel %s: SMC-R version 2 is not offered", why)
+    return eids
+
+
+def _host_name() -> bytes:
+    return socket.gethostname().encode("ascii", "replace")[:HOST_SIZE].ljust(HOST_SIZE)
 
 
 class _Handshake:

@@ -110,7 +110,8 @@ class ClcServerChart(Chart):
     # fmt: off
     edge(LISTENING, "decline", FALLEN_BACK, do="note_decline",
          rfc="C.1 (in lieu of SMC Proposal)")
-    edge(LISTENING, "proposal", DECLINING, when="refused", do="decline_refused", rfc="C.1")
+    edge(LISTENING, "proposal", DECLINING, when="refused", do="decline_refused",
+         rfc="C.1 (neither version fits)")
     edge(LISTENING, "proposal", PREPARING, when="group_usable", do="take_element", rfc="3.5.2.1")
     edge(LISTENING, "proposal", WAITING, when="group_forming", do="wait_for_group",
          rfc="3.5.1.6 (one first contact at a time with a peer)")

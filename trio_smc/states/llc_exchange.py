@@ -18,7 +18,8 @@ __all__ = ["LlcExchangeChart"]
 class LlcExchangeChart(Chart):
     """IDLE: a queued exchange may start.  CONFIRM_LINK: of the first link.  ADD_LINK: the server
     waits for the client's reply; at first contact the client waits for ADD LINK.
-    ADD_LINK_CONTINUATION: RTokens are told.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
+    ADD_LINK_CONTINUATION: RTokens are told; in version 2 ADD LINK and its reply have told them, and
+    it is left at once.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
     DELETE_LINK: a link is left, then deleted.  CHANGE_RKEYS: an RKey exchange of this side; one
     of the peer is answered at once and is no state of its own."""
 
@@ -38,7 +39,8 @@ class LlcExchangeChart(Chart):
     # fmt: off
     # The first link.
     edge(IDLE, "confirm_link", CONFIRM_LINK, do="start_reply_timer", rfc="3.5.1.5")
-    edge(CONFIRM_LINK, "done", IDLE, do="stop_reply_timer", rfc="3.5.1.5 (ADD LINK follows)")
+    edge(CONFIRM_LINK, "done", IDLE, do="stop_reply_timer",
+         rfc="3.5.1.5 (ADD LINK follows, but in version 2 with a single link agreed on)")
     edge(CONFIRM_LINK, "timeout", IDLE, do="give_up_first_contact",
          rfc="C.7.1 (CONFIRM LINK, first link: break the TCP connection)")
 
@@ -70,9 +72,10 @@ class LlcExchangeChart(Chart):
          rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
 
     # ADD LINK CONTINUATION.
-    edge(ADD_LINK_CONTINUATION, "continued", do="start_reply_timer", rfc="3.5.5.2.3, A.3.3")
+    edge(ADD_LINK_CONTINUATION, "continued", do="start_reply_timer",
+         rfc="3.5.5.2.3, A.3.3 (version 1)")
     edge(ADD_LINK_CONTINUATION, "rkeys_told", ADD_LINK_CONFIRM, do="start_reply_timer",
-         rfc="3.5.1.6.2, A.3.3")
+         rfc="3.5.1.6.2, A.3.3 (version 2: at once)")
     edge(ADD_LINK_CONTINUATION, "timeout", DELETE_LINK, when="forming !client",
          do="drop_new_link withdraw_link",
          rfc="C.7.1 (ADD LINK CONTINUATION: as ADD LINK), C.8, 3.5.1.6.2")
@@ -144,7 +147,8 @@ class LlcExchangeChart(Chart):
     ignore(_BUSY, "queued", rfc="3.5.5.3 (waits until the exchange under way is done)")
 
     # Collisions: messages of the peer that begin an exchange.
-    edge(IDLE, "peer_notice", do="note_notice start_next", rfc="3.5.5.1.2")
+    edge(IDLE, "peer_notice", do="note_notice start_next",
+         rfc="3.5.5.1.2 (ADD LINK from the client; in version 2 REQUEST ADD LINK, here and below)")
     ignore((CONFIRM_LINK, ADD_LINK), "peer_notice",
            rfc="3.5.5.3.1 (ADD LINK from the client: the one under way answers it)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "peer_notice", do="note_notice",

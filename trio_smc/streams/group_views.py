@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
+from trio_smc._base.statistics import Agreed
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.links.link import Link
@@ -131,6 +132,11 @@ class LinkGroupView(View[LinkGroup]):
         return self._core.terms.version
 
     @property
+    def release(self) -> int:
+        """Of version 2: 0 or 1; 0 in version 1."""
+        return self._core.terms.release
+
+    @property
     def ueid(self) -> str | None:
         """By which the two sides speak version 2; None in version 1."""
         return eid_name(self._core.terms.eid) or None
@@ -139,6 +145,11 @@ class LinkGroupView(View[LinkGroup]):
     def direct(self) -> bool:
         """Whether the two sides' RNICs reach each other without a gateway, as version 1 has it."""
         return self._core.terms.direct
+
+    @property
+    def agreed(self) -> Agreed:
+        """These four, as `StackStatistics` and `StackEvent` have them."""
+        return self._core.terms.agreed
 
     @property
     def kind(self) -> LinkGroupKind:

@@ -50,6 +50,7 @@ class Snapshot:
       stack: its peer ID, hexadecimal.
       uptime: seconds since it was opened.
       program: the command line of the process, shortened.
+      ueids: by which it offers SMC-R version 2.
       statistics, connections, link_groups, rnics, listeners: as `control.snapshot` makes them;
         empty when they were not asked for.
     """
@@ -58,6 +59,7 @@ class Snapshot:
     stack: str = ""
     uptime: float = 0.0
     program: str = ""
+    ueids: list[str] = field(default_factory=list)
     statistics: dict[str, Any] = field(default_factory=dict)
     connections: list[dict[str, Any]] = field(default_factory=list)
     link_groups: list[dict[str, Any]] = field(default_factory=list)
@@ -224,6 +226,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     check_untrusted(data, SHAPES[part], part)
     if part == "process":
         snapshot.stack, snapshot.uptime = data["stack"], float(data["uptime"])
+        snapshot.ueids = data["ueids"]
     elif part == "statistics":
         snapshot.statistics = data
     else:
@@ -361,10 +364,13 @@ class Maybe:
 
 
 _ADDRESS: Final = [(str, int)]
+_LISTS: Final = ("agreed", "fallbacks")
+_AGREED: Final = {"version": int, "release": int, "ueid": Maybe(str), "direct": bool}
 SHAPES: Final[dict[str, Any]] = {
-    "process": {"pid": int, "stack": str, "uptime": (int, float)},
+    "process": {"pid": int, "stack": str, "uptime": (int, float), "ueids": [str]},
     "statistics": {
-        **{each.name: int for each in fields(StackStatistics) if each.name != "fallbacks"},
+        **{each.name: int for each in fields(StackStatistics) if each.name not in _LISTS},
+        "agreed": [{**_AGREED, "count": int}],
         "fallbacks": [{"origin": str, "reason": str, "count": int}],
     },
     "connections": [
@@ -378,6 +384,7 @@ SHAPES: Final[dict[str, Any]] = {
             "link_group": Maybe(int),
             "link": Maybe(int),
             "rnic": Maybe(str),
+            **{name: Maybe(shape) for name, shape in _AGREED.items()},
             "fallback": Maybe(
                 {
                     "reason": str,
@@ -399,6 +406,7 @@ SHAPES: Final[dict[str, Any]] = {
             "peer_id": str,
             "kind": str,
             "state": str,
+            **_AGREED,
             "links": [
                 {
                     "number": int,

@@ -36,7 +36,7 @@ LOGGER = logging.getLogger("trio_smc.metrics")
 _T = TypeVar("_T")
 _PREFIX: Final = "trio_smc_"
 _GAUGES: Final = ("open_connections",)
-_NAMED: Final = ("fallbacks",)
+_NAMED: Final = ("agreed", "fallbacks")
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class _Sums:
     stacks: int = 0
     statistics: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    agreed: Counter[tuple[str, ...]] = field(default_factory=Counter)
     connections: Counter[tuple[str, ...]] = field(default_factory=Counter)
     link_groups: Counter[tuple[str, ...]] = field(default_factory=Counter)
     links: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -61,6 +62,9 @@ class _Sums:
                 self.statistics[each.name] += getattr(statistics, each.name)
         for (origin, reason), count in statistics.fallbacks.items():
             self.fallbacks[origin.value, reason.value] += count
+        for (version, release, ueid, direct), count in statistics.agreed.items():
+            route = "direct" if direct else "gateway"
+            self.agreed[str(version), str(release), ueid or "", route] += count
         for connection in stack.connections:
             self.connections[(connection.mode.value,)] += 1
         for group in stack.link_groups:
@@ -107,12 +111,14 @@ class SmcCollector(Collector):
         yield CounterMetricFamily(
             _PREFIX + "scrape_failures", "stacks that did not answer a scrape", self._failures
         )
-        fallbacks = CounterMetricFamily(
-            _PREFIX + "fallbacks", "connections that stay on TCP", labels=("origin", "reason")
-        )
-        for labels, count in sorted(sums.fallbacks.items()):
-            fallbacks.add_metric(labels, count)
-        yield fallbacks
+        yield _labelled(
+            "fallbacks", "connections that stay on TCP", ("origin", "reason"), sums.fallbacks,
+            CounterMetricFamily,
+        )  # fmt: skip
+        yield _labelled(
+            "connections_agreed", "connections by what their link groups agreed on",
+            ("version", "release", "ueid", "route"), sums.agreed, CounterMetricFamily,
+        )  # fmt: skip
         yield _labelled("connections_now", "connections", ("mode",), sums.connections)
         yield _labelled("link_groups_now", "link groups", ("role", "kind"), sums.link_groups)
         yield _labelled("links_now", "links", ("rnic", "state"), sums.links)
@@ -174,9 +180,10 @@ def _gauge(name: str, words: str, value: float) -> Metric:
 
 
 def _labelled(
-    name: str, words: str, labels: tuple[str, ...], values: Counter[tuple[str, ...]]
-) -> Metric:
-    family = GaugeMetricFamily(_PREFIX + name, words, labels=labels)
+    name: str, words: str, labels: tuple[str, ...], values: Counter[tuple[str, ...]],
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily,
+) -> Metric:  # fmt: skip
+    family = kind(_PREFIX + name, words, labels=labels)
     for each, value in sorted(values.items()):
         family.add_metric(each, value)
     return family

@@ -187,6 +187,13 @@ def fallback_codes(fallback: dict[str, Any]) -> str:
     return f"local {diagnosis(fallback.get('code'))}, peer {diagnosis(fallback.get('peer_code'))}"
 
 
+def agreed(version: int, release: int, ueid: str | None, direct: bool, **_: object) -> str:
+    """What a link group agreed on: "1", or "2.1 PLANT-7, direct"."""
+    if version == 1:
+        return "1"
+    return f"{version}.{release} {ueid}, {'direct' if direct else 'gateway'}"
+
+
 def gid(text: Any) -> str:
     """A GID as IPv6 addresses are written."""
     if not isinstance(text, str) or len(text) != 32:

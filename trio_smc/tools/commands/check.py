@@ -14,9 +14,19 @@ import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
 from trio_smc.tools.client import take_snapshots
 from trio_smc.tools.commands import add_directory, add_json, positive_seconds, private_directory
-from trio_smc.tools.output import ToolError, address, diagnosis, print_json, show, table, words
+from trio_smc.tools.output import (
+    ToolError,
+    address,
+    agreed,
+    diagnosis,
+    print_json,
+    show,
+    table,
+    words,
+)
 from trio_smc.tools.processes import explain_listener
 from trio_smc.wire import clc, llc
+from trio_smc.wire.fields import eid_name
 
 NAME = "check"
 SUMMARY = "connect, and tell whether SMC-R is used, or where and why not"
@@ -31,6 +41,7 @@ its network namespace, the program that it is.
 
   resolve    the name's addresses
   RNICs      what this side could use
+  UEIDs      by which SMC-R version 2 is offered (--ueid), where an RNIC serves it
   connect    the TCP connection
   discovery  how this side learns that the server speaks SMC-R
   CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
@@ -42,9 +53,11 @@ EPILOG = """
 Examples:
   trio-smc check localhost 7000
   trio-smc check db.example.net 5432 --discovery assume
+  trio-smc check db.example.net 5432 --ueid PLANT-7
   trio-smc check ::1 7000 --json
 
 --discovery assume sends a Proposal without asking: only for servers known to speak SMC-R.
+Linux speaks version 2 alone over soft-RoCE: without --ueid it declines there.
 
 Exit codes:
   0  SMC-R is used
@@ -75,10 +88,13 @@ class Report:
     host: str
     port: int
     mode: str | None = None
+    ueids: list[str] = field(default_factory=list)
+    """By which version 2 was offered."""
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
     server: dict[str, Any] | None = None
-    """The server's own view, as `trio-smc ss --json` has it, when it is this user's process."""
+    """The server's own view, as `trio-smc ss --json` has it, and its UEIDs, when it is this user's
+    process."""
     listener: dict[str, Any] | None = None
     """What keeps a listener of this host from SMC-R: "text", "remedy", "pid", "uid"."""
 
@@ -93,6 +109,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("port", metavar="PORT", type=_port, help="TCP port")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
                         help="as Config(discovery=...); default: auto")  # fmt: skip
+    parser.add_argument("--ueid", action="append", metavar="NAME",
+                        help="offer SMC-R version 2 by this UEID, as Config(ueids=...); several "
+                        "times for several; 'kernel': those of this host's kernel")  # fmt: skip
     parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
                         help="for all of it; default: 15")  # fmt: skip
     add_directory(parser)
@@ -105,13 +124,18 @@ def run(options: argparse.Namespace) -> int:
     if options.directory is not None and not directory.is_dir():
         # A stack would make it, and nobody would be found there.
         raise ToolError(f"{directory}: no such directory")
-    config = Config(
-        directory=directory,
-        discovery=options.discovery,
-        control=False,
-        # A server may never close its side; nobody is going to wait for it.
-        shutdown_timeout=_CLOSING,
-    )
+    named = tuple(options.ueid or ())
+    try:
+        config = Config(
+            directory=directory,
+            discovery=options.discovery,
+            ueids="kernel" if named == ("kernel",) else named,
+            control=False,
+            # A server may never close its side; nobody is going to wait for it.
+            shutdown_timeout=_CLOSING,
+        )
+    except ValueError as error:
+        raise ToolError(str(error)) from None
     report = Report(options.host, options.port)
     trio.run(_check, report, config, options.timeout, directory)
     if options.json:
@@ -135,11 +159,30 @@ async def _check(report: Report, config: Config, patience: float, directory: Pat
                 names = [f"{each.name} ({each.kind})" for each in stack.rnics]
                 verdict = "ok" if names else "no"
                 report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
+                _look_at_ueids(report, stack)
                 await _connect(report, stack, directory)
         except OSError as error:
             raise ToolError(f"no stack can be opened: {words(error)}") from None
     if scope.cancelled_caught:
         report.add("time", "no", f"not finished after {patience:g} seconds")
+
+
+def _look_at_ueids(report: Report, stack: trio_smc.Stack) -> None:
+    """What version 2 is offered by, or why it is not; nothing where nobody could want it."""
+    report.ueids = list(stack.ueids or ())
+    served = any(rnic.routable for rnic in stack.rnics)
+    asked = stack.config.ueids
+    if stack.ueids:
+        names = ", ".join(stack.ueids)
+        if served:
+            report.add("UEIDs", "ok", names)
+        else:
+            report.add("UEIDs", "no", f"{names}; but none of these RNICs serves version 2")
+    elif asked:
+        why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
+        report.add("UEIDs", "no", f"the kernel {why}: version 2 is not offered")
+    elif served:
+        report.add("UEIDs", "info", "none: version 2 is not offered (--ueid)")
 
 
 async def _resolve(report: Report) -> None:
@@ -200,7 +243,13 @@ def _conclude(report: Report, stream: SmcStream) -> None:
         assert stream.link_group is not None
         group = stream.link_group
         links = ", ".join(f"{link.number} on {link.rnic.name}" for link in group.links)
-        report.add("mode", "ok", f"smc-r, {group.kind} link group, link {links}")
+        version = ""
+        if group.version > 1:
+            what = agreed(group.version, group.release, group.ueid, group.direct)
+            version = f"version {what}, "
+        elif report.ueids:
+            version = "version 1 (the server takes none of the UEIDs), "
+        report.add("mode", "ok", f"smc-r, {version}{group.kind} link group, link {links}")
         return
     report.add("mode", "no", "tcp")
     report.fallback = stream.fallback.as_dict()
@@ -226,7 +275,7 @@ class _Messages:
             text = f"Decline, diagnosis {diagnosis(decoded.diagnosis)}"
             self._add("CLC", "no", outgoing, text)
         else:
-            self._add("CLC", "ok", outgoing, type(decoded).__name__)
+            self._add("CLC", "ok", outgoing, type(decoded).__name__ + _of_version_2(decoded))
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         if self._over:
@@ -254,6 +303,23 @@ class _Messages:
         self._report.add(name, verdict, f"{'sent' if outgoing else 'received'} {text}")
 
 
+def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
+    """What a message says of version 2."""
+    if isinstance(message, clc.Proposal):
+        if message.v2 is None:
+            return ""
+        versions = "versions 1 and 2" if message.offers_smc_r else "version 2"
+        names = ", ".join(map(eid_name, message.v2.eids))
+        return f", {versions}, release {message.v2.release}, UEIDs {names}"
+    if message.v2 is None:
+        return ""
+    name, first = eid_name(message.v2.eid), message.v2.first
+    if first is None:
+        return f", version 2, UEID {name}"
+    route = "direct" if first.direct else "through a gateway"
+    return f", version 2.{first.release}, UEID {name}, {route}"
+
+
 # --- the other side --------------------------------------------------------------------------
 
 
@@ -268,7 +334,7 @@ async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[
         for snapshot in snapshots:
             for each in snapshot.connections:
                 if _plain(each["local"]) == theirs and _plain(each["peer"]) == ours:
-                    return {"pid": snapshot.pid, **each}
+                    return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
             return None
@@ -312,6 +378,8 @@ def _print(report: Report) -> None:
             f"  this side  {diagnosis(fallback['code'])}",
             f"  server     {diagnosis(fallback['peer_code'])}",
         ]
+        if fallback["reason"] == FallbackReason.NO_COMMON_UEID:
+            parts.append(_ueids(report))
         listener = report.listener
         if listener is not None:
             parts.append(f"  listener   {listener['text']}")
@@ -326,3 +394,13 @@ def _print(report: Report) -> None:
                 f"  remedy     {why['remedy']}",
             ]
     show(*parts)
+
+
+def _ueids(report: Report) -> str:
+    """Both sides' names, as far as they are known: a Decline names none."""
+    theirs = "it does not say" if report.server is None else _names_of(report.server["ueids"])
+    return f"  UEIDs      this side's: {_names_of(report.ueids)}; the server's: {theirs}"
+
+
+def _names_of(ueids: list[str]) -> str:
+    return ", ".join(ueids) or "none"

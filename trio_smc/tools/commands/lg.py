@@ -7,7 +7,7 @@ from typing import Any
 
 from trio_smc.tools.client import take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import print_json, show, size, table
+from trio_smc.tools.output import agreed, print_json, show, size, table
 
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
@@ -18,6 +18,8 @@ connections to one peer share.
 Columns:
   GROUP   number within its process, as `trio-smc ss` shows it
   ROLE    client or server: which side of the first TCP connection this was
+  VERSION of SMC-R, and in version 2 with the release, the UEID in common, and whether the two
+          sides' RNICs reach each other directly or through a gateway
   KIND    single: one link; asymmetric: two links that share one side's RNIC; symmetric: the
           loss of any one RNIC is survived
   LINK    number, as the server gave it; USERS: connections that send on it
@@ -49,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
             [{"pid": s.pid, "stack": s.stack, "link_groups": s.link_groups} for s in snapshots]
         )
         return 0
-    columns = ("PID", ">GROUP", "ROLE", "PEER ID", "KIND", "STATE", ">LINK", "LINK STATE", "RNIC",
-               ">USERS", "USER ID", "RMBS")  # fmt: skip
+    columns = ("PID", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
+               "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
     rows = [
         row
         for snapshot in snapshots
@@ -63,12 +65,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:
     """One row for each link or RMB size, whatever are more; only the first names the group."""
-    names = [group[name] for name in ("number", "role", "peer_id", "kind", "state")]
+    names = [
+        *(group["number"], group["role"], group["peer_id"]),
+        *(agreed(**group), group["kind"], group["state"]),
+    ]
     links = [_link(link) for link in group["links"]]
     rmbs = _rmbs(group["rmbs"])
     return [
         [
-            *([pid, *names] if not number else [" "] * 6),
+            *([pid, *names] if not number else [" "] * 7),
             *(links[number] if number < len(links) else [" "] * 5),
             rmbs[number] if number < len(rmbs) else " " if number else None,
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from trio_smc.tools.client import Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import address, fallback_codes, print_json, show, size, table
+from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and why it is TCP"
@@ -19,14 +19,15 @@ List the connections of this user's running processes, and what their stacks lis
 Columns:
   STATE     over SMC-R as RFC 7609, 4.8 names it (ACTIVE is open, INIT a handshake that is not
             finished, PEERCLOSEWAIT1 closed by this side, ...); else of the TCP connection
-  MODE      smc-r or tcp
+  MODE      smc-r, smc-r v2 (version 2: by a UEID in common), or tcp
   RECV-Q    bytes that arrived and that the program has not received
   SEND-Q    bytes sent that the peer has not taken, as far as this side knows
   GROUP     link group, as `trio-smc lg` numbers it, and the link within it
   FALLBACK  why the mode is tcp: "local: ..." was decided by this side, "peer: ..." by the other
 
-With -v also the cursors of RFC 7609, 4.3, in bytes since the connection began, CDC messages,
-and the diagnosis words (RFC 7609, A.2.4) with a remedy; `trio-smc reasons` explains all of them.
+With -v also the version of SMC-R, in version 2 with release, UEID and route, the cursors of
+RFC 7609, 4.3, in bytes since the connection began, CDC messages, and the diagnosis words (RFC 7609,
+A.2.4) with a remedy; `trio-smc reasons` explains all of them.
 """
 EPILOG = """
 Examples:
@@ -91,7 +92,7 @@ def _rows(snapshots: list[Snapshot], mode: str | None) -> Iterator[list[object]]
             yield [
                 snapshot.pid,
                 each["state"],
-                each["mode"],
+                each["mode"] if each["version"] in (None, 1) else f"{each['mode']} v2",
                 each["receive_queue"],
                 each["send_queue"],
                 address(each["local"]),
@@ -119,6 +120,7 @@ def _details(snapshot: Snapshot, connection: dict[str, Any]) -> Iterator[str]:
     if connection["cursors"] is not None:
         yield from _cursors(**connection["cursors"])
     if connection["mode"] == "smc-r":
+        yield f"  version   {agreed(**connection)}"
         count = connection["statistics"]
         yield (
             f"  counted   {count['writes']} RDMA writes, {count['cdcs_sent']} CDC messages sent, "

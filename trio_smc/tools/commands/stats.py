@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import Any
 
+from trio_smc import Agreed
 from trio_smc.tools.client import Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
@@ -14,7 +15,7 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import print_json, show, size, table
+from trio_smc.tools.output import agreed, print_json, show, size, table
 
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
@@ -22,7 +23,8 @@ DESCRIPTION = """
 Show the counters of this user's running processes, one column for each stack, since the stack
 was opened, or with --interval what was added in each interval.
 
-  connections        SMC-R connections opened; open connections: those there are now
+  connections        SMC-R connections opened, each by the version of SMC-R, and in version 2 with
+                     release, UEID and route; open connections: those there are now
   fallbacks          connections that stay on TCP, by the side that decided it and the reason
   writes             RDMA writes posted; cdcs: CDC messages (RFC 7609, A.4)
   coalesced          CDC messages spared, because a later one carried the same news
@@ -43,8 +45,11 @@ Exit codes: 0, or 2 when no process answers.
 """
 
 _GAUGES = ("open_connections",)
-_BY_REASON = "  "
-"""What the name of a counter begins with that counts one reason of fallbacks only."""
+_BY = {
+    "connections": ("agreed", Agreed._fields),
+    "fallbacks": ("fallbacks", ("origin", "reason")),
+}
+"""Counters that are told apart: the list that does so, and by what."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_Counted = dict[tuple[int, str], tuple[Snapshot, dict[str, int]]]
+_Flat = dict[tuple[Any, ...], int]
+"""Counters by name, and by what of it they count."""
+_Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
 
 
 def _ask(options: argparse.Namespace) -> _Counted:
@@ -86,24 +93,19 @@ def _ask(options: argparse.Namespace) -> _Counted:
     return {(each.pid, each.stack): (each, _flat(each.statistics)) for each in snapshots}
 
 
-def _flat(statistics: dict[str, Any]) -> dict[str, int]:
-    """Counters by their names in words; fallbacks each with side and reason."""
-    flat = {
-        name.replace("_", " "): value
-        for name, value in statistics.items()
-        if name != "fallbacks" and isinstance(value, int)
-    }
-    flat["fallbacks"] = sum(each["count"] for each in statistics["fallbacks"])
-    for each in statistics["fallbacks"]:
-        flat[f"{_BY_REASON}{each['origin']}: {each['reason']}"] = each["count"]
+def _flat(statistics: dict[str, Any]) -> _Flat:
+    flat: _Flat = {(name,): n for name, n in statistics.items() if isinstance(n, int)}
+    flat["fallbacks",] = sum(each["count"] for each in statistics["fallbacks"])
+    for name, (part, by) in _BY.items():
+        for each in statistics[part]:
+            flat[name, *(each[what] for what in by)] = each["count"]
     return flat
 
 
-def _difference(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    gauges = [name.replace("_", " ") for name in _GAUGES]
+def _difference(now: _Flat, before: _Flat) -> _Flat:
     return {
-        name: value if name in gauges else value - before.get(name, 0)
-        for name, value in now.items()
+        key: value if key[0] in _GAUGES else value - before.get(key, 0)
+        for key, value in now.items()
     }
 
 
@@ -115,35 +117,40 @@ def _print(counted: _Counted, as_json: bool, title: str) -> None:
                     "pid": snapshot.pid,
                     "stack": snapshot.stack,
                     "uptime": snapshot.uptime,
-                    "counters": {
-                        name.replace(" ", "_"): n
-                        for name, n in flat.items()
-                        if not name.startswith(_BY_REASON)
-                    },
-                    "fallbacks": _by_reason(flat),
+                    "counters": {key[0]: n for key, n in flat.items() if len(key) == 1},
+                    **{part: _apart(flat, name) for name, (part, _) in _BY.items()},
                 }
                 for snapshot, flat in counted.values()
             ]
         )
         return
-    # Fallbacks come last, and not every stack has the same.
-    names = list(dict.fromkeys(name for _, flat in counted.values() for name in flat))
+    keys = list(dict.fromkeys(key for _, flat in counted.values() for key in flat))
+    names = [key[0] for key in keys]
+    keys.sort(key=lambda key: (names.index(key[0]), len(key)))
     columns = ["COUNTER", *(f">{name}" for name in _headings(counted))]
     rows: list[list[object]] = [["up", *(_time(each.uptime) for each, _ in counted.values())]]
     rows += [
-        [name, *(_value(name, flat.get(name, 0)) for _, flat in counted.values())] for name in names
+        [_name(key), *(_value(key, flat.get(key, 0)) for _, flat in counted.values())]
+        for key in keys
     ]
     show(table(columns, rows, title))
 
 
-def _by_reason(flat: dict[str, int]) -> list[dict[str, Any]]:
-    """Fallbacks as `StackStatistics.fallbacks` names them."""
-    named = []
-    for name, count in flat.items():
-        if name.startswith(_BY_REASON):
-            origin, _, reason = name.strip().partition(": ")
-            named.append({"origin": origin, "reason": reason, "count": count})
-    return named
+def _apart(flat: _Flat, name: str) -> list[dict[str, Any]]:
+    """One counter by what it counts, as the control socket tells it."""
+    by = _BY[name][1]
+    found = [(key, n) for key, n in flat.items() if key[0] == name and len(key) > 1]
+    return [{**dict(zip(by, key[1:], strict=True)), "count": n} for key, n in found]
+
+
+def _name(key: tuple[Any, ...]) -> str:
+    match key:
+        case [name]:
+            return str(name).replace("_", " ")
+        case ["fallbacks", origin, reason]:
+            return f"  {origin}: {reason}"
+        case _:
+            return f"  version {agreed(*key[1:])}"
 
 
 def _headings(counted: _Counted) -> list[str]:
@@ -154,8 +161,8 @@ def _headings(counted: _Counted) -> list[str]:
     ]
 
 
-def _value(name: str, value: int) -> str:
-    return size(value) if name.startswith("bytes") else str(value)
+def _value(key: tuple[Any, ...], value: int) -> str:
+    return size(value) if key[0].startswith("bytes") else str(value)
 
 
 def _time(seconds: float) -> str:

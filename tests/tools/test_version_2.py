@@ -1,0 +1,248 @@
+"""What commands, events, metrics and captures tell of SMC-R version 2, and what `check` finds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.api.api_peers import HOST, PATIENCE, check_talk, close_all, connect
+from tests.rnic.routable import RoutableRnic, single_link
+from tests.tools.test_events import scrape, until
+from tests.tools.tools_processes import Done, command_here, one_line, quick_command
+from trio_smc import Agreed, Config, FallbackReason, Stack
+from trio_smc.connecting import accept as accepting
+from trio_smc.stack import groups
+from trio_smc.tools.commands import check
+from trio_smc.tools.metrics import SmcCollector
+
+BY_GATEWAY = Agreed(version=2, release=1, ueid="PLANT-7", direct=False)
+WORDS = "2.1 PLANT-7, gateway"
+Patch = pytest.MonkeyPatch
+
+
+def config(*ueids: str, direct: bool = True, **settings: Any) -> Config:
+    """Settings of a stack that could speak version 2."""
+    rnics = (RoutableRnic(direct=direct),)
+    return Config(receive_buffer=16384, rnics=rnics, ueids=ueids, **settings)
+
+
+@asynccontextmanager
+async def pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, str]]:
+    """Server and client with an open connection of version 2, and the server's port."""
+    made = [config("PLANT-7", "OTHER", direct=False, **settings) for _ in range(2)]
+    async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
+        single_link(server)
+        [listener] = await server.open_listeners(0, host=HOST)
+        ends = await connect(client, listener)
+        await check_talk(*ends)
+        yield server, client, str(listener.socket.getsockname()[1])
+        await close_all(*ends)
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+@pytest.mark.v2("v2.13/1")
+async def test_ss_lg_and_stats() -> None:
+    agreed = BY_GATEWAY._asdict()
+    async with pair() as (server, client, _):
+        for stack in (await quick_command("ss", "--json")).json:
+            [connection] = stack["connections"]
+            assert connection.items() >= agreed.items()
+        table = (await quick_command("ss", "-v", "--smc")).out
+        assert table.count(" smc-r v2 ") == 2
+        assert table.count(f"  version   {WORDS}\n") == 2
+        for stack in (await quick_command("lg", "--json")).json:
+            [group] = stack["link_groups"]
+            assert group.items() >= agreed.items()
+        assert (await quick_command("lg")).out.count(f"  {WORDS}  ") == 2
+        for stack in (await quick_command("stats", "--json")).json:
+            assert stack["agreed"] == [{**agreed, "count": 1}]
+            assert stack["counters"]["connections"] == 1
+        stats = (await quick_command("stats")).rows()
+        at = stats.index(["connections", "1", "1"])
+        assert stats[at + 1] == ["version", *WORDS.split(), "1", "1"]
+        [*added] = (
+            await quick_command("stats", "--json", "--interval", "0.05", "--count", "1")
+        ).json
+        assert [each["agreed"] for each in added] == [[{**agreed, "count": 0}]] * 2
+        for each in (server, client):
+            assert each.statistics().agreed == {BY_GATEWAY: 1}
+            assert each.ueids == ("PLANT-7", "OTHER")
+            [view] = each.link_groups
+            assert (view.version, view.release, view.ueid, view.direct) == BY_GATEWAY
+
+
+@pytest.mark.v2("v2.13/1")
+async def test_events_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trio_smc.events")
+    made = [config("PLANT-7", direct=False, log_events=number == 1) for number in range(2)]
+    async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
+        single_link(server)
+        [listener] = await server.open_listeners(0, host=HOST)
+        with trio_smc.open_events(server) as events:
+            ends = await connect(client, listener)
+            for subject in ("link", "link_group", "mode"):
+                assert (await until(events, subject=subject)).agreed == BY_GATEWAY
+        await close_all(*ends)
+    [record] = [each for each in caplog.records if getattr(each, "smc_event", "") == "mode"]
+    assert "is smc-r (version 2.1, UEID PLANT-7, through a gateway)" in record.getMessage()
+    assert {name: getattr(record, f"smc_{name}") for name in Agreed._fields} == (
+        BY_GATEWAY._asdict()
+    )
+
+
+@pytest.mark.v2("v2.13/1")
+async def test_metrics() -> None:
+    async with pair():
+        both = scrape(SmcCollector())
+    # In the order of the labels' names: release, route, ueid, version.
+    assert both["trio_smc_connections_agreed_total 1 gateway PLANT-7 2"] == 2
+
+
+@pytest.mark.v2("v2.13/2")
+async def test_a_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "capture.pcapng"
+    made = config("PLANT-7", direct=False), config("PLANT-7", direct=False, capture=path)
+    async with trio_smc.open_stack(made[0]) as server, trio_smc.open_stack(made[1]) as client:
+        single_link(server)
+        [listener] = await server.open_listeners(0, host=HOST)
+        ends = await connect(client, listener)
+        await check_talk(*ends)
+        await close_all(*ends)
+    drawn = command_here(capsys, "ladder", str(path)).out
+    for words in (
+        "EIDs PLANT-7", "version 2, EID PLANT-7", "through a gateway",
+        "release 1, at most 255 connections, 1 links", "CONFIRM LINK, reply", "DELETE LINK",
+    ):  # fmt: skip
+        assert words in drawn
+    assert "not understood" not in drawn
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def checking(patch: Patch, *, routable: bool = True) -> None:
+    """Let the command's stack have an RNIC that serves version 2, or the usual one."""
+    rnics: Any = (RoutableRnic(),) if routable else "auto"
+    patch.setattr(check, "Config", partial(Config, rnics=rnics))
+
+
+def far_away(patch: Patch) -> None:
+    """As if client and server were in different subnets."""
+    patch.setattr(accepting, "_prefix_refusal", lambda *_: FallbackReason.PREFIX_MISMATCH)
+
+
+async def checked(*ueids: str, server: tuple[str, ...] = (), as_json: bool = False) -> Done:
+    """Run the command with these UEIDs, against a server with others."""
+    with trio.fail_after(PATIENCE):
+        async with trio_smc.open_stack(config(*server)) as stack, trio.open_nursery() as nursery:
+            if server:
+                single_link(stack)
+
+            async def wait(stream: trio.abc.ReceiveStream) -> None:
+                async for _ in stream:
+                    pass
+
+            [listener] = await nursery.start(partial(stack.serve, wait, 0, host=HOST))
+            port = listener.socket.getsockname()[1]
+            named = [part for ueid in ueids for part in ("--ueid", ueid)]
+            done = await quick_command("check", HOST, port, *named, *["--json"] * as_json)
+            nursery.cancel_scope.cancel()
+    return done
+
+
+async def test_check_shows_what_is_agreed(monkeypatch: Patch) -> None:
+    checking(monkeypatch)
+    done = await checked("PLANT-7", "OTHER", server=("OTHER",))
+    assert (done.code, done.err) == (0, "")
+    steps = {" ".join(line.split()) for line in done.out.splitlines()}
+    assert steps >= {
+        "UEIDs ok PLANT-7, OTHER",
+        "CLC ok sent Proposal, versions 1 and 2, release 1, UEIDs PLANT-7, OTHER",
+        "CLC ok received Accept, version 2.1, UEID OTHER, direct",
+        "CLC ok sent Confirm, version 2.1, UEID OTHER, direct",
+        "mode ok smc-r, version 2.1 OTHER, direct, single link group, link 1 on soft0",
+    }
+
+
+@pytest.mark.v2("v2.13/4", "v2.6/5")
+async def test_check_finds_that_there_is_no_ueid_in_common(monkeypatch: Patch) -> None:
+    checking(monkeypatch)
+    far_away(monkeypatch)
+    done = await checked("PLANT-7", server=("ELSE", "OTHER"))
+    assert (done.code, done.err) == (1, "")
+    assert "  reason     no-common-ueid, decided by the server\n" in done.out
+    assert "  UEIDs      this side's: PLANT-7; the server's: ELSE, OTHER\n" in done.out
+    assert "remedy     give both sides the same UEID" in done.out
+    assert "diagnosis 0x03030000 no-device" in done.out
+
+
+async def test_check_of_a_server_without_ueids(monkeypatch: Patch) -> None:
+    """Version 1 fits within the subnet; beyond it the server has nothing to offer."""
+    checking(monkeypatch)
+    done = await checked("PLANT-7", as_json=True)
+    assert done.code == 0
+    assert "version 1 (the server takes none of the UEIDs), single link group" in done.out
+    far_away(monkeypatch)
+    checking(monkeypatch)
+    done = await checked("PLANT-7")
+    assert done.code == 1
+    assert "  reason     prefix-mismatch, decided by the server\n" in done.out
+
+
+async def test_check_without_ueids(monkeypatch: Patch) -> None:
+    checking(monkeypatch)
+    done = await checked(server=("PLANT-7",))
+    assert done.code == 0
+    assert "none: version 2 is not offered (--ueid)" in done.out
+    assert "version 2." not in done.out
+    checking(monkeypatch, routable=False)
+    assert "UEIDs" not in (await checked()).out
+
+
+async def test_check_with_rnics_that_do_not_serve_version_2(monkeypatch: Patch) -> None:
+    checking(monkeypatch, routable=False)
+    done = await checked("PLANT-7", server=("PLANT-7",))
+    assert "PLANT-7; but none of these RNICs serves version 2" in done.out
+    assert done.code == 0
+
+
+@pytest.mark.v2("v2.13/4", "v2.1/5")
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (None, "no  the kernel has no SMC (modprobe smc): version 2 is not offered"),
+        ((), "no  the kernel has none (smcr ueid add): version 2 is not offered"),
+        ((b"PLANT-7".ljust(32), b"OTHER".ljust(32)), "ok  PLANT-7, OTHER"),
+    ],
+)
+async def test_check_with_the_ueids_of_the_kernel(
+    monkeypatch: Patch, kernel: tuple[bytes, ...] | None, said: str
+) -> None:
+    checking(monkeypatch)
+    monkeypatch.setattr(groups, "kernel_ueids", lambda: kernel)
+    done = await checked("kernel", server=("OTHER",))
+    assert done.code == 0
+    assert said in done.out
+    assert ("version 2.1 OTHER" in done.out) is bool(kernel)
+
+
+@pytest.mark.v2("v2.1/2")
+@pytest.mark.parametrize("bad", ["", "a", "PLANT_7", "X" * 33, "-A"])
+def test_check_takes_no_bad_ueid(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    done = command_here(capsys, "check", HOST, "1", f"--ueid={bad}")
+    assert f"ueids: {bad!r} is no UEID" in one_line(done)
+
+
+def test_check_takes_eight_ueids_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [f"--ueid=N{number}" for number in range(9)]
+    done = command_here(capsys, "check", HOST, "1", *named)
+    assert "ueids: 9 of them, where 8 can be offered" in one_line(done)
