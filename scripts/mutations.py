@@ -57,7 +57,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/rendezvous/links",),
     ),
     "failover": (
-        ("failover/mover.py", "failover/replay.py", "failover/validation.py"), ("tests/failover",)
+        ("failover/mover.py", "failover/replay.py", "failover/validation.py"),
+        ("tests/failover", "tests/test_campaign_losses.py", "tests/test_campaign_link_groups.py"),
     ),
     # Trust boundaries: what comes from another process.
     "rnic": (

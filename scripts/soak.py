@@ -48,8 +48,9 @@ import trio
 import trustme
 
 from benchmarks import report
+from examples import chaos_sides
 from examples.chaos import Chaos, Policy
-from examples.chaos_sides import SETTINGS, Side
+from examples.chaos_sides import Side
 
 __all__ = ["LIMITS", "Soak", "line_through"]
 
@@ -57,6 +58,8 @@ LIMITS = {"memory": 24 << 20, "descriptors": 32, "memfds": 32, "mappings": 64, "
 """By how much the line through each may rise in all, after the warm-up; memory in bytes."""
 WARM_UP, _JUDGED_FROM = 0.25, 120.0
 _SAMPLES = 500
+# Only a link that has failed may be given up, however little processor time a process gets.
+SETTINGS = chaos_sides.SETTINGS | {"test_link_timeout": 10.0, "llc_timeout": 10.0}
 _LANES, _SCALE = 2, 25
 _CHAOS_CONNECTIONS, _CHAOS_SCALE = 6, 25
 _STARTS_WITHIN, _ENDS_WITHIN = 60.0, 120.0
@@ -158,7 +161,8 @@ class Soak:
         """Do it all."""
         with tempfile.TemporaryDirectory(prefix="smc-") as directory:
             self._directory = Path(directory)
-            SETTINGS["directory"] = directory
+            self._settings = SETTINGS | {"directory": directory}
+            chaos_sides.SETTINGS["directory"] = directory
             authority = trustme.CA()
             authority.cert_pem.write_to_path(self._directory / "ca.pem")
             certificate = authority.issue_cert("localhost")
@@ -204,7 +208,7 @@ class Soak:
         number = self._ids  # another one may start meanwhile
         arguments = {
             "name": role, "id": number, "seed": self._seed & 0xFFFF_FFFF, "scale": _SCALE,
-            "lanes": _LANES, "directory": str(self._directory), "settings": SETTINGS,
+            "lanes": _LANES, "directory": str(self._directory), "settings": self._settings,
             "faults": faults,
         }  # fmt: skip
         errors = self._directory / f"{role}-{number}.errors"
@@ -335,7 +339,7 @@ class Soak:
 
     def on_ended(
         self, each: Watched, other: int, transport: str, how: str, bytes: int, moment: str,
-        seconds: float,
+        seconds: float, log: list[str],
     ) -> None:  # fmt: skip
         seen = self.seen
         if how == "done":
@@ -353,7 +357,9 @@ class Soak:
                 "cut by a kill or stop" if excused else "cut by an RNIC in a new group"
             ] += 1
             return
-        self._problem(f"{each.role} with {there.role} {other}, {transport} {moment}: {how}")
+        fault = f"the last fault was {self.elapsed() - self._fault:.1f} s ago"
+        lines = "\n  ".join([f"{moment}: {how}; {fault}", *log])
+        self._problem(f"{each.role} with {there.role} {other}, {transport} {lines}")
 
     def _may_have_lost_links(self, roles: set[str], began: float) -> bool:
         """Whether an RNIC of the client failed while a group with a new process had one link."""

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import ssl
 import sys
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,6 +218,22 @@ async def framed(
             await trio.aclose_forcefully(stream)
 
 
+class Log(logging.Handler):
+    """What the stack has said last, for who wonders why a connection broke."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: deque[logging.LogRecord] = deque(maxlen=12)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def told(self) -> list[str]:
+        """One line for each record, with its age."""
+        now = time.time()
+        return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
+
+
 @dataclass(kw_only=True)
 class Process:
     """What the process does.
@@ -232,6 +251,7 @@ class Process:
     stack: Stack
     rnics: tuple[SoftRnic, ...]
     contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+    log: Log
     numbers: int = 0
     talking: int = 0
     gone: set[int] = field(default_factory=set)
@@ -315,8 +335,9 @@ class Process:
         self, other: int, transport: str, how: str, moved: int, moment: str, began: float
     ) -> None:
         """Say how a conversation ended."""
+        log = [] if how == "done" else self.log.told()
         say(event="ended", other=other, transport=transport, how=how, bytes=moved, moment=moment,
-            seconds=trio.current_time() - began)  # fmt: skip
+            seconds=trio.current_time() - began, log=log)  # fmt: skip
 
     # -- faults --------------------------------------------------------------------------
 
@@ -398,13 +419,18 @@ async def main(
         SoftRnic(f"{name}-{index}", faults=FaultPlan(seed + index) if faults else None)
         for index in range(2)
     )
+    log = Log()
+    logger = logging.getLogger("trio_smc")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(log)
+    logger.propagate = False
     async with (
         trio_smc.open_stack(Config(rnics=rnics, **settings)) as stack,
         trio.open_nursery() as nursery,
     ):
         process = Process(
             name=name, id=id, seed=seed, scale=scale, lanes=lanes, stack=stack, rnics=rnics,
-            contexts=contexts,
+            contexts=contexts, log=log,
         )  # fmt: skip
         ports = {}
         for transport in BY_TRANSPORT:

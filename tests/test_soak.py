@@ -74,7 +74,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Soak:
     return one
 
 
-ENDED: dict[str, Any] = {"transport": "plain", "bytes": 10, "moment": "7 (stream)", "seconds": 5.0}
+ENDED: dict[str, Any] = {
+    "transport": "plain",
+    "bytes": 10,
+    "moment": "7 (stream)",
+    "seconds": 5.0,
+    "log": [],
+}
 
 
 class TestJudgement:

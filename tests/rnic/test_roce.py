@@ -705,3 +705,20 @@ def test_a_write_fails_before_the_time_of_a_first_contact_is_over() -> None:
     tries = pyverbs._RETRY_COUNT + 1
     longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
     assert longest + 1 < Config().first_contact_timeout
+
+
+def test_the_event_file_of_a_device_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that waited would do so with the GIL, and stop the whole process."""
+    ours: list[int] = []
+    monkeypatch.setattr(pyverbs, "_open_event_files", lambda: set(ours))
+
+    def make() -> str:
+        ours.append(os.eventfd(0, os.EFD_CLOEXEC))
+        return "a device"
+
+    made, fd = pyverbs._with_event_file(make)
+    try:
+        assert (made, [fd]) == ("a device", ours)
+        assert not os.get_blocking(fd)
+    finally:
+        os.close(fd)
