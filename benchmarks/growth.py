@@ -5,6 +5,10 @@ hardly depends on what else the machine does.  Every number is per connection, r
 that stays the same, or falls, belongs to a cost that grows linearly at most.  What Python allocates
 for an idle connection (`tracemalloc`, which does not count the rings: they are mapped memory) is
 that of both ends, and of the server's task that waits for data.
+
+Link groups are counted with a client process for each, all of one server, and a crowd of
+connections with twenty for all of them.  They are forked from one that has imported everything,
+because so many that each import for themselves need memory that this is not about.
 """
 
 from __future__ import annotations
@@ -13,21 +17,24 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import resource
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import trio
 
 import trio_smc
 from benchmarks import cpu, plot, report
-from benchmarks.answers import answer
-from benchmarks.transports import HOST, Transport
+from benchmarks.answers import MESSAGE, REQUEST, answer
+from benchmarks.transports import HOST, Stream, Transport
 from trio_smc import Config, Mode, SmcStream, SoftRnic, Stack
 
 _SMALL = 16 * 1024
@@ -36,6 +43,8 @@ repetitions = ContextVar("repetitions", default=_REPETITIONS)
 _IDLE = 1.0
 _SETTLING = 0.2  # seconds in which the last connections are not idle yet
 _LINKS_TIMEOUT = 30.0
+_CLIENTS_TIMEOUT = 250.0
+_CROWD = 20
 
 Row = dict[str, float]
 
@@ -58,10 +67,16 @@ async def stacks(rnics: int = 0, **settings: Any) -> AsyncIterator[tuple[Stack, 
         trio_smc.open_stack(config("client")) as client,
         trio.open_nursery() as nursery,
     ):
-        listeners = await nursery.start(partial(server.serve, cast(Any, answer), 0, host=HOST))
+        listeners = await nursery.start(partial(server.serve, cast(Any, _answer), 0, host=HOST))
         transport = Transport(connect=connect, serve=_nothing)
         yield client, transport, listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
+
+
+async def _answer(stream: Stream) -> None:
+    # Hundreds of processes that end at once on a busy machine do not all say goodbye in time.
+    with contextlib.suppress(trio.BrokenResourceError):
+        await answer(stream)
 
 
 async def _nothing(*_: object) -> None:
@@ -138,11 +153,116 @@ async def links(count: int) -> Row:
     }
 
 
+async def groups(count: int) -> Row:
+    """What so many link groups, each with one idle connection of another process, cost a server."""
+    return await _beside_clients(count, 1, "a group")
+
+
+async def crowd(count: int) -> Row:
+    """What so many idle connections from twenty processes cost a server."""
+    return await _beside_clients(_CROWD, count // _CROWD, "one")
+
+
+async def _beside_clients(processes: int, each: int, what: str) -> Row:
+    async with stacks() as (_, transport, port):
+        stream = await transport.connect(port)
+        before = Held.now()
+        async with clients(processes, each, port):
+            await trio.sleep(_SETTLING)
+            held = Held.now().less(before, processes * each)
+            request = await least(partial(cpu.requests, 1, transport, port))
+        await stream.aclose()
+    return {
+        "request beside idle ones, µs": request,
+        f"descriptors of {what}": held.descriptors,
+        f"memory of {what}, KiB": held.memory,
+        f"page tables of {what}, KiB": held.page_tables,
+    }
+
+
+class Held(NamedTuple):
+    """What this process has: descriptors, and KiB."""
+
+    descriptors: float
+    memory: float
+    page_tables: float
+
+    @classmethod
+    def now(cls) -> Held:
+        """As it is."""
+        gc.collect()
+        memory = _kib("/proc/self/smaps_rollup", "Pss")
+        page_tables = _kib("/proc/self/status", "VmPTE")
+        return cls(len(os.listdir("/proc/self/fd")), memory, page_tables)
+
+    def less(self, before: Held, count: int) -> Held:
+        """What has come since, for each of so many."""
+        return Held(*((now - then) / count for now, then in zip(self, before, strict=True)))
+
+
+def _kib(path: str, name: str) -> float:
+    for line in Path(path).read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return float(line.split()[1])
+    raise ValueError(f"{path} does not tell {name}")
+
+
+@contextlib.asynccontextmanager
+async def clients(processes: int, each: int, port: int) -> AsyncIterator[None]:
+    """So many client processes, each with connections that had a request and are idle since."""
+    told = ":".join(map(str, (processes, each, port)))
+    command = [sys.executable, "-m", "benchmarks.growth", "--clients", told]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    async with trio.open_nursery() as nursery:
+        process = await nursery.start(partial(trio.run_process, command, **pipes))
+        with trio.fail_after(_CLIENTS_TIMEOUT):
+            if await process.stdout.receive_some() != b"!":
+                raise SystemExit("a client process ended")
+        yield
+        await process.stdin.aclose()
+
+
+def be_clients(processes: int, each: int, port: int) -> None:
+    """Fork so many processes, one after the other, which end with stdin."""
+    children = []
+    for _ in range(processes):
+        ready, say = os.pipe()
+        child = os.fork()
+        if not child:
+            trio.run(be_client, each, port, say)
+            os._exit(0)
+        children.append(child)
+        os.close(say)
+        if not os.read(ready, 1):
+            raise SystemExit
+        os.close(ready)
+    os.write(1, b"!")
+    sys.stdin.read()
+    for child in children:
+        os.waitpid(child, 0)
+
+
+async def be_client(connections: int, port: int, say: int) -> None:
+    """One client process; tells when its requests are answered."""
+    async with (
+        trio_smc.open_stack(Config(require_smc=True, shutdown_timeout=_CLIENTS_TIMEOUT)) as stack,
+        contextlib.AsyncExitStack() as streams,
+    ):
+        for _ in range(connections):
+            stream = await streams.enter_async_context(await stack.open_stream(HOST, port))
+            await stream.send_all(REQUEST.pack(b"E", MESSAGE) + bytes(MESSAGE))
+            await stream.receive_some(MESSAGE)
+        os.write(say, b".")
+        await trio.lowlevel.wait_readable(0)
+
+
 PARTS: dict[str, tuple[Callable[[int], Awaitable[Row]], Sequence[int]]] = {
     "connections": (connections, (1, 10, 100, 1000)),
     "memory": (memory, (10, 100, 1000)),
     "rings": (rings, tuple(1 << shift for shift in range(14, 23, 2))),
     "links": (links, (1, 2, 3, 4)),
+    "groups": (groups, (1, 10, 50, 200, 500)),
+    "crowd": (crowd, (100, 1000, 10_000)),
 }
 
 
@@ -160,7 +280,11 @@ def main() -> None:
     option("--most", type=int, default=1 << 30, help="leave larger numbers out")
     option("--json", type=Path, help="write all numbers to this file")
     option("--plots", type=Path, help="draw growth-PART.svg into this directory")
+    option("--clients", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.clients:
+        be_clients(*map(int, arguments.clients.split(":")))
+        return
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     repetitions.set(arguments.repetitions)

@@ -210,6 +210,17 @@ def test_how_cost_grows(tmp_path: Path) -> None:
     assert "connections" in (tmp_path / "growth-connections.svg").read_text()
 
 
+def test_what_link_groups_cost_a_server(tmp_path: Path) -> None:
+    """Three descriptors each, and one for the TCP connection."""
+    numbers = tmp_path / "growth.json"
+    options = ("--most=10", "--repetitions=1", "--parts=groups")
+    run("-m", "benchmarks.growth", *options, "--json", str(numbers))
+    groups = json.loads(numbers.read_text())["groups"]
+    assert set(groups) == {"1", "10"}
+    more = 10 * groups["10"]["descriptors of a group"] - groups["1"]["descriptors of a group"]
+    assert round(more / 9) == 4
+
+
 def test_several_runs_of_the_benchmark_show_their_spread(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     options = ("--runs=2", "--rounds=1", "--seconds=0.02", "--workloads=rtt", "--both")

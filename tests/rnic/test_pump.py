@@ -420,9 +420,8 @@ class TestLoop:
         assert pollers() == []
 
     async def test_an_rnic_that_cannot_be_served_ends_the_pump(
-        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self, rnics: tuple[SoftRnic, SoftRnic], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def service() -> None:
             raise RuntimeError("no good")
 
@@ -433,7 +432,7 @@ class TestLoop:
                 await nursery.start(pump.run)
                 monkeypatch.setattr(rnics[1], "service", service)
                 await trio.testing.wait_all_tasks_blocked()
-                ends[0].qp.post_send(1, b"x")
+                rnics[1].look_soon()
                 with trio.fail_after(PATIENCE):
                     await trio.sleep_forever()
         assert caught.group_contains(RuntimeError, match="no good")

@@ -11,7 +11,6 @@ import select
 import socket
 import struct
 import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,19 +25,21 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import (
+    BELL,
     Directory,
     Hello,
     Register,
     Revoke,
+    close_all,
     decode_untrusted,
     receive,
 )
-from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE, MOST_MAPPED, MOST_REGIONS
+from trio_smc.rnic.soft.regions import MOST_MAPPED, MOST_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS
 from trio_smc.rnic.verbs import RECEIVE_SIZE, QpState, QueuePair, WcStatus
 
 # Where the words of a ring are, written down once more on purpose.
-HEAD, POSTED, ARMED, WAITING, FIRST_SLOT = 0, 64, 128, 192, 4096
+HEAD, POSTED, ARMED, WAITING, FIRST_SLOT, KEY_PAGE = 0, 64, 128, 192, 4096, 4096 + 64 * 1024
 WORDS = (HEAD, POSTED, ARMED, WAITING)
 PSN = 3
 
@@ -53,8 +54,6 @@ class Attacker:
         self.name = f"rnic-{self.gid.hex()}"
         self.listener = self.directory.listen(self.name)
         self.ring = Memory(RING_SIZE)
-        self.keys = Memory(KEY_PAGE_SIZE)
-        self.rings, self.doorbell = os.pipe2(os.O_NONBLOCK)
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
 
@@ -70,12 +69,9 @@ class Attacker:
         self.directory.remove(self.name)
         self.directory.close()
         self.ring.close()
-        self.keys.close()
-        os.close(self.rings)
-        os.close(self.doorbell)
 
     def fds(self) -> list[int]:
-        return [self.ring.fd, self.keys.fd, self.doorbell]
+        return [self.ring.fd]
 
     def hello(self, victim: End, *, qp_num: int | None = None) -> bytes:
         return Hello(
@@ -195,7 +191,7 @@ class TestHello:
         victim.rnic.service()
         assert ended(sock)
 
-    @pytest.mark.parametrize("count", [0, 1, 2, 4, 50, 250])
+    @pytest.mark.parametrize("count", [0, 2, 3, 50, 250])
     def test_a_wrong_number_of_descriptors(
         self, attacker: Attacker, victim: End, count: int
     ) -> None:
@@ -219,18 +215,15 @@ class TestHello:
         assert ended(again)
         assert state(victim.qp) is QpState.RTS
 
-    @pytest.mark.parametrize("which", [0, 1, 2])
     @pytest.mark.parametrize("kind", ["eventfd", "null", "file", "unsealed", "short", "socket"])
     def test_descriptors_of_a_wrong_kind(
-        self, attacker: Attacker, victim: End, which: int, kind: str, tmp_path: Path
+        self, attacker: Attacker, victim: End, kind: str, tmp_path: Path
     ) -> None:
         victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
         victim.qp.to_rts(psn=PSN)
         with contextlib.ExitStack() as stack:
             fd = self._bad_descriptor(kind, stack, tmp_path)
-            fds = attacker.fds()
-            fds[which] = fd
-            sock = attacker.say(victim, attacker.hello(victim), fds)
+            sock = attacker.say(victim, attacker.hello(victim), [fd])
             victim.rnic.service()
         assert ended(sock)
         victim.qp.post_send(1, b"x")
@@ -316,7 +309,7 @@ class TestHello:
 
     @given(st.binary(max_size=40), st.sampled_from([1, 2, 3]), st.integers(0, 3))
     def test_decoding_anything_plausible(self, body: bytes, kind: int, fds: int) -> None:
-        data = b"SMCN\2" + bytes([kind]) + b"\0\0" + body
+        data = b"SMCN\3" + bytes([kind]) + b"\0\0" + body
         with contextlib.suppress(ProtocolError):
             assert decode_untrusted(data, fds).encode() == data
 
@@ -344,7 +337,7 @@ class TestAnnouncements:
     def test_more_regions_than_a_peer_may_have(
         self, attacker: Attacker, victim: End, count: int, length: int
     ) -> None:
-        """They cost this process descriptors and address space."""
+        """They cost this process address space, and no descriptors."""
         sock = attacker.connect(victim)
         memory = Memory(length)
         before = len(os.listdir("/proc/self/fd"))
@@ -358,7 +351,7 @@ class TestAnnouncements:
         socket.send_fds(sock, [data], [memory.fd])
         victim.rnic.service()
         assert state(victim.qp) is QpState.RTS
-        assert len(os.listdir("/proc/self/fd")) - before == count
+        assert len(os.listdir("/proc/self/fd")) == before
         data = Register(rkey=6, slot=0, address=4096, length=4096).encode()
         socket.send_fds(sock, [data], [memory.fd])
         memory.close()
@@ -453,7 +446,7 @@ class TestAnnouncements:
         sock = attacker.connect(victim)
         memory = Memory(4096)
         top = (1 << 64) - 16
-        struct.pack_into("<I", attacker.keys.view, 12, 9)
+        struct.pack_into("<I", attacker.ring.view, KEY_PAGE + 12, 9)
         data = Register(rkey=9, slot=3, address=top, length=4096).encode()
         socket.send_fds(sock, [data], [memory.fd])
         victim.qp.post_write(1, memoryview(b"x"), None, address=top + 4096, rkey=9)
@@ -516,21 +509,23 @@ class TestRing:
         assert victim.sent[-1] == (3, WcStatus.GENERAL_ERR)
 
     def test_a_doorbell_that_is_full(self, attacker: Attacker, victim: End) -> None:
+        """It has each message ring, and takes none of the rings."""
         attacker.connect(victim)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(attacker.doorbell, bytes(4096))
-        # The flags of what it gave us are its as well: a write could wait now until it reads.
-        os.set_blocking(attacker.doorbell, True)
-        late = threading.Timer(3, os.read, (attacker.rings, 1 << 20))
-        late.start()
+        hearer = attacker.open[0]
+        hearer.setblocking(True)  # of its own end only
         start = time.monotonic()
-        attacker.put(attacker.ring.view, ARMED, 1)
-        victim.qp.post_send(1, b"x")
+        for number in range(1, 1001):
+            attacker.put(attacker.ring.view, ARMED, 1)
+            victim.qp.post_send(number, b"x")
         assert time.monotonic() - start < 2
-        until(lambda: victim.sent == [(1, 0)], victim)
-        late.cancel()
-        late.join()
+        until(lambda: len(victim.sent) == 1000, victim)
+        assert {status for _, status in victim.sent} == {0}
+        hearer.setblocking(False)
+        rung = 0
+        while (packet := receive(hearer)) is not None:
+            rung += packet[0] == BELL
+            close_all(packet[1])
+        assert 100 < rung < 1000, "it was never full"
 
     def test_random_words(self, attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
         """Any words at any time: completions that are well formed, or the end of that one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import trio
@@ -190,3 +191,60 @@ async def test_after_a_rest_a_client_tries_again() -> None:
             second = await fallbacks(listener)
     assert first == Fallback.local(FallbackReason.SHORT_CONNECTIONS)
     assert second == [None, None]
+
+
+async def _answer(stream: SmcStream) -> None:
+    await stream.send_all(await stream.receive_some() or b"nothing")
+
+
+@asynccontextmanager
+async def _serving(config: Config, port: int = 0) -> AsyncIterator[int]:
+    """A server of its own stack; its port."""
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(stack.serve, _answer, port, host=HOST))
+        yield listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+async def _modes(stack: trio_smc.Stack, port: int, count: int) -> list[Mode]:
+    """What so many short connections were."""
+    modes = []
+    for _ in range(count):
+        async with await stack.open_stream(HOST, port) as stream:
+            await stream.send_all(b"short")
+            assert await stream.receive_some() == b"short"
+            modes.append(stream.mode)
+    return modes
+
+
+@pytest.mark.parametrize("requires", ["client", "server"])
+async def test_a_peer_that_requires_smc_teaches_nothing(requires: str) -> None:
+    learns, strict = Config(learn_short=True), Config(require_smc=True)
+    ends = (learns, strict) if requires == "server" else (strict, learns)
+    async with _serving(ends[1]) as port, trio_smc.open_stack(ends[0]) as client:
+        assert await _modes(client, port, 40) == [Mode.SMC_R] * 40
+
+
+async def test_both_learn_of_one_peer_and_another_one_requires_smc() -> None:
+    """The server has learned of the client's address; a client there that requires gets SMC-R."""
+    async with (
+        _serving(Config(learn_short=True)) as port,
+        trio_smc.open_stack() as client,
+        trio_smc.open_stack(Config(require_smc=True)) as strict,
+    ):
+        assert (await _modes(client, port, SHORT_AFTER + 1))[-1] is Mode.TCP
+        assert await _modes(strict, port, 3) == [Mode.SMC_R] * 3
+        assert await _modes(client, port, 1) == [Mode.TCP]
+
+
+async def test_another_process_at_the_port_may_require_smc() -> None:
+    """What was learned of a listening process ends with it."""
+    async with trio_smc.open_stack(Config(learn_short=True)) as client:
+        async with _serving(Config()) as port:
+            assert (await _modes(client, port, SHORT_AFTER + 1))[-1] is Mode.TCP
+        with trio.fail_after(10):
+            while client.runtime.short_connections.avoids((HOST, port)):  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        async with _serving(Config(require_smc=True), port) as same:
+            assert same == port
+            assert await _modes(client, port, 20) == [Mode.SMC_R] * 20

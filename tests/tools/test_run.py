@@ -138,6 +138,43 @@ def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> 
     assert re.search(r" 80 SMC-R, ", said)
 
 
+APART = f"""{TRIO}
+async def ask(port):
+    for _ in range(40):
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(bytes(1000))
+            assert await stream.receive_some()
+
+async def answer():
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, serve, 0)
+        print(listeners[0].socket.getsockname()[1], flush=True)
+        await trio.lowlevel.wait_readable(0)
+        nursery.cancel_scope.cancel()
+
+trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+"""
+
+
+def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> None:
+    """It would refuse TCP, and says so before anything is learned."""
+    (tmp_path / "program.py").write_text(APART)
+    program = ["--", sys.executable, "program.py"]
+    with subprocess.Popen(
+        [*RUN, "--require-smc", *program],
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        asked = subprocess.run(
+            [*RUN, "--report", *program, port],
+            check=False, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+        assert asked.returncode == 0, asked.stderr
+        assert re.search(r" 40 SMC-R, ", asked.stderr)
+        assert re.search(r" 0 TCP$", asked.stderr, re.MULTILINE)
+
+
 def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:
     code, said = run(tmp_path, WORKERS, "--report", "--require-smc")
     assert code == 0

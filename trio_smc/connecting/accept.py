@@ -124,11 +124,13 @@ class Arrival:
         """What discovery came to; ``claim``: the client's announcement on this host."""
         self._claim = claim
         if claim is not None:
+            if claim.required and self._rnic is FallbackReason.SHORT_CONNECTIONS:
+                self._rnic = self._stack.rnic_for(self._local[0], self._client[0])
             if isinstance(self._rnic, FallbackReason):
                 claim.refuse(self._rnic)
                 self._plain = Fallback.local(self._rnic)
             else:
-                claim.accept()
+                claim.accept(required=self._config.require_smc)
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
             reason = self._stack.tcp_option.answer(self.sock)
             if reason is not None:
@@ -224,8 +226,10 @@ class Arrival:
                 negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
             )
             if isinstance(outcome, Established):
+                wanted = self._claim is not None and self._claim.required
+                client = None if wanted else self._client
                 return established_stream(
-                    stack, outcome, sock, config, self._client, options, self._accepted
+                    stack, outcome, sock, config, client, options, self._accepted
                 )
         return outcome.fallback
 
@@ -252,12 +256,13 @@ def established_stream(
     outcome: Established,
     sock: trio.socket.SocketType,
     config: Config,
-    peer: Peer,
+    peer: Peer | None,
     options: Inherited | None,
     accepted: tuple[str, int] | None = None,
 ) -> RdmaStream:
     """The stream of a connection whose rendezvous is complete.
 
+    ``peer``: None where short connections teach nothing, as the peer takes SMC-R or nothing.
     ``options``: what ``sock`` had before it was ours; None: it was made here.
     ``accepted``: of a server, the client's address as ``accept`` gave it.
 
@@ -285,7 +290,7 @@ def established_stream(
     if options is not None:
         stream.inherit(options)
     stack.groups.count_mode(stream, None, outcome.group.terms)
-    if config.learn_short:
+    if config.learn_short and peer is not None:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
 

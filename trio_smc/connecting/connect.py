@@ -144,7 +144,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         )
         if isinstance(outcome, Established):
             options = None if attempt.plain is not None else inherited(sock)
-            return established_stream(stack, outcome, sock, config, attempt.peer, options)
+            wanted = isinstance(announcement, Announcement) and announcement.wanted
+            peer = None if wanted else attempt.peer
+            return established_stream(stack, outcome, sock, config, peer, options)
     return outcome.fallback
 
 

@@ -249,15 +249,18 @@ async def _connect(attempt: Attempt, address: Any) -> None:
 async def connect_attempt(
     stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> None:
-    """Announce and connect; ``local``: the address to connect from, bound already or not."""
-    bound = attempt.plain is None and attempt.sock.getsockname()[1] != 0
+    """Announce and connect; ``local``: the address to connect from.  A socket of the caller's is
+    bound to it."""
+    bound = attempt.plain is None and local is not None
     try:
         source = _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             if bound:
                 await _announce(stack, attempt, config)
-            elif await _connect_announced(stack, attempt, address, source, config):
+            elif await _connect_announced(
+                stack, attempt, address, source, config, given=local is not None
+            ):
                 return
         else:
             attempt.announcement = source
@@ -277,9 +280,12 @@ async def connect_attempt(
 
 
 async def _connect_announced(
-    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config
+    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config, *, given: bool
 ) -> bool:
-    """Announce a port, and connect from it; False: nobody listens to that, or ports run out."""
+    """Announce a port, and connect from it; False: nobody listens to that, or ports run out.
+
+    ``given``: the source address is the program's choice, and not what the system takes.
+    """
     attempt.here = plain_address(source)
     wanted = _option(attempt.sock)
     if wanted is None:
@@ -294,11 +300,13 @@ async def _connect_announced(
             await _announce(stack, attempt, config, (attempt.here, port))
             if not isinstance(attempt.announcement, Announcement):
                 return False
-            await _bind(attempt, source, numeric=True)
+            if given:
+                await _bind(attempt, source, numeric=True)
             _set_option(attempt.sock, _RANGE.pack(port << 16 | port))
             if await _connected(attempt, address):
-                if attempt.sock.getsockname()[1] != port:
-                    # The system's range has just changed, so the kernel took what it liked.
+                name = attempt.sock.getsockname()
+                if (plain_address(name[0]), name[1]) != (attempt.here, port):
+                    # The system's range or routes have just changed: the kernel took what it liked.
                     attempt.refrain()
                 return True
             attempt.refrain()
@@ -369,7 +377,7 @@ async def _announce(
         attempt.here = plain_address(name[0])
     deadline = trio.current_time() + config.handshake_timeout
     attempt.announcement = await stack.discovery.announce(
-        source, attempt.peer, deadline, attempt.sock
+        source, attempt.peer, deadline, attempt.sock, required=config.require_smc
     )
 
 

@@ -1,6 +1,8 @@
 """Memory that peers write into: a sealed memfd, so that another process can map the same pages.
 
 `Memory` is ours; `PeerMemory` is a peer's, mapped from a descriptor that came over a socket.
+A mapping needs no descriptor.  `mmap.mmap` keeps a copy of the one it is given, and without
+asking before Python 3.13; a server with hundreds of link groups would run out of them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,39 @@ if sys.platform == "linux":  # elsewhere there is no RNIC, and nobody comes here
     import fcntl
 
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    _MAP_FIXED = 0x10  # linux/include/uapi/linux/mman.h, as the next
+    _MAP_NORESERVE = 0x4000
+    _mmap = ctypes.CDLL(None, use_errno=True).mmap
+    _mmap.restype = ctypes.c_void_p
+    _mmap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    ]  # fmt: skip
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """A shared mapping that keeps no descriptor.  Raises OSError, ValueError, OverflowError."""
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, size, trackfd=False)
+    # Address space of the right size, and the file in its place at once.
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _address(mapping)
+    if _mmap(address, size, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        number = ctypes.get_errno()
+        mapping.close()
+        raise OSError(number, os.strerror(number))
+    return mapping
 
 
 class Memory:
     """A zeroed, page-aligned piece of shared memory of fixed size.
 
     Attributes:
-      fd: the memfd; sealed against shrinking and growing.
+      fd: the memfd, sealed against shrinking and growing; -1 when it is closed.
       size: bytes.
       view: the whole memory as a writable memoryview of bytes.
       pinned: an adapter writes to these very pages, whatever the memfd holds; it sets this itself.
@@ -41,7 +69,7 @@ class Memory:
         try:
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = mmap.mmap(self.fd, size)
+            self._map = _mapped(self.fd, size)
         except BaseException:
             os.close(self.fd)
             raise
@@ -57,7 +85,7 @@ class Memory:
     @property
     def address(self) -> int:
         """Where this process sees the memory; for RNICs that take virtual addresses."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return _address(self._map)
 
     def zero(self, start: int, length: int) -> None:
         """Zero ``length`` bytes from ``start``; the pages stay in memory, or come into being."""
@@ -96,17 +124,20 @@ class Memory:
             self.zero(last, end - last)
         return end
 
+    def close_descriptor(self) -> None:
+        """Nobody else will be given the memory, which stays mapped.  Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def close(self) -> None:
         """Unmap and close; views of it become invalid.  Idempotent."""
-        if self.fd < 0:
-            return
         for piece in self._slices:
             piece.release()
         self._slices.clear()
         self.view.release()
         self._map.close()
-        os.close(self.fd)
-        self.fd = -1
+        self.close_descriptor()
 
 
 class PeerMemory:
@@ -119,7 +150,7 @@ class PeerMemory:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(fd, size)
+        self._map = _mapped(fd, size)
         self.view = memoryview(self._map)
         self._casts: list[memoryview] = []
 

@@ -406,6 +406,7 @@ class Pump:
             try:
                 if not lane.rnic.quieten():
                     return
+                self.drain()  # of rings that were not looked at before, as they rang
             except Exception as problem:
                 self._break(problem)
                 return

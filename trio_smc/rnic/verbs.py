@@ -348,11 +348,13 @@ class Rnic(ABC):
 
     def completion_fd(self) -> int | None:
         """Until `close` this descriptor becomes readable for completions, and `wait_fd` for all
-        else: for a loop that waits for completions itself.  None: they cannot be told apart."""
+        that it does not tell of: for a loop that waits for completions itself.  None: they cannot
+        be told apart."""
         return None
 
     def quieten(self) -> bool:
-        """Quieten `completion_fd`; False: nothing will be told there any more."""
+        """Quieten `completion_fd` and look at what it told of; what has completed is found by the
+        next `poll`.  False: nothing will be told there any more."""
         return False
 
     @abstractmethod

@@ -104,6 +104,8 @@ class DropInSocket(trio.socket.SocketType):
         plain: trio.socket.SocketType,
         find_stack: FindStack,
         stream: SmcStream | None = None,
+        *,
+        listening: bool = False,
     ) -> None:
         self.plain = plain
         self.stream = stream
@@ -111,7 +113,7 @@ class DropInSocket(trio.socket.SocketType):
         self._stack: Stack | None = None
         self._rdma = stream if isinstance(stream, RdmaStream) else None
         self._listener: SmcListener | None = None
-        self._listening = _is_listening(plain)
+        self._listening = listening
         self._publishing = trio.Lock()
         self._write_shut = self._closed = False
         self._late_port = 0
@@ -517,13 +519,15 @@ class DropInFactory(trio.abc.SocketFactory):
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
         """A new socket: a drop-in socket for TCP, Trio's own for anything else."""
-        return self.wrap(
-            stdlib_socket.socket(
-                stdlib_socket.AF_INET if family is None else family,
-                stdlib_socket.SOCK_STREAM if type is None else type,
-                0 if proto is None else proto,
-            )
+        sock = stdlib_socket.socket(
+            stdlib_socket.AF_INET if family is None else family,
+            stdlib_socket.SOCK_STREAM if type is None else type,
+            0 if proto is None else proto,
         )
+        plain = _make_plain(sock)
+        if not _is_tcp(sock.family, sock.type, sock.proto):
+            return plain
+        return DropInSocket(plain, self._find_stack)
 
     def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
         """What stands for ``sock`` in Trio: see `trio.socket.from_stdlib_socket`.
@@ -533,7 +537,7 @@ class DropInFactory(trio.abc.SocketFactory):
         plain = _make_plain(sock)
         if not _is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):
             return plain
-        return DropInSocket(plain, self._find_stack)
+        return DropInSocket(plain, self._find_stack, listening=_is_listening(plain))
 
 
 def _is_connected(sock: stdlib_socket.socket) -> bool:

@@ -6,7 +6,8 @@ discovery, and a Proposal that comes all the same, is answered as it has to be.
 Learned TCP (`Config.learn_short`): setting a connection up costs a round trip and a few hundred
 microseconds more than TCP does, which a connection that carries one small request never earns back.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
-`REST` seconds; then one tries again, and decides for another while.
+`REST` seconds; then one tries again, and decides for another while.  A peer on this host that takes
+SMC-R or nothing says so with each connection, and nothing is learned of those.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class ShortConnections:
         if record is None or record.in_a_row < SHORT_AFTER:
             return False
         return self._clock() < record.until
+
+    def forget(self) -> None:
+        """What was learned: another process may have a service by now, and other settings."""
+        self._records.clear()
 
     def opened(self, connection: object, peer: Peer) -> None:
         """A connection is SMC-R; one that tries again keeps others from it until it has ended."""

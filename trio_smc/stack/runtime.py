@@ -177,9 +177,11 @@ class Runtime:
         self.pump = Pump(spin=config.spin, wake=config.wake)
         self.timers = Timers(clock, self._timer_is_earlier)
         self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
-        self.discovery = Discovery(config.private_directory(), self.spinner)
-        self.tcp_option = TcpOption(Path(config.tcp_option))
         self.short_connections = ShortConnections(clock)
+        self.discovery = Discovery(
+            config.private_directory(), self.spinner, self.short_connections.forget
+        )
+        self.tcp_option = TcpOption(Path(config.tcp_option))
         self.attached: list[Attached] = []
         self.closing = False
         self.failure: Exception | None = None

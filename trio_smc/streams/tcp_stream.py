@@ -6,6 +6,7 @@ import contextlib
 import errno
 import select
 import socket as stdlib_socket
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
 import trio
@@ -40,8 +41,13 @@ class TcpStream(SmcStream):
     ) -> None:
         self.socket = sock
         self.fallback = fallback
-        self._stream = trio.SocketStream(sock)
         self._urgent = TcpUrgent(sock, urgent_inline)
+
+    @cached_property
+    def _stream(self) -> trio.SocketStream:
+        # Not before it is used: a program that has the socket may make a stream of its own, and
+        # each sets options.
+        return trio.SocketStream(self.socket)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """As `trio.SocketStream.send_all`."""

@@ -43,6 +43,19 @@ def test_the_layout_of_an_announcement() -> None:
     assert messages.announce(name) == bytes.fromhex(expected)
 
 
+def test_who_requires_smc_says_so() -> None:
+    name = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 2))
+    for make in (messages.announce, messages.accepted):
+        for required in (False, True):
+            said = make(name, required=required)
+            assert said[7] == required
+            assert messages.decode_untrusted(said).required is required
+            # As a later version of the same protocol says it.
+            later = said[:5] + b"\x09" + said[6:]
+            assert messages.decode_untrusted(later).required is required
+    assert not messages.decode_untrusted(messages.withdraw(name)).required
+
+
 def test_every_reason_with_a_code_arrives() -> None:
     for reason in messages._REASONS.values():
         message = messages.decode_untrusted(messages.refused(reason))

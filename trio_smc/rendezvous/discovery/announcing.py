@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -74,13 +75,19 @@ class Announcement:
     """A TCP connection that was announced; settled by `accepted` or `close`.
 
     Leaving it as a context manager withdraws, when it is not settled yet.
+
+    Attributes:
+      required: this side takes SMC-R or nothing.
+      wanted: the process that accepted it does.
     """
 
-    __slots__ = ("_owner", "answered", "asked", "key", "reason")
+    __slots__ = ("_owner", "answered", "asked", "key", "reason", "required", "wanted")
 
-    def __init__(self, owner: Announcer, key: bytes) -> None:
+    def __init__(self, owner: Announcer, key: bytes, required: bool) -> None:
         self._owner = owner
         self.key = key
+        self.required = required
+        self.wanted = False
         self.asked: list[Server] = []  # who may still say that it is theirs
         self.answered = False
         self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
@@ -103,7 +110,7 @@ class Announcement:
     def tell(self, server: Server) -> bool:
         """Announce it there; False when nothing can be sent now, or ever."""
         try:
-            server.send(messages.announce(self.key))
+            server.send(messages.announce(self.key, required=self.required))
         except BlockingIOError:
             return False
         except OSError:
@@ -119,6 +126,7 @@ class Announcement:
         server.announced.discard(self)
         if message is not None and message.kind is Kind.ACCEPTED:
             self.reason = None
+            self.wanted = message.required
         elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
             self.reason = message.reason
         self.answered = self.reason is None or not self.asked
@@ -242,9 +250,13 @@ class Lookups:
 class Announcer:
     """The Unix connections of one stack to listening processes of this host."""
 
-    def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
-        """`private`: the user's private directory (`Config.private_directory`)."""
+    def __init__(
+        self, private: Path, spinner: Spinner = NEVER, gone: Callable[[], object] = lambda: None
+    ) -> None:
+        """`private`: the user's private directory (`Config.private_directory`).  `gone`: called
+        when a listening process has ended: what was learned of it may be so no more."""
         self._spinner = spinner
+        self._gone = gone
         self._lookups = Lookups(private, self)
         self._servers: dict[int, Server] = {}  # by descriptor; oldest first
         self._entries: dict[tuple[int, int, str], Server] = {}
@@ -317,7 +329,12 @@ class Announcer:
     # --- announcing --------------------------------------------------------------------------
 
     def announce_now(
-        self, source: tuple[str, int], destination: tuple[str, int], sock: AnySocket | None
+        self,
+        source: tuple[str, int],
+        destination: tuple[str, int],
+        sock: AnySocket | None,
+        *,
+        required: bool,
     ) -> Announcement | FallbackReason | None:
         """Announce a TCP connection; None when that takes looking around, or waiting."""
         address, port = destination
@@ -327,7 +344,7 @@ class Announcer:
             return None
         if not found.servers:
             return FallbackReason.PEER_NOT_CAPABLE
-        announcement = self._new(source, destination)
+        announcement = self._new(source, destination, required)
         if announcement is None:
             return FallbackReason.PEER_NOT_CAPABLE
         for server in found.servers:
@@ -337,7 +354,12 @@ class Announcer:
         return announcement
 
     async def announce(
-        self, source: tuple[str, int], destination: tuple[str, int], sock: AnySocket | None
+        self,
+        source: tuple[str, int],
+        destination: tuple[str, int],
+        sock: AnySocket | None,
+        *,
+        required: bool,
     ) -> Announcement | FallbackReason:
         """Announce a TCP connection to all who might accept it.
 
@@ -349,7 +371,7 @@ class Announcer:
         self._hear_ends()
         namespace = self._lookups.namespace(sock)
         reason = await self._lookups.look_up(servers, namespace, source[0], destination)
-        announcement = self._new(source, destination)
+        announcement = self._new(source, destination, required)
         if announcement is None:
             return FallbackReason.PEER_NOT_CAPABLE
         try:
@@ -365,9 +387,11 @@ class Announcer:
         announcement.close()
         return reason
 
-    def _new(self, source: tuple[str, int], destination: tuple[str, int]) -> Announcement | None:
+    def _new(
+        self, source: tuple[str, int], destination: tuple[str, int], required: bool
+    ) -> Announcement | None:
         """An announcement that nobody knows of yet; None: another one has these addresses."""
-        announcement = Announcement(self, messages.four_tuple(source, destination))
+        announcement = Announcement(self, messages.four_tuple(source, destination), required)
         older = self._announced.get(announcement.key)
         if older is not None:
             # Two sockets want one port, and one of them is going to have it: nobody could tell
@@ -497,6 +521,7 @@ class Announcer:
         if self._entries.get(server.entry) is server:
             del self._entries[server.entry]
         server.connection.close()
+        self._gone()
         for announcement in list(server.announced):
             self._answer(announcement, server, message)
 

@@ -6,7 +6,8 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
     byte  4      lowest version the sender speaks
     byte  5      highest version the sender speaks
     byte  6      kind
-    byte  7      REFUSED: why; otherwise 0
+    byte  7      REFUSED: why; ANNOUNCE and ACCEPTED: 1 when its sender takes SMC-R or nothing;
+                 otherwise 0
     bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source
                  port (2), destination address (16), destination port (2); big-endian, as its
                  client sees it
@@ -93,11 +94,13 @@ class Message(NamedTuple):
       kind: what it says; None when its sender speaks no version that we do.
       reason: of REFUSED, else None.
       connection: the `four_tuple`; b"" in a REFUSED of everything.
+      required: an ANNOUNCE or ACCEPTED of who takes SMC-R or nothing.
     """
 
     kind: Kind | None
     reason: FallbackReason | None = None
     connection: bytes = b""
+    required: bool = False
 
 
 def four_tuple(source: tuple[str, int], destination: tuple[str, int]) -> bytes:
@@ -116,20 +119,29 @@ def _head(kind: Kind, detail: int = 0) -> bytes:
     return _HEAD.pack(_MAGIC, LOWEST_VERSION, HIGHEST_VERSION, kind, detail)
 
 
-_ANNOUNCE, _ACCEPTED, _WITHDRAW = map(_head, (Kind.ANNOUNCE, Kind.ACCEPTED, Kind.WITHDRAW))
+# By whether SMC-R is required.
+_ANNOUNCE = tuple(_head(Kind.ANNOUNCE, required) for required in (False, True))
+_ACCEPTED = tuple(_head(Kind.ACCEPTED, required) for required in (False, True))
+_WITHDRAW = _head(Kind.WITHDRAW)
 # How the messages begin that are exchanged for every connection.
-_USUAL = {_ANNOUNCE: Kind.ANNOUNCE, _ACCEPTED: Kind.ACCEPTED, _WITHDRAW: Kind.WITHDRAW}
+_USUAL = {
+    _ANNOUNCE[False]: (Kind.ANNOUNCE, False),
+    _ANNOUNCE[True]: (Kind.ANNOUNCE, True),
+    _ACCEPTED[False]: (Kind.ACCEPTED, False),
+    _ACCEPTED[True]: (Kind.ACCEPTED, True),
+    _WITHDRAW: (Kind.WITHDRAW, False),
+}
 _SIZE = _HEAD.size + _FOUR_TUPLE.size
 
 
-def announce(connection: bytes) -> bytes:
+def announce(connection: bytes, *, required: bool = False) -> bytes:
     """An ANNOUNCE of the `four_tuple`."""
-    return _ANNOUNCE + connection
+    return _ANNOUNCE[required] + connection
 
 
-def accepted(connection: bytes) -> bytes:
+def accepted(connection: bytes, *, required: bool = False) -> bytes:
     """An ACCEPTED of the `four_tuple`."""
-    return _ACCEPTED + connection
+    return _ACCEPTED[required] + connection
 
 
 def withdraw(connection: bytes) -> bytes:
@@ -150,7 +162,7 @@ def decode_untrusted(data: bytes) -> Message:
     """
     usual = _USUAL.get(data[:8])
     if usual is not None and len(data) >= _SIZE:
-        return Message(usual, None, data[8:_SIZE])
+        return Message(usual[0], None, data[8:_SIZE], usual[1])
     if len(data) < _HEAD.size:
         raise ProtocolError(f"same-host discovery: {len(data)} bytes are no message")
     magic, lowest, highest, code, detail = _HEAD.unpack_from(data)
@@ -167,7 +179,7 @@ def decode_untrusted(data: bytes) -> Message:
         raise ProtocolError(f"same-host discovery: kind {code}")
     if not whole:
         raise ProtocolError("same-host discovery: a message is cut short")
-    return Message(Kind(code), None, connection)
+    return Message(Kind(code), None, connection, code != Kind.WITHDRAW and bool(detail & 1))
 
 
 @functools.lru_cache(_REMEMBERED)

@@ -78,21 +78,32 @@ class Client:
 
 
 class Claim:
-    """An accepted TCP connection whose client announced it: to be confirmed or refused."""
+    """An accepted TCP connection whose client announced it: to be confirmed or refused.
 
-    __slots__ = ("_client", "_key", "_publication", "_settled", "_told", "withdrawn")
+    Attributes:
+      required: the client takes SMC-R or nothing.
+    """
 
-    def __init__(self, publication: Publication, client: Client, key: bytes) -> None:
+    __slots__ = ("_client", "_key", "_publication", "_settled", "_told", "required", "withdrawn")
+
+    def __init__(
+        self, publication: Publication, client: Client, key: bytes, required: bool = False
+    ) -> None:
         self._publication = publication
         self._client = client
         self._key = key
         self._settled = False
         self._told = False
+        self.required = required
         self.withdrawn = False
 
-    def accept(self) -> None:
-        """Tell the client at once that its connection was accepted; `confirm` is to follow."""
-        self._told = not self._is_over() and self._client.tell(messages.accepted(self._key))
+    def accept(self, *, required: bool = False) -> None:
+        """Tell the client at once that its connection was accepted; `confirm` is to follow.
+
+        required: this side takes SMC-R or nothing.
+        """
+        said = messages.accepted(self._key, required=required)
+        self._told = not self._is_over() and self._client.tell(said)
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
@@ -184,20 +195,20 @@ class Claims:
 
     Attributes:
       pending: those that wait to be claimed, by four-tuple, with the time when to forget them, as
-        `trio.current_time`; oldest first.
+        `trio.current_time`, and whether the client takes nothing but SMC-R; oldest first.
       taken: the claims that are not settled.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[bytes, tuple[Client, float]] = {}
+        self.pending: dict[bytes, tuple[Client, float, bool]] = {}
         self.taken: dict[bytes, Claim] = {}
 
-    def announced(self, client: Client, key: bytes) -> None:
+    def announced(self, client: Client, key: bytes, required: bool) -> None:
         """It waits to be claimed, or the client is told that too many wait."""
         now = trio.current_time()
         while self.pending:
             oldest = next(iter(self.pending))
-            other, until = self.pending[oldest]
+            other, until, _ = self.pending[oldest]
             if until > now:
                 break
             self.withdrawn(other, oldest)
@@ -212,7 +223,7 @@ class Claims:
         if len(self.pending) >= _MAX_PENDING:
             client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT, key))
             return
-        self.pending[key] = client, now + _PENDING_TIMEOUT
+        self.pending[key] = client, now + _PENDING_TIMEOUT, required
         client.pending.add(key)
 
     def withdrawn(self, client: Client, key: bytes) -> None:
@@ -297,7 +308,7 @@ class Publication:
             return None
         client = found[0]
         client.pending.discard(key)
-        claim = self.claims.taken[key] = Claim(self, client, key)
+        claim = self.claims.taken[key] = Claim(self, client, key, found[2])
         return claim
 
     async def wait(self, connection: trio.socket.SocketType) -> bool:
@@ -509,7 +520,7 @@ class Publication:
             self._drop(client)
         elif message.kind is Kind.ANNOUNCE:
             self._heard_of(client)
-            self.claims.announced(client, message.connection)
+            self.claims.announced(client, message.connection, message.required)
         elif message.kind is Kind.WITHDRAW:
             self.claims.withdrawn(client, message.connection)
         else:

@@ -38,6 +38,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -67,11 +68,14 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class Discovery:
     """Same-host discovery of one stack: publishes its listeners, asks other stacks' listeners."""
 
-    def __init__(self, private: Path, spinner: Spinner = NEVER) -> None:
-        """`private`: the user's private directory (`Config.private_directory`)."""
+    def __init__(
+        self, private: Path, spinner: Spinner = NEVER, gone: Callable[[], object] = lambda: None
+    ) -> None:
+        """`private`: the user's private directory (`Config.private_directory`).  `gone`: called
+        when a listening process has ended: what was learned of it may be so no more."""
         self._private = private
         self._spinner = spinner
-        self._announcer = Announcer(private, spinner)
+        self._announcer = Announcer(private, spinner, gone)
         self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
         self._warned = False
 
@@ -140,6 +144,8 @@ class Discovery:
         destination: tuple[str, int],
         deadline: float,
         sock: AnySocket | None = None,
+        *,
+        required: bool = False,
     ) -> Announcement | FallbackReason:
         """Announce a TCP connection, before it is opened, to all who might accept it.
 
@@ -147,6 +153,7 @@ class Discovery:
         destination: where it is going to connect.
         deadline: when to stop trying, as `trio.current_time`.
         sock: the TCP socket, whose network namespace counts; None: that of this thread.
+        required: the connection is to be SMC-R, or closed.
 
         Returns an announcement, to be asked for `Announcement.accepted` once the TCP connection
         is open, or closed; or why the connection is plain TCP: PEER_NOT_CAPABLE when there is
@@ -158,11 +165,11 @@ class Discovery:
         host = plain_address(destination[0])
         destination = (_LOOPBACK_OF.get(host, host), destination[1])
         try:
-            now = self._announcer.announce_now(source, destination, sock)
+            now = self._announcer.announce_now(source, destination, sock, required=required)
             if now is not None:
                 return now
             with trio.move_on_at(deadline):
-                return await self._announcer.announce(source, destination, sock)
+                return await self._announcer.announce(source, destination, sock, required=required)
         except DirectoryUnusable as error:
             self._warn(error)
             return error.reason

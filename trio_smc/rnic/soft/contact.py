@@ -1,24 +1,26 @@
 """What a software queue pair says to its peer and hears of it: the slow path beside the rings.
 
-A `Contact` holds the two sockets of `messages`: the *speaker*, which this side dialled, and the
-*hearer*, which the peer dialled.  Nothing here changes the state of the queue pair or runs its
+A `Contact` holds the two sockets of `messages`: this side says what it has to say on the *speaker*
+and listens to the *hearer*.  Mostly that is one, which the first of the two has dialled.  Nothing
+here changes the state of the queue pair or runs its
 queue, because all of it can happen in the middle of a post; what is found is noted with the RNIC
 (`Port.gone`, `Port.stalled`) for the next poll.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import PeerMemory
 from trio_smc.rnic.soft.messages import (
+    BELL,
     Hello,
     Message,
     Register,
@@ -27,8 +29,8 @@ from trio_smc.rnic.soft.messages import (
     receive,
 )
 from trio_smc.rnic.soft.port import Port, PortUser
-from trio_smc.rnic.soft.regions import KEY_PAGE_SIZE, PeerRegions
-from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, open_doorbell_untrusted
+from trio_smc.rnic.soft.regions import PeerRegions
+from trio_smc.rnic.soft.ring import RING_SIZE, SendRing
 
 __all__ = [
     "Contact",
@@ -36,9 +38,8 @@ __all__ = [
 ]
 
 
-_EDGES: Final = select.EPOLLIN | select.EPOLLET
-_BOTH_EDGES: Final = _EDGES | select.EPOLLOUT
 _ENDED: Final = select.EPOLLHUP | select.EPOLLERR
+_AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MOST_PENDING: Final = 4
 _MOST_HEARD: Final = 64
 """Messages of one peer that are taken in at a time."""
@@ -55,21 +56,21 @@ class Peer:
         self.regions = regions
 
     @classmethod
-    def map_untrusted(cls, hello: Hello, fds: list[int]) -> Peer:
-        """Map what came with a Hello.  The descriptors stay the caller's.  ProtocolError."""
-        with contextlib.ExitStack() as undo:
-            ring = PeerMemory.map_untrusted(fds[0], RING_SIZE)
-            undo.callback(ring.close)
-            keys = PeerMemory.map_untrusted(fds[1], KEY_PAGE_SIZE)
-            undo.callback(keys.close)
-            doorbell = open_doorbell_untrusted(fds[2])
-            undo.pop_all()
-        return cls(hello, SendRing(ring, doorbell), PeerRegions(keys))
+    def map_untrusted(cls, hello: Hello, fd: int, speaker: socket.socket | None) -> Peer:
+        """Map what came with a Hello.  The descriptor stays the caller's.  ProtocolError."""
+        memory = PeerMemory.map_untrusted(fd, RING_SIZE)
+        doorbell = _nothing if speaker is None else partial(speaker.send, BELL, _AT_ONCE)
+        ring = SendRing(memory, doorbell)
+        return cls(hello, ring, PeerRegions(ring.keys))
 
     def close(self) -> None:
         """Unmap everything.  Idempotent."""
         self.ring.close()
         self.regions.close()
+
+
+def _nothing() -> None:
+    """There is no bell to ring: the port was down when it should have been dialled."""
 
 
 class ContactOwner(PortUser, Protocol):
@@ -103,10 +104,16 @@ class Contact:
         # Who said Hello before this side went to RTR.
         self._pending: list[tuple[Hello, socket.socket, list[int]]] = []
 
-    def dial(self, gid: bytes) -> None:
-        """Dial the peer's RNIC, to speak to it.  Raises RnicError."""
-        self._speaker = self._rnic.dial(gid)
-        self._rnic.watch(self._speaker.fileno(), _BOTH_EDGES, self._on_speaker)
+    def dial(self, name: tuple[bytes, int]) -> None:
+        """Dial the RNIC of the peer of that GID and queue pair number, to speak to it, if the peer
+        has not dialled already.  Raises RnicError."""
+        for hello, sock, _ in self._pending:
+            if (hello.gid, hello.qp_num) == name:
+                self._speaker = sock
+                break
+        else:
+            self._speaker = self._rnic.dial(name[0])
+        self._rnic.watch_peer(self._speaker, self._on_events)
 
     def say(self, message: Message, fds: tuple[int, ...]) -> None:
         """Tell the peer, as soon as the socket takes it; without a socket nothing happens."""
@@ -114,6 +121,7 @@ class Contact:
             return
         kept: list[int] = []
         self.unsaid.append((message, kept))
+        self._rnic.watch_room(self._speaker, wanted=True)
         try:
             kept.extend(map(os.dup, fds))
         except OSError:  # out of descriptors
@@ -124,13 +132,15 @@ class Contact:
         unsaid = self.unsaid
         while unsaid and self._send(*unsaid[0]):
             close_all(unsaid.popleft()[1])
+            if not unsaid and self._speaker is not None:
+                self._rnic.watch_room(self._speaker, wanted=False)
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
         """Whether the socket took it."""
         if self._speaker is None:
             return False
         try:
-            socket.send_fds(self._speaker, [message.encode()], fds, socket.MSG_DONTWAIT)
+            socket.send_fds(self._speaker, [message.encode()], fds, _AT_ONCE)
         except BlockingIOError:
             return False
         except OSError:
@@ -138,15 +148,24 @@ class Contact:
             return False
         return True
 
-    def hear(self) -> None:
+    def hear(self, *, glance: bool = False) -> None:
         """Take in the peer's announcements; of very many only some, and the rest at a later
-        look."""
+        look.
+
+        ``glance``: only to the first ring, behind which there is nothing mostly.
+        """
         self.behind = False
         for _ in range(_MOST_HEARD):
-            packet = None if self._hearer is None else receive(self._hearer)
+            sock = self._hearer or self._speaker
+            packet = None if sock is None else receive(sock)
             if packet is None:
                 return
             data, fds = packet
+            if data == BELL:
+                close_all(fds)
+                if glance:
+                    return
+                continue
             try:
                 if not data:
                     raise ProtocolError("the peer's queue pair ended")
@@ -182,14 +201,18 @@ class Contact:
         try:
             if self._hearer is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
-            self.peer = Peer.map_untrusted(hello, fds)
+            self.peer = Peer.map_untrusted(hello, fds[0], self._speaker)
         except ProtocolError:
-            sock.close()
+            if sock is self._speaker:
+                self._rnic.gone.append(self._owner)
+            else:
+                sock.close()
             return
         finally:
             close_all(fds)
         self._hearer = sock
-        self._rnic.watch(sock.fileno(), _EDGES, self._on_hearer)
+        if sock is not self._speaker:
+            self._rnic.watch_peer(sock, self._on_events)
         self.hear()
 
     def end(self, *, quietly: bool) -> None:
@@ -198,7 +221,8 @@ class Contact:
         Idempotent.
         """
         self._rnic.hang_up(self._speaker, quietly=quietly)
-        self._rnic.hang_up(self._hearer, quietly=quietly)
+        if self._hearer is not self._speaker:
+            self._rnic.hang_up(self._hearer, quietly=quietly)
         self._speaker = self._hearer = None
         for _, kept in self.unsaid:
             close_all(kept)
@@ -218,22 +242,29 @@ class Contact:
             if sock is not None:
                 sock.close()
 
-    def _on_speaker(self, events: int) -> None:
+    def _on_events(self, events: int) -> None:
+        self._rnic.rouse(self._owner.ring)
+        self.hear(glance=self._rnic.tells_again)
         if events & _ENDED:
             self._rnic.gone.append(self._owner)
         elif self.unsaid:
             self.speak()
             self._rnic.stalled[self._owner] = None
 
-    def _on_hearer(self, _events: int) -> None:
-        self.hear()
-
     def _on_message_untrusted(self, message: Message, fds: list[int]) -> None:
-        if self.peer is None:
-            return
-        if isinstance(message, Register):
+        if isinstance(message, Hello):
+            self._on_hello_untrusted(message, fds)
+        elif self.peer is None:
+            raise ProtocolError("a queue pair that does not say Hello")
+        elif isinstance(message, Register):
             self.peer.regions.add_untrusted(message, fds[0])
-        elif isinstance(message, Hello):
-            raise ProtocolError("a second Hello")
         else:
             self.peer.regions.discard(message.rkey)
+
+    def _on_hello_untrusted(self, hello: Hello, fds: list[int]) -> None:
+        """The answer of a peer that was dialled."""
+        if self._hearer is not None or self._speaker is None:
+            raise ProtocolError("a second Hello")
+        self._owner.offer(hello, self._speaker, fds)
+        if self._hearer is None:
+            raise ProtocolError("somebody else says Hello")

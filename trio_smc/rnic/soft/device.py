@@ -2,8 +2,13 @@
 
 Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
 for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
-pair; a doorbell (a pipe for each queue pair) is rung only when the receiver is asleep.  So
+pair; a doorbell (a packet on the queue pair's socket) is rung only when the receiver is asleep.  So
 data needs no system call at all while both sides are busy.
+
+Idle peers cost those that are busy nothing.  Of many rings only those are looked at in which
+something came lately; the others *doze*: they stay armed, so that the next message rings, and are
+looked at again from then on.  No word is shared by several peers: who rings for nothing, or does
+not ring, has its own ring looked at in vain, or late.
 
 Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),
 `regions` (memory), `queue_pair`, and `messages` and `contact` (how RNICs find and tell each
@@ -22,7 +27,7 @@ import secrets
 import select
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -40,7 +45,7 @@ from trio_smc.rnic.soft.messages import (
 from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import ReceiveRing, fence, quieten_doorbell
+from trio_smc.rnic.soft.ring import ReceiveRing, fence
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -66,6 +71,10 @@ _MOST_ACCEPTED: Final = 32
 """Strangers that are let in at a time: less than a millisecond."""
 _MOST_STRANGERS: Final = 64
 _EDGES: Final = select.EPOLLIN | select.EPOLLET
+_FEW: Final = 8
+"""Rings that are always looked at."""
+_DOZE_AFTER: Final = 256
+"""Looks of which none found anything: then a ring may doze, where there are more than a few."""
 
 
 class Faults(Protocol):
@@ -97,7 +106,6 @@ class SoftRnic(Rnic):
         self.mtu = 5
         self.port_active = False
         self.send_depth = _SEND_DEPTH
-        self.group: int | None = None
         self.on_event = None
         self.done: list[Completion] = []
         self.stalled: dict[Pushed, None] = {}
@@ -105,13 +113,16 @@ class SoftRnic(Rnic):
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
         self.restless = 0
         self.crowded = False
+        self.tells_again = False
         self._again: dict[Callable[[], None], None] = {}
-        self._rings: tuple[ReceiveRing, ...] = ()
+        self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
+        self._many = False  # of them
+        self._looks = 0  # while they were many, since they were last asked how busy they are
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._doorbells: set[int] = set()
+        self._peers: dict[int, int] = {}  # sockets to queue pairs' peers, and what to tell of them
         self._rung: select.epoll | None = None  # tells of them where `wait_fd` does not
         # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
         # yet.
@@ -142,7 +153,6 @@ class SoftRnic(Rnic):
         # Locally administered, unicast.
         self.mac = b"\x02" + secrets.token_bytes(5)
         self._directory = Directory(directory)
-        self.group = self._directory.group
         with contextlib.ExitStack() as undo:
             undo.callback(self._directory.close)
             self._directory.remove_stale()
@@ -181,6 +191,7 @@ class SoftRnic(Rnic):
         if self._rung is not None:
             self._rung.close()
             self._rung = None
+            self.tells_again = False
         os.close(self._self_wake)
         self.port_active = False
         self._open = False
@@ -218,8 +229,8 @@ class SoftRnic(Rnic):
         with refusals():
             qp = self._new_qp(self, pd, qp_num)
         self._qps[qp_num] = qp
-        pd.queue_pairs.add(qp)
-        self._rings = (*self._rings, qp.ring)
+        pd.admit(qp)
+        self._look_at(qp.ring)
         return qp
 
     # -- faults --------------------------------------------------------------------------
@@ -260,7 +271,7 @@ class SoftRnic(Rnic):
         for ring in self._rings:
             if ring.head[0] != ring.tail and not ring.take_untrusted(done.append):
                 self._qps[ring.qp_num].broken()
-        if self.stalled or self.gone:
+        if self.stalled or self.gone or self._many:
             self._catch_up()
         if not done:
             return []
@@ -302,16 +313,16 @@ class SoftRnic(Rnic):
         if self._rung is None:
             with refusals():
                 self._rung = select.epoll()
-            for fd in self._doorbells:
-                self.unwatch(fd)
-                self._rung.register(fd, _EDGES)
+            self.tells_again = True  # a call less for each ring that ends a sleep
+            for fd, events in self._peers.items():
+                self._epoll.unregister(fd)
+                self._rung.register(fd, events)
         return self._rung.fileno()
 
     def quieten(self) -> bool:
         if self._rung is None:
             return False
-        for fd, _ in self._rung.poll(0):
-            quieten_doorbell(fd)
+        self._hand_out(self._rung.poll(0, _EVENTS_AT_ONCE))
         return True
 
     def service(self) -> None:
@@ -322,10 +333,35 @@ class SoftRnic(Rnic):
                 self.on_event(event)
 
     def _catch_up(self) -> None:
+        self._looks += 1
+        if self._many and self._looks >= _DOZE_AFTER:
+            self._let_doze()
         for qp in tuple(self.stalled):
             qp.push()
         while self.gone:
             self.gone.pop().peer_gone()
+
+    def _let_doze(self) -> None:
+        """Look no more at the rings in which nothing has come lately."""
+        self._looks = 0
+        idle = [ring for ring in self._rings if ring.tail == ring.looked]
+        for ring in idle:
+            ring.arm()
+        fence()
+        for ring in idle:
+            ring.dozes = ring.head[0] == ring.tail
+        for ring in self._rings:
+            ring.looked = ring.tail
+        self._set_rings(ring for ring in self._rings if not ring.dozes)
+
+    def _look_at(self, ring: ReceiveRing) -> None:
+        ring.dozes = False
+        ring.looked = ring.tail
+        self._set_rings((*self._rings, ring))
+
+    def _set_rings(self, rings: Iterable[ReceiveRing]) -> None:
+        self._rings = tuple(rings)
+        self._many = len(self._rings) > _FEW
 
     # -- what queue pairs and protection domains call -------------------------------------
 
@@ -336,10 +372,9 @@ class SoftRnic(Rnic):
             action()
         for _ in range(_MOST_ROUNDS):
             events = self._epoll.poll(0, _EVENTS_AT_ONCE)
-            for fd, mask in events:
-                handler = self._handlers.get(fd)
-                if handler is not None:
-                    handler(mask)
+            if self._rung is not None:
+                events += self._rung.poll(0, _EVENTS_AT_ONCE)
+            self._hand_out(events)
             if len(events) < _EVENTS_AT_ONCE:
                 break
         else:
@@ -350,7 +385,17 @@ class SoftRnic(Rnic):
     def look_again(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the next look, which comes soon: it has had its turn for now."""
         self._again[action] = None
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Have `wait_fd` tell that there is something to look at."""
         os.eventfd_write(self._self_wake, 1)
+
+    def _hand_out(self, events: list[tuple[int, int]]) -> None:
+        for fd, mask in events:
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                handler(mask)
 
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
@@ -368,21 +413,34 @@ class SoftRnic(Rnic):
         self._epoll.unregister(fd)
         self._handlers.pop(fd, None)
 
-    def watch_doorbell(self, fd: int) -> None:
-        """Let `completion_fd` report it where that is wanted, else `wait_fd`."""
-        self._doorbells.add(fd)
-        if self._rung is None:
-            self.watch(fd, _EDGES, lambda _: quieten_doorbell(fd))
+    def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
+        """Let `completion_fd` report what a queue pair's peer says, and its rings, where that is
+        wanted, else `wait_fd`."""
+        fd = sock.fileno()
+        self._peers[fd] = select.EPOLLIN
+        self._handlers[fd] = handler
+        if self._rung is not None:
+            self._rung.register(fd, select.EPOLLIN)
         else:
-            self._rung.register(fd, _EDGES)
+            self._epoll.register(fd, _EDGES)
 
-    def unwatch_doorbell(self, fd: int) -> None:
-        """Undo `watch_doorbell`."""
-        self._doorbells.discard(fd)
-        if self._rung is None:
-            self.unwatch(fd)
+    def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Whether to report also that such a socket takes something again.
+
+        Else nobody may be woken for that: there is room again for each ring that the peer took.
+        """
+        fd = sock.fileno()
+        events = self._peers[fd] = select.EPOLLIN | (select.EPOLLOUT if wanted else 0)
+        if self._rung is not None:
+            self._rung.modify(fd, events)
         else:
-            self._rung.unregister(fd)
+            self._epoll.modify(fd, events | select.EPOLLET)
+
+    def rouse(self, ring: ReceiveRing) -> None:
+        """Look at this ring again: its doorbell was rung."""
+        if ring.dozes:
+            ring.disarm()
+            self._look_at(ring)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
         """Those there are, in the order of their making."""
@@ -394,7 +452,8 @@ class SoftRnic(Rnic):
 
     def retire(self, user: PortUser) -> None:
         """A queue pair went to ERR: it needs no polling any more."""
-        self._rings = tuple(ring for ring in self._rings if ring is not user.ring)
+        user.ring.dozes = False
+        self._set_rings(ring for ring in self._rings if ring is not user.ring)
         self.stalled.pop(user, None)
 
     def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
@@ -402,7 +461,10 @@ class SoftRnic(Rnic):
         down, or it goes ``quietly``."""
         if sock is None:
             return
-        self.unwatch(sock.fileno())
+        fd = sock.fileno()
+        del self._peers[fd]
+        del self._handlers[fd]
+        (self._rung or self._epoll).unregister(fd)
         if self.port_active and not quietly:
             sock.close()
             return

@@ -28,7 +28,6 @@ from typing import Final, NamedTuple, Protocol
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.queue_pair import STALLED, Request, SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
-from trio_smc.rnic.soft.ring import ring_doorbell
 from trio_smc.rnic.verbs import QpState, WcStatus
 
 __all__ = [
@@ -306,7 +305,7 @@ class FaultyQueuePair(SoftQueuePair):
     def wake_for_nothing(self) -> None:
         """Wake the peer and ourselves, twice, as if something had come."""
         for _ in range(2):
-            ring_doorbell(self._doorbell)
+            self._rnic.look_soon()
             self._ring_peer()
 
     def _let_go(self) -> None:

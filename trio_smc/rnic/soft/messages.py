@@ -2,11 +2,12 @@
 
 Every open RNIC listens on a Unix SEQPACKET socket ``rnic-<GID in hex>`` in the user's private
 directory.  When a queue pair goes to RTR it dials the peer RNIC and says `Hello`, with its receive
-ring, the key page of its protection domain and its doorbell attached: everything that the peer
-needs to write to it.  The peer's queue pair does the same in the other direction, so a pair of
-queue pairs has two sockets, each with one speaker; nobody waits for an answer, and it does not
-matter who is first.  Later a speaker announces memory regions (`Register`, `Revoke`).  The end of
-a socket tells of the end of its speaker, be it in order or by SIGKILL.
+ring attached: everything that the peer needs to write to it.  The peer's queue pair says Hello on
+the same socket.  If it has dialled meanwhile, too, the pair has two sockets, each with one speaker;
+nobody waits for an answer, and it does not matter who is first.  Later a speaker
+announces memory regions (`Register`, `Revoke`), and `BELL` wakes its peer: a socket's end has flags
+of its own, so that no peer can have a ring wait, and nobody else can take what was rung.  The end
+of a socket tells of the end of its speaker, be it in order or by SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory,
 from trio_smc.rnic.verbs import RnicError
 
 __all__ = [
+    "BELL",
     "Directory",
     "Hello",
     "Message",
@@ -36,7 +38,9 @@ __all__ = [
 
 
 _MAGIC: Final = b"SMCN"
-_VERSION: Final = 2
+_VERSION: Final = 3
+BELL: Final = b"\0"
+"""A packet that says nothing: look at the ring."""
 _HELLO: Final = 1
 _REGISTER: Final = 2
 _REVOKE: Final = 3
@@ -46,7 +50,7 @@ _HELLO_BODY: Final = struct.Struct("<16sIII")
 _REGISTER_BODY: Final = struct.Struct("<IIQQ")
 _REVOKE_BODY: Final = struct.Struct("<I")
 _LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
-_MOST_FDS: Final = 3
+_MOST_FDS: Final = 1
 _ANCILLARY: Final = socket.CMSG_SPACE(_MOST_FDS * 4)
 
 _BACKLOG: Final = 1024
@@ -56,7 +60,7 @@ _BACKLOG: Final = 1024
 class Hello:
     """The first message of a socket: who speaks to whom.
 
-    Descriptors that go with it: the speaker's receive ring, its key page, its doorbell.
+    The speaker's receive ring goes with it.
 
     Attributes:
       gid: the speaker's RNIC.
@@ -109,7 +113,7 @@ class Revoke:
 
 
 Message = Hello | Register | Revoke
-_FDS: Final = {Hello: 3, Register: 1, Revoke: 0}
+_FDS: Final = {Hello: 1, Register: 1, Revoke: 0}
 
 
 def decode_untrusted(data: bytes, fds: int) -> Message:

@@ -42,11 +42,10 @@ class Port(Protocol):
       gone: whose peers have ended.
       restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
       crowded: so many have dialled that some still wait to be let in.
-      group: whose members may be peers, besides processes of this user; None: nobody else.
+      tells_again: what nobody took of a peer's socket will be reported once more.
     """
 
     gid: bytes
-    group: int | None
     port_active: bool
     send_depth: int
     done: list[Completion]
@@ -54,6 +53,7 @@ class Port(Protocol):
     gone: list[PortUser]
     restless: int
     crowded: bool
+    tells_again: bool
 
     def look(self) -> None:
         """Handle what the sockets have, without waiting."""
@@ -64,17 +64,17 @@ class Port(Protocol):
     def dial(self, gid: bytes) -> socket.socket:
         """A socket to the RNIC of that GID.  Raises RnicError."""
 
-    def watch(self, fd: int, events: int, handler: Callable[[int], None] | None) -> None:
-        """Report ``fd``; ``handler`` gets the epoll events."""
+    def look_soon(self) -> None:
+        """Have somebody look, as if something had come."""
 
-    def unwatch(self, fd: int) -> None:
-        """Undo `watch`."""
+    def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
+        """Report a socket to a queue pair's peer; ``handler`` gets the epoll events."""
 
-    def watch_doorbell(self, fd: int) -> None:
-        """Report that ``fd``, a queue pair's doorbell, was rung."""
+    def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Whether to report also that such a socket takes something again."""
 
-    def unwatch_doorbell(self, fd: int) -> None:
-        """Undo `watch_doorbell`."""
+    def rouse(self, ring: ReceiveRing) -> None:
+        """Look at this ring again: its doorbell was rung."""
 
     def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket, or keep it where the other side may not notice yet."""

@@ -17,7 +17,6 @@ What the peer had sent before is delivered first.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections import deque
 from typing import Any, Final, NamedTuple
@@ -32,8 +31,6 @@ from trio_smc.rnic.soft.ring import (
     SLOTS,
     ReceiveRing,
     Sent,
-    make_doorbell,
-    ring_doorbell,
 )
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
@@ -112,13 +109,6 @@ class SoftQueuePair(QueuePair):
         self._rnic = rnic
         self._pd = pd
         self._complete = rnic.done.append
-        try:
-            rings, self._doorbell = make_doorbell(rnic.group)
-        except OSError:
-            self.ring.close()
-            raise
-        self._rings = rings
-        rnic.watch_doorbell(rings)
         self._contact = Contact(rnic, self)
         self._ready: Peer | None = None
         self._closed = False
@@ -140,10 +130,12 @@ class SoftQueuePair(QueuePair):
         self._peer_name = (bytes(gid), qp_num)
         contact = self._contact
         if self._rnic.port_active:
-            contact.dial(gid)
+            self._rnic.look()
+            contact.dial(self._peer_name)
         self.state = QpState.RTR
         hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
-        contact.say(hello, (self.ring.memory.fd, self._pd.key_page.fd, self._doorbell))
+        contact.say(hello, (self.ring.memory.fd,))
+        self.ring.memory.close_descriptor()
         for region in self._pd.regions:
             message, fd = region.announcement()
             contact.say(message, (fd,))
@@ -166,9 +158,6 @@ class SoftQueuePair(QueuePair):
         self._enter_err()
         done = self._rnic.done
         done[:] = [completion for completion in done if completion.qp_num != self.qp_num]
-        self._rnic.unwatch_doorbell(self._rings)
-        os.close(self._rings)
-        os.close(self._doorbell)
         self.ring.close()
         self._pd.queue_pairs.discard(self)
         self._rnic.forget(self)
@@ -405,4 +394,4 @@ class SoftQueuePair(QueuePair):
         if self._contact.peer is None:
             self._rnic.look()
         if self._contact.peer is not None:
-            ring_doorbell(self._contact.peer.ring.doorbell)
+            self._contact.peer.ring.ring()

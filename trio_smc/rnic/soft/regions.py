@@ -1,7 +1,7 @@
 """Protection domains and memory regions of the software RNIC.
 
-Each protection domain has a *key page*, shared with the peers of its queue pairs: slot i holds the
-RKey of the region registered there, or 0.  A writer looks into it before every write, so a revoked
+Each queue pair of a protection domain has a *key page*, shared with its peer: slot i holds the RKey
+of the region registered there, or 0.  A writer looks into it before every write, so a revoked
 RKey fails at once, without a message.  A writer that looked just before may still be copying when
 `SoftMemoryRegion.close` returns; SMC-R asks its peer first (DELETE RKEY, RFC 7609, 3.5.5.2).
 """
@@ -17,10 +17,10 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.messages import Message, Register, Revoke
 from trio_smc.rnic.soft.port import Port
+from trio_smc.rnic.soft.ring import KEYS, ReceiveRing
 from trio_smc.rnic.verbs import MemoryRegion, ProtectionDomain, RnicError, WcStatus
 
 __all__ = [
-    "KEY_PAGE_SIZE",
     "MOST_MAPPED",
     "MOST_REGIONS",
     "PeerRegions",
@@ -29,13 +29,11 @@ __all__ = [
 ]
 
 
-_KEYS: Final = 1024
 MOST_REGIONS: Final = 256
 """Of one protection domain, and with it of one peer: an RMB is one, and a link group has 255 at
-most.  Each costs the peer a descriptor."""
+most."""
 MOST_MAPPED: Final = 1 << 40
 """Bytes of all of them: address space that they cost the peer, of 128 TiB."""
-KEY_PAGE_SIZE: Final = _KEYS * 4
 
 _OK: Final = int(WcStatus.SUCCESS)
 _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
@@ -43,6 +41,8 @@ _ACCESS: Final = int(WcStatus.REM_ACCESS_ERR)
 
 class Announces(Protocol):
     """A queue pair, for the domain it is of."""
+
+    ring: ReceiveRing
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
         """Tell its peer."""
@@ -58,36 +58,38 @@ class SoftMemoryRegion(MemoryRegion):
         self.length = memory.size
         self._memory = memory
         self._pd = pd
-        self._slot = slot
+        self.slot = slot
 
     def announcement(self) -> tuple[Register, int]:
         """What peers are told, and the descriptor that goes with it."""
-        message = Register(
-            rkey=self.rkey, slot=self._slot, address=self.address, length=self.length
-        )
+        message = Register(rkey=self.rkey, slot=self.slot, address=self.address, length=self.length)
         return message, self._memory.fd
 
     def close(self) -> None:
-        self._pd.deregister(self, self._slot)
+        self._pd.deregister(self)
 
 
 class SoftProtectionDomain(ProtectionDomain):
-    """A key page, the regions in it, and the queue pairs whose peers may use them."""
+    """Regions, and the queue pairs whose peers may use them."""
 
     def __init__(self, rnic: Port, forget: Callable[[SoftProtectionDomain], None]) -> None:
         self._rnic = rnic
         self._forget = forget
         self.queue_pairs: set[Announces] = set()
-        self.key_page = Memory(KEY_PAGE_SIZE, name="trio_smc-keys")
-        self._keys = self.key_page.view.cast("I")
         self._regions: dict[int, SoftMemoryRegion] = {}
-        self._free = list(range(_KEYS))
+        self._free = list(range(KEYS))
         self._closed = False
 
     @property
     def regions(self) -> list[SoftMemoryRegion]:
         """What is registered now, in the order of registration."""
         return list(self._regions.values())
+
+    def admit(self, qp: Announces) -> None:
+        """A new queue pair."""
+        self.queue_pairs.add(qp)
+        for region in self._regions.values():
+            qp.ring.keys[region.slot] = region.rkey
 
     def register(self, memory: Memory) -> SoftMemoryRegion:
         if self._closed:
@@ -101,19 +103,20 @@ class SoftProtectionDomain(ProtectionDomain):
         slot = self._free.pop()
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
-        self._keys[slot] = region.rkey
         message, fd = region.announcement()
         for qp in tuple(self.queue_pairs):
+            qp.ring.keys[slot] = region.rkey
             qp.announce(message, (fd,))
         return region
 
-    def deregister(self, region: SoftMemoryRegion, slot: int) -> None:
+    def deregister(self, region: SoftMemoryRegion) -> None:
         """Forget a region and tell the peers; what is gone already is left alone."""
         if self._regions.pop(region.rkey, None) is None:
             return
-        self._keys[slot] = 0
-        self._free.append(slot)
+        self._free.append(region.slot)
         self._rnic.free_rkey(region.rkey)
+        for qp in tuple(self.queue_pairs):
+            qp.ring.keys[region.slot] = 0
         for qp in tuple(self.queue_pairs):
             qp.announce(Revoke(rkey=region.rkey), ())
 
@@ -123,8 +126,6 @@ class SoftProtectionDomain(ProtectionDomain):
         if self._regions or self.queue_pairs:
             raise RnicError(errno.EBUSY, "the protection domain is in use")
         self._closed = True
-        self._keys.release()
-        self.key_page.close()
         self._forget(self)
 
 
@@ -132,14 +133,13 @@ class PeerRegions:
     """The regions that one peer opened to us: looked up, checked and written into.
 
     Args:
-      key_page: the peer's key page.
+      keys: the peer's key page.
     """
 
-    __slots__ = ("_key_page", "_keys", "_mapped", "_regions")
+    __slots__ = ("_keys", "_mapped", "_regions")
 
-    def __init__(self, key_page: PeerMemory) -> None:
-        self._key_page = key_page
-        self._keys = key_page.cast(0, KEY_PAGE_SIZE, "I")
+    def __init__(self, keys: memoryview) -> None:
+        self._keys = keys
         self._mapped = 0
         # rkey -> view, address, length, slot, memory
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
@@ -149,7 +149,7 @@ class PeerRegions:
 
     def add_untrusted(self, message: Register, fd: int) -> None:
         """Map a region that the peer announced.  Raises ProtocolError."""
-        if message.slot >= _KEYS or message.rkey == 0 or message.rkey in self._regions:
+        if message.slot >= KEYS or message.rkey == 0 or message.rkey in self._regions:
             raise ProtocolError("a memory region that cannot be")
         if len(self._regions) >= MOST_REGIONS or self._mapped + message.length > MOST_MAPPED:
             raise ProtocolError("more memory regions than a peer may have")
@@ -186,4 +186,3 @@ class PeerRegions:
         """Unmap everything."""
         for rkey in list(self._regions):
             self.discard(rkey)
-        self._key_page.close()

@@ -1,7 +1,8 @@
 """The receive queue of a software queue pair: a ring of slots that the peer writes into.
 
 Theory of operation.  A ring is one memfd that belongs to the receiver and is mapped by exactly
-one sender.  Four words in cache lines of their own steer it, all counting messages from 0:
+one sender; the key page (`regions`) is its last page.  Four words in cache lines of their own steer
+it, all counting messages from 0:
 
 =========  ===========  =======================================================================
 word       written by   meaning
@@ -9,12 +10,13 @@ word       written by   meaning
 HEAD       sender       messages published: slots below it hold data
 POSTED     receiver     receives posted; a sender may publish while HEAD < POSTED.  `PORT_DOWN`
                         and `CLOSED` instead of a number say that nothing will be received
-ARMED      both         set by a receiver about to sleep; the sender clears it and rings
+ARMED      both         set by a receiver that does not look; the sender clears it and rings
 WAITING    both         set by a sender without a posted receive; the receiver clears it and rings
 =========  ===========  =======================================================================
 
-A receiver that may sleep does ``ARMED = 1; fence; look at HEAD``; a sender does ``HEAD = n; fence;
-look at ARMED``.  One of the two sees the other, so no wakeup is lost; WAITING and POSTED mirror it.
+A receiver that sleeps, or looks at busier rings only, does ``ARMED = 1; fence; look at HEAD``; a
+sender does ``HEAD = n; fence; look at ARMED``.  One of the two sees the other, so no wakeup is
+lost; WAITING and POSTED mirror it.
 The same holds at the end of a receiver: it does ``POSTED = CLOSED; ARMED = 1; fence; take`` and the
 sender, who looks at POSTED again when it finds ARMED set, does not call a message sent that nobody
 may have taken.
@@ -30,18 +32,17 @@ compared with what this side knows by itself, and a slot is copied out before it
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import threading
 from collections.abc import Callable
 from typing import Final
 
-from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.verbs import RECEIVE_SIZE, Completion, WcOpcode
 
 __all__ = [
     "CLOSED",
+    "KEYS",
     "PORT_DOWN",
     "RING_SIZE",
     "SLOTS",
@@ -49,10 +50,6 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
-    "make_doorbell",
-    "open_doorbell_untrusted",
-    "quieten_doorbell",
-    "ring_doorbell",
 ]
 
 
@@ -60,7 +57,10 @@ SLOTS: Final = 1024
 """Receives that can be posted; a power of two."""
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
-RING_SIZE: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
+_KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
+KEYS: Final = 1024
+"""Words of 4 bytes on the key page."""
+RING_SIZE: Final = _KEYS_AT + KEYS * 4
 
 # Indices of 8-byte words, 64 bytes apart.
 _HEAD: Final = 0
@@ -76,8 +76,6 @@ _SLOT: Final = struct.Struct(f"<B7x{RECEIVE_SIZE}s")
 _pack_slot = _SLOT.pack_into
 _unpack_slot = _SLOT.unpack_from
 
-_MOST_RINGS: Final = 4096
-
 _RECV: Final = int(WcOpcode.RECV)
 _new = tuple.__new__
 
@@ -90,48 +88,6 @@ def fence() -> None:
     """A full memory fence (see above).  Callers are on the Trio thread: never contended."""
     _acquire()
     _release()
-
-
-def make_doorbell(group: int | None) -> tuple[int, int]:
-    """A pipe's end to read from, and the one to ring; peers of the group may open it anew."""
-    rings, doorbell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    if group is not None:
-        try:
-            os.fchown(doorbell, -1, group)
-            os.fchmod(doorbell, 0o660)
-        except OSError:
-            os.close(rings)
-            os.close(doorbell)
-            raise
-    return rings, doorbell
-
-
-def open_doorbell_untrusted(fd: int) -> int:
-    """A doorbell that a peer sent, as a descriptor of our own.  Raises ProtocolError.
-
-    It is opened anew, for the flags of what came are the peer's as well: it could have each ring
-    wait until it reads.  That is why a doorbell is a pipe; an eventfd cannot be opened again.
-    """
-    name = f"/proc/self/fd/{fd}"
-    try:
-        # Anything else could block, or be a file that the peer wants written to.
-        if not os.readlink(name).startswith("pipe:["):
-            raise ProtocolError("a doorbell that is not a pipe")
-        return os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as problem:
-        raise ProtocolError(f"a doorbell that cannot be kept: {problem}") from problem
-
-
-def ring_doorbell(fd: int) -> None:
-    """Wake whoever sleeps on this pipe.  One that its owner filled stays silent."""
-    with contextlib.suppress(OSError):
-        os.write(fd, b"\0")
-
-
-def quieten_doorbell(fd: int) -> None:
-    """Take what was rung."""
-    with contextlib.suppress(OSError):
-        os.read(fd, _MOST_RINGS)
 
 
 class Sent:
@@ -153,19 +109,26 @@ class ReceiveRing:
 
     Attributes:
       head: the word HEAD as a view of one integer; something is there when ``head[0] != tail``.
+      keys: the key page, as integers.
       tail: messages taken.
       posted: receives posted.
+      dozes: it stays armed, and nobody looks before its doorbell rings; kept by the RNIC.
+      looked: ``tail`` when the RNIC last asked how busy it is.
     """
 
-    __slots__ = ("qp_num", "_words", "head", "memory", "posted", "tail")
+    __slots__ = (
+        "_words", "dozes", "head", "keys", "looked", "memory", "posted", "qp_num", "tail"
+    )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
         self.memory = Memory(RING_SIZE, name="trio_smc-ring")
         self.qp_num = qp_num
         self._words = self.memory.view[:_SLOTS_AT].cast("Q")
         self.head = self._words[_HEAD : _HEAD + 1]
-        self.tail = 0
+        self.keys = self.memory.view[_KEYS_AT:].cast("I")
+        self.tail = self.looked = 0
         self.posted = 0
+        self.dozes = False
 
     def tell(self, word: int) -> bool:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
@@ -216,20 +179,34 @@ class ReceiveRing:
         """Unmap and close.  Idempotent."""
         self.head.release()
         self._words.release()
+        self.keys.release()
         self.memory.close()
 
 
 class SendRing:
-    """The sending end: a peer's ring, and the pipe that wakes the peer."""
+    """The sending end: a peer's ring.
 
-    __slots__ = ("_head", "_memory", "_view", "_words", "doorbell")
+    Args:
+      doorbell: wakes the peer; OSError is as good as silence.
 
-    def __init__(self, memory: PeerMemory, doorbell: int) -> None:
+    Attributes:
+      keys: the peer's key page.
+    """
+
+    __slots__ = ("_doorbell", "_head", "_memory", "_view", "_words", "keys")
+
+    def __init__(self, memory: PeerMemory, doorbell: Callable[[], object]) -> None:
         self._memory = memory
         self._view = memory.view
         self._words = memory.cast(0, _SLOTS_AT, "Q")
         self._head = 0
-        self.doorbell = doorbell
+        self._doorbell = doorbell
+        self.keys = memory.cast(_KEYS_AT, KEYS * 4, "I")
+
+    def ring(self) -> None:
+        """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
+        with contextlib.suppress(OSError):
+            self._doorbell()
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
@@ -246,7 +223,7 @@ class SendRing:
         _release()
         if words[_ARMED]:
             words[_ARMED] = 0
-            ring_doorbell(self.doorbell)
+            self.ring()
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
@@ -270,8 +247,5 @@ class SendRing:
         return bool(self._words[_POSTED] >= PORT_DOWN)
 
     def close(self) -> None:
-        """Unmap and close the doorbell.  Idempotent."""
-        if self.doorbell >= 0:
-            self._memory.close()
-            os.close(self.doorbell)
-            self.doorbell = -1
+        """Unmap.  Idempotent."""
+        self._memory.close()

@@ -26,8 +26,8 @@ trio_smc, or when PROGRAM ends without having used Trio, one line on stderr says
 makes it an error, and ends PROGRAM.
 
 Peers whose connections are always short get TCP (learn_short of trio_smc.Config), unless
---require-smc or FILE says otherwise.  A peer that requires SMC-R refuses these: use --require-smc
-at both ends, or learn_short = false.
+--require-smc or FILE says otherwise, or the peer requires SMC-R and is on this host.  One on
+another host refuses these: use --require-smc at both ends, or learn_short = false.
 
 PROGRAM is a child of this command, which passes signals on and ends as PROGRAM does.
 """

@@ -1,0 +1,191 @@
+"""Many queue pairs on one software RNIC: those that are idle cost the busy ones nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
+from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.messages import BELL
+from trio_smc.rnic.soft.queue_pair import SoftQueuePair
+from trio_smc.rnic.verbs import QpState
+
+MANY = 40
+FEW = 8
+LOOKS = 600  # enough for idle rings to doze, twice
+
+
+@pytest.fixture(params=["thread", "trio"])
+def rnics(runtime_directory: Path, request: pytest.FixtureRequest) -> Iterator[list[SoftRnic]]:
+    """A server's and a client's, whose completions have a descriptor of their own or not."""
+    made = [SoftRnic("server"), SoftRnic("client")]
+    for rnic in made:
+        rnic.open(runtime_directory / "smc")
+        if request.param == "trio":
+            tell_apart(rnic)
+    yield made
+    for rnic in made:
+        rnic.close()
+
+
+@pytest.fixture
+def pairs(rnics: list[SoftRnic]) -> Iterator[list[tuple[End, End]]]:
+    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(MANY)]
+    for pair in made:
+        connect(*pair)
+    yield made
+    for pair in made:
+        for end in pair:
+            end.close()
+
+
+def look(rnic: SoftRnic) -> None:
+    for _ in range(LOOKS):
+        assert rnic.poll() == []
+
+
+def looked_at(rnic: SoftRnic) -> int:
+    return sum(not qp.ring.dozes for qp in rnic.queue_pairs())
+
+
+def test_idle_ones_are_not_looked_at(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
+    assert looked_at(rnics[0]) == MANY
+    look(rnics[0])
+    assert looked_at(rnics[0]) == 0
+    # Whoever says something is heard, asleep or awake, and looked at from then on.
+    for server, client in pairs:
+        client.qp.post_send(1, b"x")
+        until(got(server, 1), server, client)
+        assert isinstance(server.qp, SoftQueuePair)
+        assert not server.qp.ring.dozes
+    look(rnics[0])
+    assert looked_at(rnics[0]) <= FEW
+
+
+def test_messages_while_they_fall_asleep(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]], rng: random.Random
+) -> None:
+    """Whatever the order of looks, sleeps and messages, all of them arrive."""
+    sent = dict.fromkeys(range(MANY), 0)
+    for _ in range(3000):
+        which = rng.randrange(MANY) if rng.random() < 0.2 else 0
+        client = pairs[which][1]
+        if client.qp.state is QpState.RTS and sent[which] < 60:
+            client.qp.post_send(1 + sent[which], b"x")
+            sent[which] += 1
+        for completion in rnics[0].poll():
+            for end, _ in pairs:
+                if end.qp.qp_num == completion.qp_num:
+                    end.take(completion)
+        if rng.random() < 0.1 and rnics[0].arm():
+            rnics[0].disarm()
+    everyone = [end for pair in pairs for end in pair]
+    until(lambda: all(len(pairs[i][0].received) == sent[i] for i in sent), *everyone)
+    assert sum(sent.values()) > 200
+
+
+def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End]]) -> None:
+    look(rnics[0])
+    server, client = pairs[3]
+    client.qp.post_send(1, b"the last")
+    client.qp.to_err()
+    until(lambda: bool(server.flushed), server)
+    assert server.received == [b"the last"]
+    assert state(server.qp) is QpState.ERR
+
+
+def test_a_hostile_one_delays_only_itself(
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path
+) -> None:
+    """It rings all the time, takes the words that ask for its rings away, and rings no more."""
+    victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
+    with Attacker(runtime_directory / "smc") as attacker:
+        sock = attacker.connect(victim)
+        over = threading.Event()
+
+        def rage() -> None:
+            while not over.is_set():
+                for value in (0, 1, (1 << 64) - 1):
+                    attacker.word(ARMED, value)
+                try:
+                    sock.send(BELL)
+                except BlockingIOError:
+                    time.sleep(0)
+
+        raging = threading.Thread(target=rage)
+        raging.start()
+        try:
+            for number in range(1, 31):
+                for server, client in bystanders:
+                    client.qp.post_send(number, b"x")
+                    until(got(server, number), server, client, seconds=10)
+        finally:
+            over.set()
+            raging.join()
+        # All that it has rung is heard, and the others are idle, too.
+        sleeper = sleep_on(rnics[0])
+        while sleeper.poll(0):
+            serve(rnics[0])
+        look(rnics[0])
+        assert isinstance(victim.qp, SoftQueuePair)
+        assert victim.qp.ring.dozes
+        # Its own message waits until it rings, and nobody else's does.
+        attacker.word(ARMED, 0)
+        attacker.word(HEAD, 1)
+        look(rnics[0])
+        server, client = pairs[-1]
+        client.qp.post_send(1, b"x")
+        until(got(server, 1), server, client, seconds=10)
+        assert victim.received == []
+        sock.send(BELL)
+        until(got(victim, 1), victim)
+    victim.close()
+
+
+def test_descriptors(rnics: list[SoftRnic]) -> None:
+    """A socket for the pair, and a memfd for each region that further peers may be given."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(5)]
+    for pair in made:
+        connect(*pair)
+        pair[0].qp.post_send(1, b"there")
+        until(got(pair[1], 1), *pair)
+    assert count() - before == 5 * 2 * 2
+    for pair in made:
+        for end in pair:
+            end.close()
+    assert count() == before
+
+
+@pytest.mark.parametrize("rnics", ["thread"], indirect=True)
+def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_end(rnics[0]), make_end(rnics[1])
+    with monkeypatch.context() as patch:
+        for rnic in rnics:
+            patch.setattr(rnic, "look", lambda: None)  # neither has heard of the other
+        a.qp.post_receive(5)
+        b.qp.post_receive(5)
+        a.qp.to_rtr(gid=b.rnic.gid, qp_num=b.qp.qp_num, psn=9, mtu=5)
+        b.qp.to_rtr(gid=a.rnic.gid, qp_num=a.qp.qp_num, psn=7, mtu=5)
+    a.qp.to_rts(psn=7)
+    b.qp.to_rts(psn=9)
+    for _ in range(3):
+        a.qp.post_send(1, b"there")
+        b.qp.post_send(1, b"back")
+        until(lambda: len(a.sent) == len(b.received) and len(b.sent) == len(a.received), a, b)
+    assert len(a.received) == len(b.received) == 3
+    a.close()
+    until(lambda: bool(b.flushed), b)
+    b.close()
