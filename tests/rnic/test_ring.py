@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,17 +10,7 @@ from typing import Any
 import pytest
 
 from trio_smc.rnic.memory import PeerMemory
-from trio_smc.rnic.soft.ring import (
-    CLOSED,
-    PORT_DOWN,
-    ReceiveRing,
-    SendRing,
-    Sent,
-    make_doorbell,
-    open_doorbell_untrusted,
-    quieten_doorbell,
-    ring_doorbell,
-)
+from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Sent
 from trio_smc.rnic.verbs import Completion
 
 SCHEDULES = 1000
@@ -133,19 +122,3 @@ def test_what_counts_as_sent_is_taken(
         partly += 0 < sent < 3
     assert partly
     assert min(doubts) > 0
-
-
-def test_no_end_of_a_doorbell_waits() -> None:
-    """Neither one that nobody rang, nor one that is full; nor what a peer is given of it."""
-    rings, doorbell = make_doorbell(None)
-    theirs = open_doorbell_untrusted(doorbell)
-    try:
-        assert not any(os.get_blocking(each) for each in (rings, doorbell, theirs))
-        quieten_doorbell(rings)  # nothing there: would wait for ever
-        while os.write(theirs, bytes(4096)) == 4096 and select.select([], [theirs], [], 0)[1]:
-            pass
-        ring_doorbell(doorbell)
-        ring_doorbell(theirs)
-    finally:
-        for each in (rings, doorbell, theirs):
-            os.close(each)
