@@ -228,6 +228,6 @@ def test_version_1_is_one_constant() -> None:
 
 @pytest.mark.v2("v2.7/2")
 def test_who_a_client_is() -> None:
-    assert proposed(BOTH, VERSION_1) == (PLAIN.peer_id, b"")
+    assert proposed(BOTH, VERSION_1) == (PLAIN.peer_id, PLAIN.gid)
     assert proposed(BOTH, AGREED) == (PLAIN.peer_id, GID)
     assert proposed(replace(ONLY_2, peer_id=bytes(8)), AGREED) == (bytes(8), GID)
