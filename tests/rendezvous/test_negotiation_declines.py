@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable
 from typing import Any
@@ -404,6 +405,34 @@ def test_a_peer_id_that_two_clients_have_is_not_enough() -> None:
         assert len(server.groups) == 2
         for call in (first, second):
             assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def test_a_client_whose_link_has_just_failed_is_no_stranger() -> None:
+    """It goes on proposing by the RNIC that lost it."""
+    with World() as world:
+        client, server = world.side(rnics=2), world.side(rnics=2)
+        world.connect(client, server)
+        assert len(server.group.links) == 2
+        link = server.group.links[2]
+        assert link.peer is not None
+        server.group.forget_link(link)
+        proposal = dataclasses.replace(proposal_of(client), gid=link.peer.gid)
+        world.call(client, server, proposal=proposal)
+        world.settle()
+        assert len(server.groups) == 1
+        assert len(server.group.connections) == 2
+
+
+def test_an_rnic_that_has_just_come_makes_no_stranger() -> None:
+    """A software RNIC's peer ID names a process."""
+    with World() as world:
+        client, server = world.side(kind="software"), world.side(kind="software")
+        world.connect(client, server)
+        proposal = dataclasses.replace(proposal_of(client), gid=b"\xfe\x80" + bytes(13) + b"\x77")
+        call = world.call(client, server, proposal=proposal)
+        world.settle()
+        assert call.states == ("ESTABLISHED", "ESTABLISHED")
+        assert len(server.groups) == 1
 
 
 def test_out_of_sync_at_first_contact_means_nothing_more() -> None:

@@ -175,11 +175,16 @@ class LinkGroup:
         return self.usable and self.own_rmbs.has_room(size)
 
     def is_of(self, proposed: tuple[bytes, bytes]) -> bool:
-        """Whether the client that a Proposal names has formed the group (`terms.proposed`)."""
+        """Whether the client that a Proposal names has formed the group (`terms.proposed`).
+
+        It may propose by an RNIC whose link has just failed, or has yet to come; a software RNIC's
+        peer ID is random enough to name a process without a GID.
+        """
         peer_id, gid = proposed
-        if not gid or self.proposed[0] != peer_id or gid == self.proposed[1]:
-            return self.proposed == proposed
-        return any(link.peer is not None and link.peer.gid == gid for link in self.links.usable())
+        if self.proposed[0] != peer_id:
+            return False
+        known = gid == self.proposed[1] or self.links.has_led_to(gid)
+        return known or self.rnic.kind == "software"
 
     def doubt(self, peer_id: bytes) -> None:
         """Its client says that there is no such group (C.4), or somebody else under the same ID.

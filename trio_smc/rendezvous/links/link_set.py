@@ -67,6 +67,11 @@ class Links(dict[int, "Link"]):
             del self[link.number]
             self._gone.append(link)
 
+    def has_led_to(self, gid: bytes) -> bool:
+        """Whether a link joins that RNIC of the peer's, or did so lately."""
+        links = (*self.values(), *self._gone)
+        return any(link.peer is not None and link.peer.gid == gid for link in links)
+
     def next_number(self) -> int:
         """A number that was not used before, until all of 1..255 were (2.2.4)."""
         for _ in range(_NUMBERS):
