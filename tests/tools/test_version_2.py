@@ -198,11 +198,25 @@ async def test_check_of_a_server_without_ueids(monkeypatch: Patch) -> None:
     assert "  reason     prefix-mismatch, decided by the server\n" in done.out
 
 
+@pytest.mark.v2("v2.13/4")
+async def test_check_finds_that_by_itself_where_the_kernel_has_ueids(monkeypatch: Patch) -> None:
+    checking(monkeypatch)
+    far_away(monkeypatch)
+    monkeypatch.setattr(groups, "kernel_ueids", lambda: (b"PLANT-7".ljust(32),))
+    done = await checked(server=("ELSE",))
+    assert (done.code, done.err) == (1, "")
+    assert "  reason     no-common-ueid, decided by the server\n" in done.out
+    assert "  UEIDs      this side's: PLANT-7; the server's: ELSE\n" in done.out
+
+
 async def test_check_without_ueids(monkeypatch: Patch) -> None:
     checking(monkeypatch)
+    monkeypatch.setattr(groups, "kernel_ueids", lambda: None)
     done = await checked(server=("PLANT-7",))
     assert done.code == 0
-    assert "none: version 2 is not offered (--ueid)" in done.out
+    assert (
+        "info  the kernel has no SMC (modprobe smc): version 2 is not offered (--ueid)" in done.out
+    )
     assert "version 2." not in done.out
     checking(monkeypatch, routable=False)
     assert "UEIDs" not in (await checked()).out

@@ -41,7 +41,8 @@ its network namespace, the program that it is.
 
   resolve    the name's addresses
   RNICs      what this side could use
-  UEIDs      by which SMC-R version 2 is offered (--ueid), where an RNIC serves it
+  UEIDs      by which SMC-R version 2 is offered, where an RNIC serves it: those of --ueid, else
+             those of this host's kernel
   connect    the TCP connection
   discovery  how this side learns that the server speaks SMC-R
   CLC        messages on the TCP connection: Proposal, Accept, Confirm, or Decline with a
@@ -57,7 +58,7 @@ Examples:
   trio-smc check ::1 7000 --json
 
 --discovery assume sends a Proposal without asking: only for servers known to speak SMC-R.
-Linux speaks version 2 alone over soft-RoCE: without --ueid it declines there.
+Linux speaks version 2 alone over soft-RoCE: without a UEID in common it declines there.
 
 Exit codes:
   0  SMC-R is used
@@ -111,7 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="as Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
                         help="offer SMC-R version 2 by this UEID, as Config(ueids=...); several "
-                        "times for several; 'kernel': those of this host's kernel")  # fmt: skip
+                        "times for several; default: kernel, those of this host's")  # fmt: skip
     parser.add_argument("--timeout", type=positive_seconds, default=15.0, metavar="SECONDS",
                         help="for all of it; default: 15")  # fmt: skip
     add_directory(parser)
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     if options.directory is not None and not directory.is_dir():
         # A stack would make it, and nobody would be found there.
         raise ToolError(f"{directory}: no such directory")
-    named = tuple(options.ueid or ())
+    named = tuple(options.ueid or ("kernel",))
     try:
         config = Config(
             directory=directory,
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise ToolError(str(error)) from None
     report = Report(options.host, options.port)
-    trio.run(_check, report, config, options.timeout, directory)
+    trio.run(_check, report, config, options)
     if options.json:
         print_json(asdict(report))
     else:
@@ -151,38 +152,38 @@ def _port(text: str) -> int:
     return int(text)
 
 
-async def _check(report: Report, config: Config, patience: float, directory: Path) -> None:
-    with trio.move_on_after(patience) as scope:
+async def _check(report: Report, config: Config, options: argparse.Namespace) -> None:
+    with trio.move_on_after(options.timeout) as scope:
         await _resolve(report)
         try:
             async with trio_smc.open_stack(config) as stack:
                 names = [f"{each.name} ({each.kind})" for each in stack.rnics]
                 verdict = "ok" if names else "no"
                 report.add("RNICs", verdict, ", ".join(names) or "none can be opened")
-                _look_at_ueids(report, stack)
-                await _connect(report, stack, directory)
+                _look_at_ueids(report, stack, asked=bool(options.ueid))
+                await _connect(report, stack, private_directory(options))
         except OSError as error:
             raise ToolError(f"no stack can be opened: {words(error)}") from None
     if scope.cancelled_caught:
-        report.add("time", "no", f"not finished after {patience:g} seconds")
+        report.add("time", "no", f"not finished after {options.timeout:g} seconds")
 
 
-def _look_at_ueids(report: Report, stack: trio_smc.Stack) -> None:
+def _look_at_ueids(report: Report, stack: trio_smc.Stack, *, asked: bool) -> None:
     """What version 2 is offered by, or why it is not; nothing where nobody could want it."""
-    report.ueids = list(stack.ueids or ())
     served = any(rnic.routable for rnic in stack.rnics)
-    asked = stack.config.ueids
+    if not asked and not served:
+        return
+    report.ueids = list(stack.ueids or ())
     if stack.ueids:
         names = ", ".join(stack.ueids)
         if served:
             report.add("UEIDs", "ok", names)
         else:
             report.add("UEIDs", "no", f"{names}; but none of these RNICs serves version 2")
-    elif asked:
+    else:
         why = "has no SMC (modprobe smc)" if stack.ueids is None else "has none (smcr ueid add)"
-        report.add("UEIDs", "no", f"the kernel {why}: version 2 is not offered")
-    elif served:
-        report.add("UEIDs", "info", "none: version 2 is not offered (--ueid)")
+        verdict = "no" if asked else "info"
+        report.add("UEIDs", verdict, f"the kernel {why}: version 2 is not offered (--ueid)")
 
 
 async def _resolve(report: Report) -> None:
