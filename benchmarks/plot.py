@@ -35,6 +35,25 @@ def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, metadata=metadata, dpi=150)
 
 
+def _bars(
+    axis: Any, places: list[float], each: Sequence[Sequence[float]], thickness: float, label: str
+) -> None:
+    """Bars from 1 to the median of each, with the range of its values."""
+    middle = [median(values) for values in each]
+    axis.barh(
+        places,
+        [ratio - 1 for ratio in middle],
+        thickness,
+        left=1,
+        label=label,
+        xerr=[
+            [m - min(v) for m, v in zip(middle, each, strict=True)],
+            [max(v) - m for m, v in zip(middle, each, strict=True)],
+        ],
+        error_kw={"linewidth": 0.7},
+    )
+
+
 def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Draw how many times better than the base each transport is, with the range of the runs."""
     metrics = comparisons[0].metrics
@@ -47,19 +66,8 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         for row, name in enumerate(names):
             with_it = [m for m in metrics if name in comparison.transports(m)]
             each = [comparison.ratios(metric, name) for metric in with_it]
-            middle = [median(values) for values in each]
-            axis.barh(
-                [metrics.index(metric) + (row + 0.5) * thickness for metric in with_it],
-                [ratio - 1 for ratio in middle],
-                thickness,
-                left=1,
-                label=name,
-                xerr=[
-                    [m - min(v) for m, v in zip(middle, each, strict=True)],
-                    [max(v) - m for m, v in zip(middle, each, strict=True)],
-                ],
-                error_kw={"linewidth": 0.7},
-            )
+            places = [metrics.index(metric) + (row + 0.5) * thickness for metric in with_it]
+            _bars(axis, places, each, thickness, name)
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_xscale("log")
         axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10])
@@ -87,19 +95,8 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
             (("time or rate", seen), ("processor time of both ends", used))
         ):
             each = [comparison.ratios(metric, name) for metric in metrics]
-            middle = [median(values) for values in each]
-            axis.barh(
-                [place + (row + 0.5) * thickness for place in range(len(metrics))],
-                [ratio - 1 for ratio in middle],
-                thickness,
-                left=1,
-                label=label,
-                xerr=[
-                    [m - min(v) for m, v in zip(middle, each, strict=True)],
-                    [max(v) - m for m, v in zip(middle, each, strict=True)],
-                ],
-                error_kw={"linewidth": 0.7},
-            )
+            places = [place + (row + 0.5) * thickness for place in range(len(metrics))]
+            _bars(axis, places, each, thickness, label)
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_xscale("log")
         axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
