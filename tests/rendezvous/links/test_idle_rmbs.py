@@ -243,6 +243,31 @@ def test_a_deletion_whose_reply_was_lost_is_asked_for_again() -> None:
         assert known_alike(client.group, server.group)
 
 
+def test_a_new_rmb_that_the_peer_may_know_after_all_is_taken_back() -> None:
+    """2.3, 3.5.5.3.1: the reply is lost with its link, and then the peer is busy and refuses."""
+    with World() as world:
+        client, server, _ = with_links(world, 2)
+        keeper = Keeper(world, server, llc.MessageType.CONFIRM_RKEY)
+        done = elements(client, 1)
+        world.until(lambda: bool(keeper.kept))
+        assert len(server.group.peer_rmbs) == 2
+        world.fabric.tamper = None
+        carrier = client.group.rkey_exchanges._rkeys_link
+        assert carrier is not None
+        other = 3 - carrier.number
+        carrier.machine.send("failed")
+        server.group.exchanges.begin("add_link", server.group.links[other])
+        server.group.exchanges.stop_reply_timer()
+        world.until_time(lambda: bool(done))
+        assert done == [None]
+        server.group.exchanges.machine.send("refused")
+        client.record()
+        world.pass_time(LOOK + 1)
+        assert [len(each.rkeys) for each in deletions(client)] == [1]
+        assert len(client.group.own_rmbs) == len(server.group.peer_rmbs) == 1
+        assert known_alike(client.group, server.group)
+
+
 # --- RMBs made ahead ------------------------------------------------------------------------------
 
 

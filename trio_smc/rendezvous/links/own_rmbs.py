@@ -17,11 +17,14 @@ once is likely to be used again, but a large one must not pin its memory for eve
 group has no connections at all it soon goes as a whole, and nothing is deleted piece by piece.
 
 An RMB that is out of the pool never comes back: a reply that was lost with its link leaves open
-whether the peer still knows it.  Its deletion is asked for again at the next look.
+whether the peer still knows it.  Its deletion is asked for again at the next look.  The same
+holds for a new RMB whose CONFIRM RKEY had no reply and is then refused on another link: the peer
+may have learned of it the first time, so it is taken back like one that was in use.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections import Counter
@@ -45,6 +48,7 @@ __all__ = [
     "OwnRmbs",
     "RmbOwner",
     "RmbTeller",
+    "Told",
 ]
 
 
@@ -73,14 +77,28 @@ _LOOK_EVERY: Final = 15.0
 """Seconds between two looks: how much longer than needed an RMB may stay."""
 
 
-class RmbTeller(Protocol):
-    """Who tells the peer of RMBs, and then calls ``finished`` with whether it has agreed."""
+class Told(enum.Enum):
+    """What came of telling the peer of a new RMB."""
 
-    def confirm(self, rmb: Rmb, finished: Callable[[bool], None], over: Link | None) -> None:
+    KNOWN = enum.auto()
+    """The peer knows it on all links."""
+    REFUSED = enum.auto()
+    """The peer does not know it."""
+    IN_DOUBT = enum.auto()
+    """It was refused, but a request before that may have arrived: its reply was lost."""
+
+
+class RmbTeller(Protocol):
+    """Who tells the peer of RMBs, and then calls ``finished`` with what came of it."""
+
+    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None) -> None:
         """Tell the peer of a new RMB (3.5.5.2.1), over that link if it can be (A.3.5)."""
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
-        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2)."""
+        """Take back up to `MAX_DELETED` RMBs that nobody uses (3.5.5.2.2).
+
+        ``finished`` gets whether the peer replied.
+        """
 
 
 class RmbOwner(Protocol):
@@ -298,7 +316,7 @@ class OwnRmbs:
             return
         self._waiting[size] = waiting
         over = waiting[0][1] if waiting else None  # of the first connection (A.3.5)
-        owner.rkey_exchanges.confirm(rmb, lambda agreed: self._confirmed(rmb, agreed), over)
+        owner.rkey_exchanges.confirm(rmb, lambda told: self._confirmed(rmb, told), over)
 
     def _make_rmb(self, size: int) -> Rmb:
         owner = self._owner
@@ -318,16 +336,19 @@ class OwnRmbs:
         self._regions[rmb] = regions
         return rmb
 
-    def _confirmed(self, rmb: Rmb, agreed: bool) -> None:
+    def _confirmed(self, rmb: Rmb, told: Told) -> None:
         waiting = self._waiting.pop(rmb.element_size)
-        if agreed:
-            self.pool.add(rmb)
-        elif rmb in self._regions:  # else the group has ended, and freed it
-            self.free(rmb)
-        if not agreed:
+        if told is not Told.KNOWN:
+            if rmb not in self._regions:
+                pass  # the group has ended, and freed it
+            elif told is Told.IN_DOUBT:
+                self._idle.take_back(rmb)
+            else:
+                self.free(rmb)
             for done, _ in waiting:
                 done(None)
             return
+        self.pool.add(rmb)
         self._idle.emptied(rmb)  # until somebody takes an element; a spare waits for that
         self._serve(rmb.element_size, waiting)
 
@@ -360,6 +381,11 @@ class IdleRmbs:
         self._empty_since.pop(rmb, None)
         if self._empty_since:
             self._look_later()
+
+    def take_back(self, rmb: Rmb) -> None:
+        """Have the peer forget an RMB that it refused and may know all the same."""
+        self._leaving[rmb] = None
+        self._look_later()
 
     def close(self) -> None:
         """The group ends; the memory is `OwnRmbs`'s to free."""

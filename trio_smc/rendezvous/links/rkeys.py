@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.rendezvous.links.own_rmbs import Told
 from trio_smc.rendezvous.links.peer_rmbs import RToken
 from trio_smc.wire import llc
 
@@ -317,12 +318,15 @@ class RkeyRequest:
       messages: makes the request for the link it will travel on, when its turn has come.
       finished: called once with whether the peer agreed.
       over: the link to send it over, if that is still usable then.
+      in_doubt: whether it was sent and what became of that is not known: the peer may have done
+        it, even if it refuses to do it again.
     """
 
     messages: Callable[[Link], list[llc.Message]]
     finished: Callable[[bool], None]
     over: Link | None = None
     tries: int = 0
+    in_doubt: bool = False
     _awaited: deque[type[llc.Message]] = field(default_factory=deque)
     _negative: bool = False
     _retry: bool = False
@@ -385,12 +389,17 @@ class RkeyExchanges:
 
     # --- requests of this side ------------------------------------------------------------
 
-    def confirm(self, rmb: Rmb, finished: Callable[[bool], None], over: Link | None = None) -> None:
+    def confirm(self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None = None) -> None:
         """Tell the peer of a new RMB on all links (3.5.5.2.1).
 
         ``over``: the link of the first connection that uses it, which carries the message (A.3.5).
         ``finished`` is called once with whether the peer knows it, now or later.
         """
+        self._confirm(rmb, finished, over, in_doubt=False)
+
+    def _confirm(
+        self, rmb: Rmb, finished: Callable[[Told], None], over: Link | None, *, in_doubt: bool
+    ) -> None:
         rkeys = self._rkeys
         told: set[int] = set()
 
@@ -402,11 +411,14 @@ class RkeyExchanges:
         def answered(agreed: bool) -> None:
             # A link that came up while the reply was on its way over another one.
             if agreed and not told.issuperset(rkeys.carrying()):
-                self.confirm(rmb, finished, over)
+                self._confirm(rmb, finished, over, in_doubt=True)
+            elif agreed:
+                finished(Told.KNOWN)
             else:
-                finished(agreed)
+                finished(Told.IN_DOUBT if request.in_doubt else Told.REFUSED)
 
-        self._change(RkeyRequest(messages, answered, over))
+        request = RkeyRequest(messages, answered, over, in_doubt=in_doubt)
+        self._change(request)
 
     def delete(self, rmbs: Sequence[Rmb], finished: Callable[[bool], None]) -> None:
         """Take back up to eight RMBs that nobody uses (3.5.5.2.2).
@@ -474,6 +486,7 @@ class RkeyExchanges:
         """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is not None:
+            request.in_doubt = True
             self._queue.appendleft(request)
 
     def fail_rkeys_link(self) -> None:
