@@ -493,16 +493,40 @@ class TestLoop:
             # Collecting garbage takes a part of it at most, who looks round takes all he gets.
             assert time.process_time() - start < 0.5
 
-    async def test_spinning_gives_up_when_nothing_comes(
+    async def test_spinning_gives_up_when_nothing_comes_in_time(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """Once for each completion; after 8 in vain only for every 64th."""
+        a, b = ends
+        async with running(*rnics, spin=1e-3) as pump:
+            to_b = Sink(pump, b)
+            pump.waiting = 1
+            spins = spins_of(pump)
+            for index in range(1, 65):
+                await trio.sleep(6e-3)
+                a.qp.post_send(index, b"x", signaled=False)
+                await to_b.wait(index)
+            assert 8 <= len(spins) <= 10
+
+    async def test_one_wait_is_one_spin_whatever_wakes_the_loop_meanwhile(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """Before each sleep; after 8 in vain only before every 64th."""
         async with running(*rnics, spin=1e-3) as pump:
             pump.waiting = 1
             spins = spins_of(pump)
-            for _ in range(64):
+            for _ in range(5):
                 await trio.sleep(2e-3)
-            assert 8 <= len(spins) <= 10
+            assert len(spins) == 1
+
+    async def test_who_has_spun_does_not_spin_again_before_the_sleep(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        async with running(*rnics, spin=1e-3) as pump:
+            spins = spins_of(pump)
+            assert not pump.try_spin(lambda: False)
+            pump.waiting = 1
+            await trio.sleep(2e-3)
+            assert len(spins) == 1
 
     async def test_nobody_spins_while_nobody_waits_for_completions(
         self, rnics: tuple[SoftRnic, SoftRnic]

@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from trio_smc.rnic.spinner import Spinner
+from trio_smc.rnic.spinner import AdaptiveSpin, Spinner
 
 QUICK = 1e-3
 PATIENT = 10.0
@@ -72,3 +72,39 @@ async def test_misses_make_it_rare() -> None:
     while not spinner.until(lambda: True):
         pass
     assert spinner.until(lambda: True), "a hit brings it back"
+
+
+def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    for _ in range(3):
+        spin.slept(190_000)
+    assert spin.ns == 50_000
+    spin.slept(190_000)
+    assert spin.ns == 200_000
+
+
+def test_a_spin_that_was_given_up_as_too_short_is_tried_again_when_it_is_longer() -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    for _ in range(2):
+        assert spin.spin([nothing_came], 0) is None
+    assert spin.tired
+    for _ in range(4):
+        spin.slept(100_000)
+    assert not spin.tired
+
+
+def test_one_long_wait_makes_a_spin_short_again() -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    for _ in range(6):
+        spin.slept(100_000)
+    spin.slept(1_000_000)
+    assert spin.ns == 50_000
+    spin.slept(100_000)
+    assert spin.ns == 50_000
+
+
+def test_no_spin_stays_none() -> None:
+    spin = AdaptiveSpin(0.0, patience=2, seldom=64)
+    for _ in range(6):
+        spin.slept(1)
+    assert spin.ns == 0

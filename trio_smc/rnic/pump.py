@@ -122,6 +122,8 @@ class Pump:
         self.passes = 0
         self.wakeups = 0
         self._spinning = AdaptiveSpin(spin, patience=8, seldom=64)
+        # When the wait for the next completion began, by `time.perf_counter_ns`; 0: nobody waits.
+        self._waiting_since = 0
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
         self._soon: list[Callable[[], None]] = []
@@ -326,9 +328,11 @@ class Pump:
             self._flush()
             if self.drain() and (ready is None or ready()):
                 return True
-        end = time.perf_counter_ns() + spinning.ns
+        self._waiting_since = time.perf_counter_ns()
+        end = self._waiting_since + spinning.ns
         while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
+                self._waiting_since = 0
                 return True
             if time.perf_counter_ns() >= end:
                 break  # all that comes is for others
@@ -444,6 +448,8 @@ class Pump:
             if self._flushes:
                 self._flush()
             came = self.drain()
+            if came:
+                self._waiting_since = 0
             if timeout > 0:
                 if came or self._idle(timeout):
                     self._wake()
@@ -464,9 +470,14 @@ class Pump:
     def _idle(self, timeout: float) -> bool:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
         spinning = self._spinning
-        if spinning.ns and self.waiting and spinning.worthwhile():
-            budget = min(spinning.ns, int(min(timeout, 1.0) * 1e9))
-            if self._spin(time.perf_counter_ns() + budget):
+        if spinning.ns and self.waiting:
+            now = time.perf_counter_ns()
+            if not self._waiting_since:
+                self._waiting_since = now
+            # One wait is one spin: others may wake the scheduler meanwhile, or a reader has spun.
+            end = min(self._waiting_since + spinning.ns, now + int(min(timeout, 1.0) * 1e9))
+            if now < end and spinning.worthwhile() and self._spin(end):
+                self._waiting_since = 0
                 return True
         self._sleepless = 0
         if not self._listening:
@@ -487,7 +498,9 @@ class Pump:
             try:
                 for lane in self._lanes:
                     lane.disarm()
-                self.drain()
+                if self.drain() and self._waiting_since:
+                    self._spinning.slept(time.perf_counter_ns() - self._waiting_since)
+                    self._waiting_since = 0
             except Exception as problem:
                 self._break(problem)
 

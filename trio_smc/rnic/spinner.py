@@ -4,7 +4,9 @@ Theory of operation.  To sleep and to be woken costs more than all else that a s
 costs, so who waits alone looks again and again for a moment first.  That pays where the peer
 answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after several fruitless
 tries in a row only every so many-th is made, as when both ends are in one process or share a
-processor; one that is fruitful brings it back.
+processor; one that is fruitful brings it back.  How long answers take depends on the machine and
+on the program at the other end: where the last waits were only somewhat longer than the spin, so
+that each was paid for and slept through all the same, it is made as long as they are.
 
 There are two who wait so: `rnic.pump` for completions, and with `Spinner` each handshake for a
 message of a peer on this host, which answers within some 100 µs.  Whoever shares its loop with
@@ -31,8 +33,15 @@ Look = Callable[[], bool]
 """Whether something has come."""
 
 
+_STRETCH: Final = 4
+"""How many times as long as asked for a spin may be: sleeping costs about as much."""
+
+_ALIKE: Final = 4
+"""So many waits in a row that a stretched spin would have met are taken for a habit."""
+
+
 class AdaptiveSpin:
-    """Looks for a moment, and less often where nothing comes of it.
+    """Looks for a moment, longer where that would be met, less often where nothing comes of it.
 
     Args:
       seconds: how long to look; 0: never.
@@ -40,13 +49,14 @@ class AdaptiveSpin:
       seldom: and then each so many-th.
 
     Attributes:
-      ns: how long to look, in nanoseconds.
+      ns: how long to look, in nanoseconds: ``seconds``, or four times that.
     """
 
-    __slots__ = ("_misses", "_patience", "_seldom", "_tries", "ns")
+    __slots__ = ("_asked", "_misses", "_near", "_patience", "_seldom", "_tries", "ns")
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
-        self.ns = int(seconds * 1e9)
+        self.ns = self._asked = int(seconds * 1e9)
+        self._near = 0
         self._patience = patience
         self._seldom = seldom
         self._misses = 0
@@ -56,6 +66,17 @@ class AdaptiveSpin:
     def tired(self) -> bool:
         """Whether the last tries were all fruitless."""
         return self._misses >= self._patience
+
+    def slept(self, ns: int) -> None:
+        """A wait that no spin has met took so long, the spin included."""
+        if ns > _STRETCH * self._asked:
+            self._near = 0
+            self.ns = self._asked
+            return
+        self._near += 1
+        if self._near == _ALIKE:
+            self.ns = _STRETCH * self._asked
+            self._misses = 0
 
     def worthwhile(self) -> bool:
         """Whether to try now; to be asked once for each try."""
