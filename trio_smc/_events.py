@@ -228,7 +228,7 @@ class EventObserver:
             self._put(
                 StackEvent(
                     subject="link_group", old=old, new=new, cause=event, time=now,
-                    role=_role(subject), peer_id=subject.peer_id, agreed=subject.terms.agreed,
+                    role=_role(subject), peer_id=subject.peer_id, agreed=subject.agreed,
                 )
             )  # fmt: skip
 

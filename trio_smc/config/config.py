@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.host.private_directory import default_directories
-from trio_smc.wire.fields import MAX_EIDS, RMBE_SIZE_UNIT, encode_ueid, rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import (
+    MAX_EIDS,
+    RMBE_SIZE_UNIT,
+    encode_ueid,
+    rmbe_size_code,
+    rmbe_size_for,
+    rmbe_size_of,
+)
 
 if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
@@ -268,7 +275,7 @@ class Config:
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
         if kind == "software":
-            return rmbe_size_of(rmbe_size_code(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER))
+            return rmbe_size_for(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER)
         wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
         return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
 

@@ -8,6 +8,7 @@ import socket as stdlib_socket
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import trio
+from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.connection import Connection
@@ -77,7 +78,7 @@ class Arrival:
     """
 
     __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
-                 "_publication", "_remote", "_rnic", "_search", "_stack", "begun",
+                 "_publication", "_remote", "_rnic", "_search", "_stack", "_unwrapped", "begun",
                  "sock")  # fmt: skip
 
     def __init__(
@@ -85,12 +86,13 @@ class Arrival:
         stack: HandshakeHost,
         config: Config,
         publication: Publication,
-        sock: trio.socket.SocketType,
+        accepted: stdlib_socket.socket,
         remote: tuple[str, int],
         *,
         busy: bool,
     ) -> None:
-        self.sock = sock
+        self.sock = from_stdlib_socket(accepted)
+        self._unwrapped = accepted
         self._accepted = remote
         self._stack = stack
         self._config = config
@@ -243,7 +245,7 @@ class Arrival:
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
             # Who announced it may have lost the port to somebody else, and says so presently.
-            agreed = agreed and await _begins_with_clc(sock)
+            agreed = agreed and _begins_with_clc(self._unwrapped)
         else:
             # Looked at and not just believed: with the TCP option, the client does not know when
             # the option of the SYN-ACK was lost on the way.
@@ -289,7 +291,7 @@ def established_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
-    stack.groups.count_mode(stream, None, outcome.group.terms)
+    stack.groups.count_mode(stream, None, outcome.group.agreed)
     if config.learn_short and peer is not None:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
@@ -311,7 +313,7 @@ def _ended_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     stream.socket.keep_names()
     sock.close()
-    stack.groups.count_mode(stream, None, outcome.group.terms)
+    stack.groups.count_mode(stream, None, outcome.group.agreed)
     return stream
 
 
@@ -381,9 +383,10 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
     raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
 
 
-async def _begins_with_clc(sock: trio.socket.SocketType) -> bool:
+def _begins_with_clc(sock: stdlib_socket.socket) -> bool:
     """Whether the bytes that are there may be CLC; they stay unread."""
-    return clc.EYE_CATCHER.startswith(await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK))
+    # Trio's `recv` takes a pass of the scheduler.
+    return clc.EYE_CATCHER.startswith(sock.recv(_SNIFF, stdlib_socket.MSG_PEEK))
 
 
 def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:

@@ -436,11 +436,15 @@ def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:
     begins, ends = first <= low <= last, first <= high <= last
     first, last = low if begins else first, high if ends else last
     count = last - first + 1
-    begin, step = random.randrange(count), random.randrange(1, count + 1)
-    while math.gcd(step, count) != 1:
-        step += 1
-    ports = (first + (begin + turn * step) % count for turn in range(count))
-    return (port for port in ports if port not in reserved)
+    place, step = int(random.random() * count), 0
+    for _ in range(count):
+        if first + place not in reserved:
+            yield first + place
+        if not step:  # nearly always the first does
+            step = random.randrange(1, count + 1)
+            while math.gcd(step, count) != 1:
+                step += 1
+        place = (place + step) % count
 
 
 @lru_cache(1)

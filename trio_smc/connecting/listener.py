@@ -26,7 +26,6 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
-from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.connecting.accept import Arrival, HandshakeHost
@@ -263,10 +262,11 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 if not self._has_room() or self.socket.fileno() < 0:
                     break
                 accepted, remote = plain.accept()
-                sock = from_stdlib_socket(accepted)
                 limit = config.handshake_limit
                 busy = limit is not None and len(self._arrivals) >= limit
-                arrival = Arrival(self._stack, config, self.publication, sock, remote, busy=busy)
+                arrival = Arrival(
+                    self._stack, config, self.publication, accepted, remote, busy=busy
+                )
                 self._held += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:

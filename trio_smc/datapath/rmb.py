@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
-from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import rmbe_size_for
 
 if TYPE_CHECKING:
     from trio_smc.rnic.memory import Memory
@@ -208,7 +208,7 @@ class RmbPool:
         """
         if len(self._free) >= MAX_RMBS:
             raise OverflowError(f"a link group has at most {MAX_RMBS} RMBs")
-        if rmb.element_size != rmbe_size_of(rmbe_size_code(rmb.element_size)):
+        if rmb.element_size != rmbe_size_for(rmb.element_size):
             raise ValueError(f"{rmb.element_size} is no RMBE size: 16 KiB << n")
         if rmb in self._free:
             raise ValueError("the RMB is in the pool already")
@@ -221,7 +221,7 @@ class RmbPool:
         preferred, so that the later ones can become empty; within it the element last released,
         whose pages are warm.
         """
-        size = rmbe_size_of(rmbe_size_code(size))
+        size = rmbe_size_for(size)
         rmbe = self._take_free(size) or self._take_soiled(size)
         if rmbe is not None:
             self._warm -= rmbe.warm
@@ -246,7 +246,10 @@ class RmbPool:
 
     def has_free(self, size: int) -> bool:
         """Whether `take` would find an element of ``size`` bytes, which is a size class."""
-        return any(free and rmb.element_size == size for rmb, free in self._free.items())
+        for rmb, free in self._free.items():  # noqa: SIM110
+            if free and rmb.element_size == size:
+                return True
+        return False
 
     def release(self, rmbe: Rmbe, used: int | None = None) -> None:
         """Take an element back; its connection is CLOSED and the peer will not write to it.

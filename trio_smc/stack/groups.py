@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import add
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
+_VERSION_1: Final = VERSION_1.agreed
 
 
 class OpenStream(Protocol):
@@ -263,12 +264,12 @@ class GroupTable:
         return _Handshake(self.handshakes)
 
     def count_mode(
-        self, connection: OpenStream | None, fallback: Fallback | None, terms: Terms = VERSION_1
+        self, connection: OpenStream | None, fallback: Fallback | None, agreed: Agreed = _VERSION_1
     ) -> None:
-        """A connection became SMC-R (None), in a link group with these terms, or stays TCP; no
+        """A connection became SMC-R (None), in a link group that agreed on this, or stays TCP; no
         connection: it was refused then."""
         if fallback is None:
-            self._agreed[terms.agreed] += 1
+            self._agreed[agreed] += 1
         else:
             self._fallbacks[fallback.origin, fallback.reason] += 1
             LOGGER.debug("plain TCP: %s", fallback.message)

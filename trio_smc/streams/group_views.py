@@ -149,7 +149,7 @@ class LinkGroupView(View[LinkGroup]):
     @property
     def agreed(self) -> Agreed:
         """These four, as `StackStatistics` and `StackEvent` have them."""
-        return self._core.terms.agreed
+        return self._core.agreed
 
     @property
     def kind(self) -> LinkGroupKind:

@@ -54,7 +54,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, Value, eid_name, rmbe_size_of
+from trio_smc.wire.fields import EID_SIZE, MAX_EIDS, RMBE_SIZE_UNIT, Value, eid_name
 
 __all__ = [
     "EYE_CATCHER",
@@ -603,7 +603,7 @@ class _Credentials(ClcMessage):
     @property
     def buffer_size(self) -> int:
         """Size of one element of the sender's RMB, bytes."""
-        return rmbe_size_of(self.buffer_size_code)
+        return RMBE_SIZE_UNIT << self.buffer_size_code
 
     @property
     def known_mtu(self) -> QpMtu | None:

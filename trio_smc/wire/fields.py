@@ -10,6 +10,7 @@ no secret.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, ClassVar
 
@@ -19,6 +20,9 @@ __all__ = [
     "Value",
     "eid_name",
     "encode_ueid",
+    "rmbe_size_code",
+    "rmbe_size_for",
+    "rmbe_size_of",
 ]
 
 
@@ -61,6 +65,12 @@ def rmbe_size_of(code: int) -> int:
 def rmbe_size_code(size: int) -> int:
     """The smallest size code whose element holds ``size`` bytes."""
     return ((size - 1) // RMBE_SIZE_UNIT).bit_length() if size > RMBE_SIZE_UNIT else 0
+
+
+@functools.lru_cache(16)
+def rmbe_size_for(size: int) -> int:
+    """Bytes of the smallest RMB element that holds ``size`` bytes."""
+    return rmbe_size_of(rmbe_size_code(size))
 
 
 EID_SIZE = 32

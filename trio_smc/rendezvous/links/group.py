@@ -96,7 +96,7 @@ class LinkGroup:
       client: whether this side was the TCP client at first contact.
       peer_id: the peer's 8-byte peer ID; of a server zeros until SMC Confirm, if its Proposal has
         none.
-      terms: what the two sides agreed on.
+      terms, agreed: what the two sides agreed on, and what of it people want to see.
       proposed: what the first Proposal named the client by (`terms.proposed`); a server's.
       rnic: the RNIC of the first link; decides whether the group is of software or RoCE kind.
       links: by number.
@@ -114,6 +114,7 @@ class LinkGroup:
         self.client = client
         self.peer_id = peer_id
         self.terms = terms
+        self.agreed = terms.agreed  # what every connection is counted under
         self.proposed = proposed
         self.rnic = rnic
         self.config = config
@@ -170,8 +171,9 @@ class LinkGroup:
         most = self.terms.max_connections
         if most is not None and len(self.connections) + self._requested >= most:
             return False
-        if any(link.doubted for link in self.links.values()):
-            return False
+        for link in self.links.values():
+            if link.doubted:
+                return False
         return self.usable and self.own_rmbs.has_room(size)
 
     def is_of(self, proposed: tuple[bytes, bytes]) -> bool:

@@ -101,15 +101,12 @@ class Links(dict[int, "Link"]):
           but: not this one.
           among: the numbers that come into question; None: all.
         """
-        return min(
-            (
-                link
-                for link in self.values()
-                if link.usable and link is not but and (among is None or link.number in among)
-            ),
-            key=lambda link: link.load,
-            default=None,
-        )
+        best: Link | None = None
+        for link in self.values():
+            fits = link.usable and link is not but and (among is None or link.number in among)
+            if fits and (best is None or link.load < best.load):
+                best = link
+        return best
 
     def oldest(self, but: Link | None = None) -> Link | None:
         """The usable link, and not ``but``, that has been there longest."""
@@ -130,16 +127,18 @@ class Links(dict[int, "Link"]):
         Also one that has just gone: SMC Accept and Confirm travel over TCP, and the link that
         they name may have ended meanwhile.
         """
-        # Links of a group that is over stay in it.
-        there = (link for link in self.values() if link.confirmed or link.state == "DOWN")
-        for link in (*there, *self._gone):
-            peer = link.peer
-            if (
-                peer is not None
-                and (peer.gid, peer.qp_number) == (gid, qp_number)
-                and mac in (None, peer.mac)
-            ):
-                return link
+        for links in (self.values(), self._gone):
+            for link in links:
+                peer = link.peer
+                if (
+                    peer is not None
+                    and peer.qp_number == qp_number
+                    and peer.gid == gid
+                    and (mac is None or mac == peer.mac)
+                    # Links of a group that is over stay in it.
+                    and (link.confirmed or link.state == "DOWN")
+                ):
+                    return link
         return None
 
     def symmetric(self) -> list[Link]:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc.datapath.rmb import MAX_RMBS, Rmb, Rmbe, RmbPool, rmb_elements
 from trio_smc.rendezvous.links.peer_rmbs import RToken
-from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
+from trio_smc.wire.fields import rmbe_size_for
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer, Timers
@@ -160,7 +160,7 @@ class OwnRmbs:
         """Whether an element of ``size`` bytes is free or can be made (2.1: 255 RMBs)."""
         if len(self._regions) < MAX_RMBS:
             return True
-        size = rmbe_size_of(rmbe_size_code(size))
+        size = rmbe_size_for(size)
         return size in self._waiting or self.pool.has_free(size)
 
     def request(self, size: int, done: _Done, over: Link | None = None) -> None:
@@ -168,7 +168,7 @@ class OwnRmbs:
 
         ``over``: the link that the connection is to use.
         """
-        size = rmbe_size_of(rmbe_size_code(size))
+        size = rmbe_size_for(size)
         self._serve(size, [(done, over)])
 
     def give_eye_catchers(self) -> None:
