@@ -410,7 +410,7 @@ class Pump:
             try:
                 if not lane.rnic.quieten():
                     return
-                self.drain()  # of rings that were not looked at before, as they rang
+                lane.look()  # at rings that were not looked at before, as they rang
             except Exception as problem:
                 self._break(problem)
                 return

@@ -162,7 +162,8 @@ class Contact:
                 return
             data, fds = packet
             if data == BELL:
-                close_all(fds)
+                if fds:
+                    close_all(fds)
                 if glance:
                     return
                 continue
@@ -243,7 +244,8 @@ class Contact:
                 sock.close()
 
     def _on_events(self, events: int) -> None:
-        self._rnic.rouse(self._owner.ring)
+        if self._owner.ring.dozes:
+            self._rnic.rouse(self._owner.ring)
         self.hear(glance=self._rnic.tells_again)
         if events & _ENDED:
             self._rnic.gone.append(self._owner)

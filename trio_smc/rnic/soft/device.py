@@ -437,10 +437,9 @@ class SoftRnic(Rnic):
             self._epoll.modify(fd, events | select.EPOLLET)
 
     def rouse(self, ring: ReceiveRing) -> None:
-        """Look at this ring again: its doorbell was rung."""
-        if ring.dozes:
-            ring.disarm()
-            self._look_at(ring)
+        """Look again at this ring, which dozes: its doorbell was rung."""
+        ring.disarm()
+        self._look_at(ring)
 
     def queue_pairs(self) -> list[SoftQueuePair]:
         """Those there are, in the order of their making."""

@@ -74,7 +74,7 @@ class Port(Protocol):
         """Whether to report also that such a socket takes something again."""
 
     def rouse(self, ring: ReceiveRing) -> None:
-        """Look at this ring again: its doorbell was rung."""
+        """Look again at this ring, which dozes: its doorbell was rung."""
 
     def hang_up(self, sock: socket.socket | None, *, quietly: bool) -> None:
         """Close a watched socket, or keep it where the other side may not notice yet."""
