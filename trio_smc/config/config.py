@@ -157,7 +157,8 @@ class Config:
         take all of it; with rings of 1 MiB two processors work in each other's caches.
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
         peer that has it brings it along in any case.
-      spin: how long to poll before the scheduler sleeps; 0 = off.
+      spin: how long to poll before the scheduler sleeps; 0 = off.  Where the last waits were
+        longer, but not four times as long, it polls for four times as long.
       wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
         or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
         on software RNICs.
