@@ -17,7 +17,7 @@ from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config
 from trio_smc.connecting.listener import SmcListener
-from trio_smc.control.server import REPORT_TO, ControlSocket, RunReport
+from trio_smc.control.server import REPORT_EVERY, REPORT_TO, ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
 __all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
@@ -141,7 +141,7 @@ def _attach(stack: Stack) -> None:
                 raise
     asker = os.environ.get(REPORT_TO)
     if asker:
-        stack.runtime.attach(RunReport(stack, asker))
+        stack.runtime.attach(RunReport(stack, asker, float(os.environ.get(REPORT_EVERY, "inf"))))
 
 
 @asynccontextmanager

@@ -102,6 +102,39 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_service_that_is_killed_is_reported(number: int, tmp_path: Path) -> None:
+    """What it told from time to time; longer ago than that when it says that it has served."""
+    private = tmp_path / "private"
+    (tmp_path / "smc.toml").write_text(f'directory = "{private}"')
+    (tmp_path / "program.py").write_text(
+        f"""{TRIO}
+import os
+
+async def service():
+    await main()
+    await trio.sleep(1.5)
+    print(os.getpid(), flush=True)
+    await trio.sleep_forever()
+
+trio.run(service)
+"""
+    )
+    with subprocess.Popen(
+        [*RUN, "--report", "--config", "smc.toml", "--", sys.executable, "program.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        os.kill(int(process.stdout.readline()), number)
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -number
+    for left in (*private.glob("rnic-*"), *private.glob("control/*")):
+        left.unlink()  # nobody was there to do it
+    lines = said.splitlines()
+    assert re.match(r"trio-smc run: +10 SMC-R, sent 9.8 KiB", lines[1]), said
+    assert lines[-1].startswith("trio-smc run:   1 of 1 stacks were killed: ")
+
+
 @pytest.mark.parametrize("name", ["trio", "trio_smc"])
 def test_a_program_that_only_asks_whether_trio_is_there(name: str, tmp_path: Path) -> None:
     """As frameworks do that can work with several libraries."""
@@ -329,6 +362,7 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
     [
         b"\xff", b"[1]", b"{}", b'{"kind": "trio"}', b'{"kind": 1, "pid": 2}', b"[" * 50_000,
         b'{"kind": "stack-end", "pid": 2, "stack": "x", "statistics": {}}',
+        b'{"kind": "stack-counts", "pid": 2, "stack": "x", "statistics": []}',
         b'{"kind": "missing", "pid": 2}',
     ],
 )  # fmt: skip

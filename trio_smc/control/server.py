@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from trio_smc._stack import Stack
 
-__all__ = ["REPORT_TO", "ControlSocket", "RunReport"]
+__all__ = ["REPORT_EVERY", "REPORT_TO", "ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
@@ -50,6 +50,8 @@ _NAME_INTERVAL: Final = 10.0
 """Seconds between looks whether the socket still has its name."""
 REPORT_TO: Final = "TRIO_SMC_RUN"
 """The variable of the environment that names the socket of `trio-smc run`."""
+REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
+"""The variable that says how often a stack tells what it counted, in seconds; else at its end."""
 _REPORT_PATIENCE: Final = 1.0
 """Seconds that a full socket may hold up the end of a stack."""
 
@@ -231,19 +233,27 @@ async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
 class RunReport:
     """Runs beside one stack: says that it is open, and at its end what it counted.
 
-    Each message is one JSON object in a datagram; a reader that has gone costs nothing.
+    With an interval, in seconds, it also says what it has counted so far, as the process may be
+    killed.  Each message is one JSON object in a datagram; a reader that has gone costs nothing.
     """
 
-    def __init__(self, stack: Stack, path: str) -> None:
+    def __init__(self, stack: Stack, path: str, every: float = math.inf) -> None:
         self._stack = stack
         self._path = path
+        self._every = every
         self._pid = os.getpid()
 
     async def run(self) -> None:
         """Until cancelled, which is when all connections have ended."""
         self._tell("stack-open")
+        told = None
         try:
-            await trio.sleep_forever()
+            while True:
+                await trio.sleep(self._every)
+                counted = plain_statistics(self._stack.statistics())
+                if counted != told:
+                    self._tell("stack-counts", statistics=counted)
+                    told = counted
         finally:
             self._tell("stack-end", statistics=plain_statistics(self._stack.statistics()))
 

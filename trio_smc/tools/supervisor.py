@@ -8,10 +8,10 @@ whole process group; the child is killed when this process is.
 
 The processes of PROGRAM tell what they do, by datagrams to a socket that the environment names: the
 hook in `site/sitecustomize.py` that it is there, that Trio runs, that asyncio has connections or
-that trio_smc is missing; each stack what it counted.  A thread reads them while this process sleeps
-in `sigtimedwait`.  A Python without the hook (``-I``) says nothing, so now and then the tree is
-looked at for one that has TCP sockets.  Whoever has no connection is nobody's business: the master
-of a server, a helper, a shell.
+that trio_smc is missing; each stack what it counted, for a report from time to time.  A thread
+reads them while this process sleeps in `sigtimedwait`.  A Python without the hook (``-I``) says
+nothing, so now and then the tree is looked at for one that has TCP sockets.  Whoever has no
+connection is nobody's business: the master of a server, a helper, a shell.
 
 All that PROGRAM's processes do wrong together is said in one line, the first that is found; under
 ``--require-smc`` PROGRAM is told to end then.
@@ -45,6 +45,8 @@ __all__ = ["SOCKET", "Tree", "supervise"]
 
 SOCKET: Final = "TRIO_SMC_RUN"
 """The variable of the environment that names the socket."""
+EVERY: Final = "TRIO_SMC_REPORT_EVERY"
+"""The variable that says how often, in seconds, a stack tells what it counted."""
 _LIMIT: Final = 1 << 16
 _PASSED_ON: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
@@ -55,6 +57,8 @@ _PR_SET_PDEATHSIG: Final = 1
 _FIRST_LOOK: Final = 0.5
 _LAST_LOOK: Final = 10.0
 """Seconds between two looks at the tree, which grow."""
+_REPORTS: Final = 1.0
+"""Seconds between what a stack tells for ``--report``."""
 _FAILED: Final = 1
 
 
@@ -66,7 +70,7 @@ class Tree:
 
     Attributes:
       complaint: what was said; "" while there is nothing to say.
-      stacks: by process and peer ID, what each stack counted; None while it is open.
+      stacks: by process and peer ID, what each stack last said that it counted, if it did.
       hooked: Pythons that have the hook.
       used_trio: whether any of them has run Trio.
       ended: whether PROGRAM was told to end, since something of it cannot be SMC-R.
@@ -76,6 +80,7 @@ class Tree:
         self.complaint = ""
         self.ended = False
         self.stacks: dict[tuple[int, str], dict[str, Any] | None] = {}
+        self._open: set[tuple[int, str]] = set()
         self.hooked: set[int] = set()
         self.used_trio = False
         self._require = require
@@ -109,13 +114,18 @@ class Tree:
                     f"process {pid} uses Trio, but its Python, {message['executable']!a}, cannot "
                     f"use trio_smc: {message['error'][:200]!a}"
                 )
-            case "stack-open" | "stack-end" as kind:
+            case "stack-open":
                 check_untrusted(message, {"stack": str}, "message")
                 key = pid, message["stack"]
-                self.stacks.setdefault(key, None)
+                self.stacks[key] = None
+                self._open.add(key)
+            case "stack-counts" | "stack-end" as kind:
+                shape = {"stack": str, "statistics": SHAPES["statistics"]}
+                check_untrusted(message, shape, "message")
+                key = pid, message["stack"]
+                self.stacks[key] = message["statistics"]
                 if kind == "stack-end":
-                    check_untrusted(message, {"statistics": SHAPES["statistics"]}, "message")
-                    self.stacks[key] = message["statistics"]
+                    self._open.discard(key)
 
     def complain(self, text: str) -> None:
         """Say the first thing that is wrong; once for the whole tree."""
@@ -167,9 +177,11 @@ class Tree:
             yield f"    {count:>7} {origin}: {reason}"
         if refused:
             yield f"  {refused:>7} refused, as --require-smc says"
-        lost = len(self.stacks) - len(counted)
-        if lost:
-            yield f"  {lost} of {len(self.stacks)} stacks ended without telling what they counted"
+        if self._open:
+            yield (
+                f"  {len(self._open)} of {len(self.stacks)} stacks were killed: "
+                f"what they counted in their last {_REPORTS:g} seconds may be missing"
+            )
 
 
 def supervise(
@@ -188,7 +200,8 @@ def supervise(
     with _socket() as (reader, path):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
         try:
-            child = _started(program, {**environment, SOCKET: path}, mask)
+            told = {SOCKET: path, **({EVERY: str(_REPORTS)} if report else {})}
+            child = _started(program, {**environment, **told}, mask)
             started = executable(child.pid)
             thread = threading.Thread(target=_listen, args=(reader, tree), name="trio-smc run")
             thread.start()
