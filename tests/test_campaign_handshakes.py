@@ -44,7 +44,7 @@ def _crash(self: Rkeys, *_: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "text"),
     [
-        (OwnRmbs, "close", _leak, "memory"),
+        (OwnRmbs, "free_one", _leak, "memory"),
         (Negotiation, "timed_out", _no_end, "PROPOSED"),
         (Rkeys, "answer", _crash, "given up"),
         (Negotiation, "may_decline", property(lambda self: self.may_fall_back), "2: "),

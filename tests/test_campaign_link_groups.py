@@ -65,7 +65,7 @@ def _no_tests(self: Link) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "text"),
     [
-        (OwnRmbs, "close", _leak, "open are"),
+        (OwnRmbs, "free_one", _leak, "open are"),
         (Rkeys, "_forget_rkeys", _keep, "the peer knows"),
         (Rkeys, "answer", _crash, "given up"),
         (LinkGroup, "end_connections", _deaf, ""),

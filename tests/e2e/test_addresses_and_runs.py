@@ -45,6 +45,7 @@ async def serve(nursery: trio.Nursery, host: str | None = "127.0.0.1") -> int:
 # --- addresses ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("B/1")
 @pytest.mark.parametrize("host", LOOPBACK_NAMES)
 async def test_the_address_a_server_listens_on(host: str) -> None:
     async with trio_smc.open_stack(smc_config()), trio.open_nursery() as nursery:

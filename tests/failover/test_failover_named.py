@@ -244,3 +244,50 @@ def test_a_restored_rnic_gets_its_link_and_its_share(world: World) -> None:
         assert [link.load for link in side.group.links.values()] == [3, 3]
     for call in calls:
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+def leaving(world: World, place: int) -> tuple[Stage, Link, list[Connection], list[Link]]:
+    """A link that two connections are to leave, both with data on their way; and who is told."""
+    stage = Stage(world, (2, 2))
+    calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
+    connections = [call.connections[place] for call in calls]
+    link, told = connections[0].channel, list[Link]()
+    assert isinstance(link, Link)
+    both = [connection for connection in connections if connection.channel is link]
+    assert len(both) == 2
+    for connection in both:
+        connection.send(memoryview(DATA))
+    link.machine.send("leave")
+    stage.end(place).group.mover.link_leaving(link, lambda: told.append(link))
+    return stage, link, both, told
+
+
+@BOTH_ENDS
+@pytest.mark.rfc("2.3/2")
+def test_a_link_is_left_when_its_last_connection_has_gone(world: World, place: int) -> None:
+    stage, link, (first, second), told = leaving(world, place)
+    pump, qp = stage.end(place).stack.pump, link.qp
+    assert isinstance(qp, PlainQueuePair)
+    qp.execute()
+    qp.execute()  # the write and the message of the first
+    pump.drain()
+    assert first.channel is not link
+    assert second.channel is link
+    assert not told
+    world.settle()
+    assert second.channel is not link
+    assert told == [link]
+
+
+@BOTH_ENDS
+@pytest.mark.rfc("4.8.3/2")
+def test_nobody_is_told_that_a_link_is_left_which_stays(world: World, place: int) -> None:
+    stage, link, both, told = leaving(world, place)
+    link.machine.send("stay")
+    stage.end(place).group.mover.link_stays(link)
+    both[0].abort()
+    world.settle()
+    assert both[1].channel is link
+    assert not told
+    peers = stage.end(1 - place).connections
+    assert [each.receiver.receive(100) for each in peers if each.receiver.bytes_received] == [DATA]

@@ -122,3 +122,18 @@ def test_what_counts_as_sent_is_taken(
         partly += 0 < sent < 3
     assert partly
     assert min(doubts) > 0
+
+
+def test_each_receive_that_was_posted_can_be_used(
+    ends: Callable[[], tuple[ReceiveRing, SendRing]],
+) -> None:
+    receiver, sender = ends()
+    taken: list[Completion] = []
+    for rounds in (1, 2):
+        receiver.posted = 3 * rounds
+        receiver.tell(receiver.posted)
+        assert [sender.put(b"message") for _ in range(4)] == [Sent.DONE] * 3 + [Sent.NOT_READY]
+        assert receiver.take_untrusted(taken.append)
+        assert len(taken) == receiver.tail == 3 * rounds
+    receiver.head[0] += 1
+    assert not receiver.take_untrusted(taken.append), "nobody may use one more"

@@ -264,6 +264,32 @@ class TestHello:
         victim.rnic.service()
         assert sum(ended(sock) for sock in socks) == 19 - 4
 
+    def test_a_stranger_who_was_early_is_not_taken_for_the_peer(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        stranger = attacker.say(victim, attacker.hello(victim, qp_num=1), attacker.fds())
+        victim.rnic.service()
+        attacker.connect(victim)
+        victim.qp.post_send(1, b"x")
+        until(lambda: victim.sent == [(1, 0)], victim)
+        assert ended(stranger)
+
+    def test_a_peer_that_was_early_is_not_dialled(self, attacker: Attacker, victim: End) -> None:
+        sock = attacker.say(victim, attacker.hello(victim), attacker.fds())
+        victim.rnic.service()
+        victim.qp.to_rtr(gid=attacker.gid, qp_num=attacker.qp_num, psn=PSN, mtu=5)
+        attacker.listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            attacker.listener.accept()
+        packet = receive(sock)
+        assert packet is not None
+        data, fds = packet
+        for fd in fds:
+            os.close(fd)
+        hello = decode_untrusted(data, len(fds))
+        assert isinstance(hello, Hello)
+        assert (hello.qp_num, hello.peer_qp_num) == (victim.qp.qp_num, attacker.qp_num)
+
     def test_a_flood_has_its_turn_and_no_more(
         self, attacker: Attacker, victim: End, rnic: SoftRnic
     ) -> None:

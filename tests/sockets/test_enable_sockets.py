@@ -152,6 +152,7 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
     trio.run(main)
 
 
+@pytest.mark.rfc("B/2", "B/3", "B/4")
 def test_names_and_options_of_both_ends(enabled: None) -> None:
     """What was set before there was a connection counts over SMC-R (docs/socket-options.md)."""
     level, tcp = stdlib_socket.SOL_SOCKET, stdlib_socket.IPPROTO_TCP

@@ -59,6 +59,7 @@ async def stream(request: pytest.FixtureRequest) -> AsyncIterator[SmcStream]:
 # --- the table ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rfc("B/5")
 def test_the_page_in_docs_is_the_table() -> None:
     assert socket_options.main(["--check"]) == 0
     text = socket_options.PAGE.read_text()
@@ -199,6 +200,26 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
         for asked, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
             listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
             assert await sizes() == (4 << 20, rmbe)
+
+
+@pytest.mark.rfc("4.1/2", "B/3")
+@pytest.mark.parametrize("eye_catcher", [False, True])
+async def test_the_usable_ring_is_at_least_what_so_rcvbuf_asked(eye_catcher: bool) -> None:
+    """All of it is sent before anybody reads, beside an eye catcher, too."""
+    async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)):
+        [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+        for asked in (32768 - 4, 32768 - 3, 32768, 65536):
+            listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
+            client = await trio_smc.open_stream(*listener.socket.getsockname())
+            server = await listener.accept()
+            assert isinstance(client, RdmaStream)
+            assert isinstance(server, RdmaStream)
+            assert server._core.rmbe.first == (4 if eye_catcher else 0)
+            with trio.fail_after(5):
+                await client.send_all(bytes(asked))
+            for stream in (client, server):
+                stream.abort()
+        await listener.aclose()
 
 
 async def test_so_rcvbuf_of_a_stream_is_its_rmbe(pair: tuple[RdmaStream, RdmaStream]) -> None:

@@ -17,6 +17,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from operator import add
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -51,6 +52,9 @@ __all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
 _VERSION_1: Final = VERSION_1.agreed
+
+_AT_ONCE: Final = 128
+"""Connections whose counters are added up at once."""
 
 
 class OpenStream(Protocol):
@@ -280,8 +284,10 @@ class GroupTable:
 
     def statistics(self) -> StackStatistics:
         """The counters so far."""
-        counters = [each.connection.counters() for each in self.endpoints.values()]
-        totals = map(sum, zip(self._closed_totals, *counters, strict=True))
+        totals, endpoints = self._closed_totals, iter(self.endpoints.values())
+        # A few at a time: thousands of new tuples would have the collector look at all there is.
+        while some := [each.connection.counters() for each in islice(endpoints, _AT_ONCE)]:
+            totals = [*map(sum, zip(totals, *some, strict=True))]
         pools = [group.own_rmbs.pool for group in self.groups]
         return StackStatistics(
             **dict(zip(STREAM_COUNTERS, totals, strict=True)),

@@ -3,14 +3,15 @@ meet them, the loss of the last link (RFC 7609, 3.5.4, 3.5.5, 4.5.3, 4.8.3, C.7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
 
 from tests.rendezvous.rendezvous_pair import SIZE, Side, World, exchange
 from tests.rendezvous.transcripts import line
-from tests.rnic.memory_rnic import PlainQueuePair
+from tests.rnic.memory_rnic import PlainMemory, PlainQueuePair
 from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.links.link import Link
@@ -251,6 +252,50 @@ def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> No
             assert [is_broken(each) for each in call.connections] == [True, True]
         assert not any(world.fabric.held.values())
         assert not client.connections
+        assert not server.connections
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_the_end_of_many_connections_takes_many_turns(
+    monkeypatch: pytest.MonkeyPatch, leave: bool
+) -> None:
+    """One turn ends connections, and frees RMBs, for one millisecond; who leaves ends all."""
+    with World() as world:
+        client, server = world.side(alternative()), world.side(alternative())
+        for _ in range(20):
+            world.connect(client, server)
+        group, connections = server.group, set(server.connections)
+        memories = {rmb.memory for rmb in group.own_rmbs.pool.rmbs}
+        assert len(connections) == 20
+        assert len(memories) >= 5
+        turns = [Counter[str]()]
+
+        def slow(owner: type, name: str, of_server: Container[object]) -> None:
+            whole: Callable[[object], None] = getattr(owner, name)
+
+            def work(self: object) -> None:
+                whole(self)
+                if self in of_server:
+                    turns[-1][name] += 1
+                    world.clock.now += 0.0004
+
+            monkeypatch.setattr(owner, name, work)
+
+        slow(Connection, "links_lost", connections)
+        slow(PlainMemory, "close", memories)
+        link_of(server).machine.send("failed")
+        while server.groups:
+            assert group.state == "GONE"
+            if leave and turns[-1]["close"]:
+                server.free()
+                break
+            turns.append(Counter())
+            world.clock.now = server.stack.timers.next_deadline()
+            server.stack.timers.run_due()
+        else:
+            assert max(turn.total() for turn in turns) == 3
+        assert sum(turns, Counter()) == Counter(links_lost=20, close=len(memories))
+        assert not server.groups
         assert not server.connections
 
 

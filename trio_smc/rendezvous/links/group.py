@@ -17,8 +17,9 @@ A link that fails is handled in this order (`link_failing`, `link_down`): its co
 another link (`failover.mover`), its queue pair is closed, then it is forgotten and the peer is told
 over another link; without another link the group ends (4.8.3).
 
-A group that ends loses its links and RKeys at once and its connections a few in each pass of the
-scheduler: each has a TCP connection to end and a task to wake.  Its memory goes with the last one.
+A group that ends loses its links and RKeys at once, and its connections and then its RMBs a few in
+each pass of the scheduler: a connection has a TCP connection to end and a task to wake, and an RMB
+many pages.
 
 Which link a connection sends on is this side's affair alone (2.3); the peer chooses its own.
 """
@@ -28,7 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.errors import ProtocolError
@@ -67,7 +68,7 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc.link_group")
 
 _TURN: Final = 0.001
-"""Seconds after which the end of connections leaves the rest to the scheduler's next pass."""
+"""Seconds after which the end of a group leaves the rest to the scheduler's next pass."""
 _CLIENT_IDLE_EXTRA: Final = 10.0
 """The server ends idle groups (3.5.4); a client does so only when its server did not."""
 
@@ -456,14 +457,23 @@ class LinkGroup:
 
     def _end_some(self, until: float) -> None:
         self._ending = None
-        for connection in list(self.connections.values()):
-            connection.links_lost()
-            if self.timers.now() >= until and self.connections:
+        for _ in self._ends():
+            if self.timers.now() >= until:
                 self._ending = self.timers.call_later(
                     0.0, lambda: self._end_some(self.timers.now() + _TURN)
                 )
                 return
-        self._free_memory()
+
+    def _ends(self) -> Iterator[None]:
+        """End one connection, or free one RMB of a group that is gone, at each step."""
+        for connection in list(self.connections.values()):
+            connection.links_lost()
+            yield
+        if self.machine.state == "GONE":
+            self.mover.close()
+            while self.own_rmbs.free_one():
+                yield
+            self.host.group_gone(self)
 
     def end_now(self) -> None:
         """Nobody will do it later: free everything, whatever the peer thinks."""
@@ -496,7 +506,7 @@ class LinkGroup:
             self._termination_link.machine.send("failed")
 
     def free_resources(self) -> None:
-        """Queue pairs and registrations; then, with the last connection, memory."""
+        """Queue pairs and registrations; then connections and, after the last, memory."""
         self.stop_timer()
         self.deletion.close()
         self.adding.close()
@@ -509,12 +519,6 @@ class LinkGroup:
         self.exchanges.end()
         self.end_connections()
 
-    def _free_memory(self) -> None:
-        if self.machine.state == "GONE" and self._ending is None:
-            self.mover.close()
-            self.own_rmbs.close()
-            self.host.group_gone(self)
-
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers, whoever waited, and at the end the stack."""
         if self.host.observer is not None:
@@ -524,7 +528,7 @@ class LinkGroup:
             for callback in settled:
                 callback()
         if new == "GONE":
-            self._free_memory()
+            self.end_connections()
         elif old == "FORMING":
             self.exchanges.queued()
 

@@ -258,12 +258,14 @@ class OwnRmbs:
             for region in regions.values():
                 region.close()
 
-    def close(self) -> None:
-        """Free the memory; no connection uses it any more."""
-        for rmb in self._regions:
-            rmb.memory.close()
-        self._regions.clear()
-        self._links.clear()
+    def free_one(self) -> bool:
+        """Free the memory of one RMB; no connection uses it any more.  False: none was left."""
+        if not self._regions:
+            self._links.clear()
+            return False
+        rmb, _ = self._regions.popitem()
+        rmb.memory.close()
+        return True
 
     # --- new RMBs -----------------------------------------------------------------------------
 
