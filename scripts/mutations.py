@@ -70,7 +70,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("rendezvous/discovery/messages.py", "rendezvous/discovery/publication.py"),
         ("tests/rendezvous/discovery",),
     ),
-    "control": (("control/protocol.py", "control/server.py"), ("tests/control",)),
+    "control": (
+        ("control/protocol.py", "control/server.py"),
+        ("tests/control", "tests/connecting/test_cleaner.py"),
+    ),
 }  # fmt: skip
 
 
