@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
 from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
+from trio_smc.control.server import ControlSocket
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
 
@@ -210,6 +212,28 @@ async def test_a_defect_costs_one_answer(
         assert "a defect" in caplog.text
         assert len(await answer(path, GOOD)) == 3
         assert stack.runtime.failure is None
+
+
+async def test_a_failed_accept_is_told_unless_the_client_has_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
+    async with a_stack() as (stack, path):
+        [served] = [each for each in stack.runtime.attached if isinstance(each, ControlSocket)]
+        accept, errors = served._socket.accept, [errno.ECONNABORTED, errno.EMFILE]
+
+        async def fail_first() -> Any:
+            if errors:
+                raise OSError(errors.pop(0), "as accept(2) says")
+            return await accept()
+
+        monkeypatch.setattr(served._socket, "accept", fail_first)
+        for _ in range(2):  # the first was waited for before
+            assert len(await answer(path, GOOD)) == 3
+        assert errors == []
+        told = [each.getMessage() for each in caplog.records if "accept" in each.getMessage()]
+        assert len(told) == 1
+        assert f"[Errno {errno.EMFILE}]" in told[0]
 
 
 async def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:

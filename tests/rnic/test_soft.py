@@ -20,6 +20,7 @@ from tests.rnic.soft_peer import BURST, Peer, pause
 from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.regions import MOST_REGIONS
 from trio_smc.rnic.verbs import QpState, QueuePair, RnicError, RnicEvent, WcStatus
 
 
@@ -62,6 +63,44 @@ def sweep(directory: Path) -> None:
     rnic = SoftRnic("broom")
     rnic.open(directory)
     rnic.close()
+
+
+class TestRegions:
+    def test_slots_of_the_key_page_are_used_again(self, rnic: SoftRnic) -> None:
+        pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
+        regions = [pd.register(memory) for _ in range(MOST_REGIONS)]
+        with pytest.raises(RnicError):
+            pd.register(memory)
+        assert sorted(region.slot for region in regions) == list(range(MOST_REGIONS))
+        gone = [regions.pop(place) for place in (200, 100, 0)]
+        for region in gone:
+            region.close()
+        regions += [pd.register(memory) for _ in gone]
+        assert sorted(region.slot for region in regions) == list(range(MOST_REGIONS))
+        for region in regions:
+            region.close()
+        pd.close()
+        memory.close()
+
+    def test_addresses_look_like_those_of_memory(self, rnic: SoftRnic) -> None:
+        pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
+        regions = [pd.register(memory) for _ in range(10)]
+        addresses = {region.address for region in regions}
+        assert len(addresses) == len({region.rkey for region in regions}) == 10
+        assert all(address and not address % 4096 for address in addresses)
+        for region in regions:
+            region.close()
+        pd.close()
+        memory.close()
+
+    def test_a_domain_that_was_closed(self, rnic: SoftRnic) -> None:
+        pd, memory = rnic.alloc_pd(), rnic.alloc_memory(MEMORY)
+        pd.close()
+        with pytest.raises(RnicError, match="closed"):
+            pd.register(memory)
+        with pytest.raises(RnicError):
+            rnic.create_qp(pd)
+        memory.close()
 
 
 class TestPort:

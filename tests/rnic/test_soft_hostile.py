@@ -14,7 +14,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import pytest
 from hypothesis import given
@@ -375,7 +375,7 @@ class TestAnnouncements:
         socket.send_fds(sock, [gone], [])
         data = Register(rkey=5, slot=0, address=4096, length=length).encode()
         socket.send_fds(sock, [data], [memory.fd])
-        victim.rnic.service()
+        until(lambda: 5 in cast(Any, victim.qp)._contact.peer.regions, victim)
         assert state(victim.qp) is QpState.RTS
         assert len(os.listdir("/proc/self/fd")) == before
         data = Register(rkey=6, slot=0, address=4096, length=4096).encode()

@@ -259,6 +259,12 @@ def _accept(**changes: Any) -> clc.Message:
 
 
 @pytest.mark.rfc("A.2.2/5")
+def test_version_0_is_refused_by_the_header_alone() -> None:
+    for low in range(16):
+        with pytest.raises(ProtocolError, match="version 0"):
+            clc.message_length_untrusted(patch(ACCEPT, 7, bytes((low,)))[: clc.HEADER_SIZE])
+
+
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -277,6 +283,10 @@ def _accept(**changes: Any) -> clc.Message:
         (lambda: _accept(rmbe_index=256), "rmbe_index is 256"),
         (lambda: _accept(rmb_address=(1 << 64) - 1), "beyond the end of memory"),
         (lambda: clc.Decline(peer_id=bytes(8), diagnosis=1 << 32), "diagnosis is"),
+        (
+            lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, more_diagnosis=(1 << 32, 0, 0, 0)),
+            "four words of 32 bits",
+        ),
         (
             lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, more_diagnosis=(0, 0, 0, -1)),
             "four words",

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -57,12 +58,15 @@ def option() -> Iterator[TcpOption]:
 
 
 @pytest.fixture
-def pins(tmp_path: Path) -> Iterator[Path]:
-    """A directory to pin in; nothing of it is left."""
-    path = tmp_path / "pins"
-    yield path
-    trio_smc.tear_down_tcp_option(pins=path)
-    assert not path.exists()
+def pins() -> Iterator[Path]:
+    """A directory to pin in, which everybody can reach; nothing of it is left."""
+    # Not in tmp_path: each pytest that begins closes the directory above it for others.
+    with tempfile.TemporaryDirectory(prefix="smc-") as directory:
+        os.chmod(directory, 0o755)
+        path = Path(directory, "pins")
+        yield path
+        trio_smc.tear_down_tcp_option(pins=path)
+        assert not path.exists()
 
 
 @contextlib.contextmanager
@@ -406,15 +410,6 @@ def as_nobody(
     return done.stdout.split()
 
 
-@pytest.fixture
-def open_path(tmp_path: Path) -> None:
-    """Let everybody reach what is in tmp_path."""
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.getuid() and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o011)
-
-
-@pytest.mark.usefixtures("open_path")
 def test_for_a_group(pins: Path) -> None:
     assert trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     with Wire.open() as wire, reserved_port() as port:
@@ -433,7 +428,6 @@ def test_for_a_group(pins: Path) -> None:
     assert results == [str(Reason.TCP_OPTION_NOT_PERMITTED)] * 4
 
 
-@pytest.mark.usefixtures("open_path")
 def test_for_a_cgroup(pins: Path) -> None:
     """A process outside can mark its sockets, and is told that it does nothing."""
     with cgroup("inside") as inside, cgroup("outside") as outside:
@@ -498,7 +492,6 @@ def freeze(path: Path) -> None:
         os.close(fd)
 
 
-@pytest.mark.usefixtures("open_path")
 def test_a_frozen_map_has_a_reason(pins: Path) -> None:
     trio_smc.set_up_tcp_option(group="daemon", pins=pins)
     freeze(pins / MAP_NAME)

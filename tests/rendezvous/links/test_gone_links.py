@@ -48,6 +48,19 @@ def test_not_for_ever() -> None:
     assert find(links, 2) is not None
 
 
+def test_those_that_never_had_a_peer_push_nobody_out() -> None:
+    """A client without a further RNIC rejects each link that its server offers."""
+    links = Links()
+    one = links[1] = link(1)
+    links.forget(one)
+    for number in range(2, GONE_LINKS + 2):
+        links[number] = offered = link(number)
+        offered.peer = None
+        links.forget(offered)
+        assert number not in links
+    assert find(links, 1) is one
+
+
 def test_a_link_that_was_replaced_is_not_forgotten_twice() -> None:
     links = Links()
     old, new = link(1), link(1)

@@ -65,7 +65,8 @@ class Links(dict[int, "Link"]):
         """The link has failed or was deleted."""
         if self.get(link.number) is link:
             del self[link.number]
-            self._gone.append(link)
+            if link.peer is not None:  # else nobody can name it
+                self._gone.append(link)
 
     def has_led_to(self, gid: bytes) -> bool:
         """Whether a link joins that RNIC of the peer's, or did so lately."""

@@ -77,7 +77,7 @@ class SoftProtectionDomain(ProtectionDomain):
         self._forget = forget
         self.queue_pairs: set[Announces] = set()
         self._regions: dict[int, SoftMemoryRegion] = {}
-        self._free = list(range(KEYS))
+        self._free: list[int] = []  # slots that were used before; the next new one is behind all
         self._closed = False
 
     @property
@@ -100,7 +100,7 @@ class SoftProtectionDomain(ProtectionDomain):
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_REGIONS} regions")
         if memory.size + sum(region.length for region in self._regions.values()) > MOST_MAPPED:
             raise RnicError(errno.ENOMEM, f"a protection domain holds {MOST_MAPPED} bytes")
-        slot = self._free.pop()
+        slot = self._free.pop() if self._free else len(self._regions)
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
         message, fd = region.announcement()
