@@ -29,6 +29,13 @@ def tell(line: str) -> None:
 
 async def serve_one(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
     """Say who it is, and what it got."""
+    # Who only looks ends with a reset what it has not read.
+    with contextlib.suppress(trio.BrokenResourceError):
+        await echo(stream, greeting)
+
+
+async def echo(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
+    """The same for a client that stays."""
     async with stream:
         await stream.send_all(greeting.encode() + b"\n")
         got = b""

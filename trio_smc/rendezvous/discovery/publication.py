@@ -100,7 +100,8 @@ class Probe:
     __slots__ = ("_nonce", "_source", "listener", "said")
 
     def __init__(self, connection: bytes) -> None:
-        self._source, address = messages.parties(connection)
+        source, address = messages.parties(connection)
+        self._source = plain_address(source)
         self._nonce = secrets.token_bytes(messages.NONCE_SIZE)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
