@@ -6,6 +6,8 @@ one.  Real ones, with bridges and NAT between them: `tests/e2e/test_networks.py`
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 from pathlib import Path
@@ -40,7 +42,7 @@ async def prove(private: Path, port: int) -> Lookup | FallbackReason:
 
 
 async def raw_proof(
-    private: Path, port: int, source: str = HOST
+    private: Path, port: int, there: str = HOST
 ) -> tuple[socket.socket, messages.Message]:
     """A client's Unix connection, and what it hears after a PROVE."""
     root = PrivateDirectory.open(private, create=False)
@@ -55,7 +57,7 @@ async def raw_proof(
     finally:
         root.close()
     assert connection is not None
-    connection.send(messages.prove(messages.four_tuple((source, 0), (HOST, 0))))
+    connection.send(messages.prove(messages.four_tuple((HOST, 0), (there, 0))))
     await trio.lowlevel.wait_readable(connection)
     said = messages.take(connection)
     assert said is not None
@@ -160,6 +162,38 @@ async def test_it_listens_as_long_as_the_client_stays(private: Path) -> None:
                 await trio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
             await read_all(said.port)
+
+
+async def test_it_ends_when_the_client_announces_something(private: Path) -> None:
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1])
+        with connection:
+            connection.send(messages.announce(messages.four_tuple((HOST, 1), server.address)))
+            with trio.fail_after(10):
+                while server.publication._probes:  # noqa: ASYNC110 - as above
+                    await trio.sleep(0.01)
+            with pytest.raises(ConnectionRefusedError):
+                await read_all(said.port)
+            assert server.publication._clients, "it stays"
+
+
+async def test_a_listener_of_another_address(private: Path) -> None:
+    """Asked for one that is this host's, too."""
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1], there="127.0.0.2")
+        connection.close()
+        assert said.kind is Kind.REFUSED
+
+
+async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch) -> None:
+    def full(self: publication.Probe) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(publication.Probe, "answer", full)
+    async with serving(private) as server:
+        with trio.fail_after(5):
+            assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
+        assert not server.publication._probes
 
 
 async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:

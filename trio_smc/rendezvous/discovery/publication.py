@@ -62,6 +62,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _MAX_PENDING = 4096  # announcements per publication
 _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
+_ANY = ("0.0.0.0", "::")
 _MAX_PROBES = 16  # TCP sockets that listen at a time for clients that ask for a proof
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 
@@ -116,8 +117,11 @@ class Probe:
         self.said = messages.listening(connection, port, self._nonce)
 
     def answer(self) -> None:
-        """Let in who waits: the client itself is shown what it asked for, others nothing."""
-        with contextlib.suppress(OSError):
+        """Let in who waits: the client itself is shown what it asked for, others nothing.
+
+        Raises OSError when there are no descriptors to let anybody in.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             connection, name = self.listener.accept()
             with connection:
                 connection.setblocking(False)
@@ -464,7 +468,10 @@ class Publication:
                 if events & ~select.EPOLLIN:
                     self._drop(client)
             elif (client := self._probes.get(number)) is not None and client.probe is not None:
-                client.probe.answer()
+                try:
+                    client.probe.answer()
+                except OSError:
+                    self._drop(client)
         self._timers.run_due()
 
     def _accept_again(self) -> None:
@@ -498,10 +505,16 @@ class Publication:
             self._drop(client)
 
     def _heard_of(self, client: Client) -> None:
-        """It has announced something, or is gone."""
+        """It has announced something, or is gone; it wants no proof any more."""
         timer = self._silent.pop(client, None)
         if timer is not None:
             timer.cancel()
+        probe, client.probe = client.probe, None
+        if probe is not None:
+            del self._probes[probe.listener.fileno()]
+            if self._moves is not None:
+                self._moves.unregister(probe.listener)
+            probe.listener.close()
 
     def _accept(self, listener: socket.socket) -> int:
         """Let clients in; the error number that ended it, EAGAIN for no more; 0: all it may."""
@@ -594,7 +607,9 @@ class Publication:
         made, moves = self._made, self._moves
         try:
             if made is None or moves is None or not made.may_prove():
-                raise OSError(errno.EADDRNOTAVAIL, "this process has gone to another network")
+                raise OSError(errno.EPERM, "a default directory, or not the listener's network")
+            if self.address[0] not in (*_ANY, messages.parties(connection)[1]):
+                raise OSError(errno.EADDRNOTAVAIL, "this listener has another address")
             if len(self._probes) >= _MAX_PROBES:
                 raise OSError(errno.EMFILE, "many ask for a proof")
             client.probe = Probe(connection)
@@ -615,11 +630,6 @@ class Publication:
         for each in (self._heard, self._moves):
             if each is not None:
                 each.unregister(number)
-        if client.probe is not None:
-            del self._probes[client.probe.listener.fileno()]
-            if self._moves is not None:
-                self._moves.unregister(client.probe.listener)
-            client.probe.listener.close()
         self.claims.lost(client)
         self._heard_of(client)
         client.connection.close()
