@@ -23,7 +23,7 @@ from trio_smc import SmcListener, Stack
 
 _SEED = pytest.StashKey[int]()
 _REPORTED = pytest.StashKey[set[str]]()
-_LONG = ("full", "lab")
+_LONG = ("full", "lab", "others")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

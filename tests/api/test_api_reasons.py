@@ -325,6 +325,7 @@ async def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = {
     Reason.DIRECTORY_UNUSABLE: "api.test_api_discovery.test_a_hostile_directory",
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
+    Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",
     Reason.TCP_OPTION_UNAVAILABLE: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
     Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_may_not",
     Reason.SHORT_CONNECTIONS: "stack.test_policy.test_short_connections_become_tcp",

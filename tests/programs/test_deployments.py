@@ -23,10 +23,20 @@ def shared_directory() -> str:
     return str(load_config(SYSTEMD / "app-smc.toml").private_directory())
 
 
-def test_containers_share_what_smc_r_takes() -> None:
-    told = yaml.safe_load((EXAMPLES / "containers" / "compose.yaml").read_text())
+@pytest.mark.parametrize("name", ["compose.yaml", "networks.yaml"])
+def test_containers_share_what_smc_r_takes(name: str) -> None:
+    told = yaml.safe_load((EXAMPLES / "containers" / name).read_text())
     server, client = told["services"]["server"], told["services"]["client"]
-    assert client["network_mode"] == "service:server"
+    if name == "compose.yaml":
+        assert (client["network_mode"], told.get("networks")) == ("service:server", None)
+    else:
+        # The server's own address is what its name resolves to: nothing is published.
+        [network] = told["networks"]
+        assert server["networks"] == client["networks"] == [network]
+        assert told["networks"][network] == {"driver": "bridge"}
+        assert client["command"][-1] == "server"
+        for each in (server, client):
+            assert not {"network_mode", "ports"} & each.keys()
     assert client["user"] == server["user"] == "1000:1000"
     assert told["volumes"]["smc"]["driver_opts"]["o"] == "uid=1000,gid=1000,mode=0700"
     for each in (server, client):

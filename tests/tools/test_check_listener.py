@@ -148,14 +148,26 @@ def test_another_users_listener() -> None:
     assert found.remedy.startswith("run both processes as one user, or let a group")
 
 
-def test_a_network_namespace_of_its_own() -> None:
+@pytest.mark.usefixtures("runtime_directory")
+def test_a_network_namespace_of_its_own(tmp_path: Path) -> None:
     made = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if made.returncode:
         pytest.skip("no network namespaces here")
+    begin = "listens in a network namespace of its own"
     with server(PLAIN, sys.executable, "unshare", "-rn") as (port, pid):
         found = explain_listener("127.0.0.1", port, HERE())
-    assert found.text == f"process {pid} listens in a network namespace of its own"
-    assert found.remedy == "run both ends in one network namespace"
+    assert found.text == f"process {pid} {begin}, without a stack of trio_smc"
+    assert found.remedy == "start it by 'trio-smc run', with one Config(directory=...)"
+    program = WITH_STACK.format(module="stack", kind="").replace(
+        "open_stack()", "open_stack() as stack"
+    )
+    with server(program, sys.executable, "unshare", "-rn") as (port, pid):
+        found = explain_listener("127.0.0.1", port, HERE())
+        assert found.text == f"process {pid} {begin}, and shares the directory"
+        assert found.remedy.startswith("name the directory in Config(directory=...) at both ends")
+        found = explain_listener("127.0.0.1", port, tmp_path)
+        assert found.text == f"process {pid} {begin}, with another private directory"
+        assert found.remedy.startswith("let both mount one directory")
 
 
 def test_nobody_listens() -> None:

@@ -18,7 +18,14 @@ from tests.api.api_peers import HOST, PATIENCE, QUICK, accept, decline, plain_se
 from tests.tools.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis
-from trio_smc.rendezvous.discovery import announcing, messages, tcp_option
+from trio_smc.rendezvous.discovery import (
+    announcing,
+    directory,
+    messages,
+    publication,
+    same_host,
+    tcp_option,
+)
 from trio_smc.stack.policy import SHORT_AFTER
 from trio_smc.tools.commands import check
 from trio_smc.wire import clc
@@ -172,6 +179,20 @@ def another_user(patch: Patch) -> None:
     patch.setattr(announcing, "is_admitted", lambda connection, group: False)
 
 
+def another_network(patch: Patch) -> None:
+    """The listener is in another network namespace, which does not have the address."""
+
+    def not_mine(connection: bytes) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    for place in ("connecting.dial", "stack.rnics"):
+        patch.setattr(f"trio_smc.{place}.is_same_host", lambda local, remote: False)
+    for module in (same_host, directory):
+        patch.setattr(module, "is_named", lambda path: True)
+    patch.setattr(directory, "other_namespaces", lambda root, but: [but])
+    patch.setattr(publication, "Probe", not_mine)
+
+
 def another_release(patch: Patch) -> None:
     """What the checking side says comes from another release."""
     announce = messages.announce
@@ -255,6 +276,7 @@ CASES = [
     Case(Reason.TCP_OPTION_NOT_PERMITTED, LOCAL, changed(NOWHERE, no_option(errno.EPERM)), OPTION),
     Case(Reason.DIRECTORY_UNUSABLE, LOCAL, changed(nobody, open_to_all)),
     Case(Reason.OTHER_USER, LOCAL, changed(ours, another_user)),
+    Case(Reason.PATH_NOT_PROVEN, LOCAL, changed(ours, another_network)),
     Case(Reason.LOCAL_VERSION_MISMATCH, LOCAL, changed(ours, another_release)),
     Case(Reason.UNSUPPORTED_PLATFORM, LOCAL, changed(nobody, another_processor)),
     Case(Reason.NOT_PERMITTED, LOCAL, checking_with(ours, deny=("127.0.0.0/8",))),

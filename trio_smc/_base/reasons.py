@@ -102,6 +102,9 @@ class FallbackReason(StrEnum):
     """The user's private directory is missing, not private or cannot be written."""
     OTHER_USER = "other-user"
     """The process at the other end, or the private directory, belongs to another user."""
+    PATH_NOT_PROVEN = "path-not-proven"
+    """Listeners of other network namespaces share the directory, and the address leads to none of
+    them untranslated."""
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes' same-host discovery speak no common version."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
@@ -131,7 +134,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.NO_RNIC: _Explanation(
         "no RNIC serves the route of the connection",
-        "install pyverbs, or name a port for the route's interface in Config(rnics=..., pnet=...)",
+        "install pyverbs, or name a port in Config(rnics=..., pnet=...); containers of one host "
+        "can share Config(directory=...)",
         Diagnosis.NO_DEVICE,
         at_decider=True,
     ),
@@ -239,6 +243,12 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     FallbackReason.OTHER_USER: _Explanation(
         "the process at the other end, or the private directory, belongs to another user",
         "run both processes as one user, with one Config(directory=...), or let a group share it",
+        Diagnosis.PEER_NOT_CAPABLE,
+    ),
+    FallbackReason.PATH_NOT_PROVEN: _Explanation(
+        "the address does not lead straight to a process that shares the directory: NAT, a proxy, "
+        "or another host",
+        "connect to the listener's own address, with no NAT, proxy or closed ports between",
         Diagnosis.PEER_NOT_CAPABLE,
     ),
     FallbackReason.LOCAL_VERSION_MISMATCH: _Explanation(

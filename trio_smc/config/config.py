@@ -137,7 +137,8 @@ class Config:
       directory: the user's private directory (mode 0700, owner checked), or one of a group (mode
         3770) whose members trust each other with their connections: docs/security.md.  Software
         RNICs, same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
-        ``/tmp/trio-smc-UID``.
+        ``/tmp/trio-smc-UID``.  Processes of other network namespaces, as containers have, are peers
+        only in one that is named.
       discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
         TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
         "assume": every peer does; a listener looks at the first 4 bytes.  "tcp-option": only the

@@ -47,6 +47,8 @@ LOGGER = logging.getLogger("trio_smc")
 
 _SNIFF: Final = len(clc.EYE_CATCHER)
 _TCP_CLOSE_WAIT: Final = 8
+# Of the peer's address, not of the peer.
+_NOT_HERE: Final = (FallbackReason.NO_RNIC, FallbackReason.RNIC_DOWN)
 
 
 class HandshakeHost(StreamOwner, Chooser, Protocol):
@@ -126,8 +128,11 @@ class Arrival:
         """What discovery came to; ``claim``: the client's announcement on this host."""
         self._claim = claim
         if claim is not None:
+            if self._rnic in _NOT_HERE or _kind(self._rnic) == "roce":
+                # It has announced itself on this host, so it is in another network namespace.
+                self._rnic = self._stack.rnic_for(self._local[0], self._client[0], near=True)
             if claim.required and self._rnic is FallbackReason.SHORT_CONNECTIONS:
-                self._rnic = self._stack.rnic_for(self._local[0], self._client[0])
+                self._rnic = self._stack.rnic_for(self._local[0], self._client[0], near=True)
             if isinstance(self._rnic, FallbackReason):
                 claim.refuse(self._rnic)
                 self._plain = Fallback.local(self._rnic)

@@ -44,6 +44,7 @@ _NOBODY: Final = frozenset(
         FallbackReason.PEER_NOT_CAPABLE,
         FallbackReason.LOCAL_VERSION_MISMATCH,
         FallbackReason.OTHER_USER,
+        FallbackReason.PATH_NOT_PROVEN,
     }
 )
 
@@ -118,7 +119,8 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
         return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = attempt.here or plain_address(sock.getsockname()[0])
-    rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named)
+    near = attempt.elsewhere is not None
+    rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named, near=near)
     if isinstance(rnic, FallbackReason):
         # Before ACCEPTED is taken, after which the server counts on a Proposal.
         if not attempt.offers:

@@ -33,7 +33,7 @@ from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host, plain_address, source_address
-from trio_smc.rendezvous.discovery.same_host import Announcement
+from trio_smc.rendezvous.discovery.same_host import Announcement, Lookup
 from trio_smc.stack.policy import Chooser, permitted_rnic
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Attempt:
       announcement: made on this host; or why discovery is impossible.
       offers: whether the TCP option is to tell.
       here: the address that it was announced to come from.
+      elsewhere: the listeners of other network namespaces that the address is proven to lead to.
       plain: the same socket when it was made here, so that nobody has set an option or bound it.
     """
 
@@ -80,6 +81,7 @@ class Attempt:
     announcement: Announcement | FallbackReason | None = None
     offers: bool = False
     here: str | None = None
+    elsewhere: Lookup | None = None
     plain: stdlib_socket.socket | None = None
 
     def assumed(self, config: Config) -> bool:
@@ -253,7 +255,7 @@ async def connect_attempt(
     bound to it."""
     bound = attempt.plain is None and local is not None
     try:
-        source = _announced_source(stack, attempt, address, local, config)
+        source = await _announced_source(stack, attempt, address, local, config)
         # A reason is a string too.
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             if bound:
@@ -377,7 +379,12 @@ async def _announce(
         attempt.here = plain_address(name[0])
     deadline = trio.current_time() + config.handshake_timeout
     attempt.announcement = await stack.discovery.announce(
-        source, attempt.peer, deadline, attempt.sock, required=config.require_smc
+        source,
+        attempt.peer,
+        deadline,
+        attempt.sock,
+        required=config.require_smc,
+        elsewhere=attempt.elsewhere,
     )
 
 
@@ -460,12 +467,13 @@ def _system_ports(_moment: int) -> tuple[int, int, frozenset[int]]:
     return first, last, frozenset(chain.from_iterable(reserved))
 
 
-def _announced_source(
+async def _announced_source(
     stack: DialHost, attempt: Attempt, address: Any, local: str | None, config: Config
 ) -> str | FallbackReason | None:
     """The address to announce on this host; why not; or None where it does not apply.
 
-    Sets ``attempt.offers`` where the TCP option is to tell instead.
+    Sets ``attempt.offers`` where the TCP option is to tell instead, and ``attempt.elsewhere`` where
+    the listener is in another network namespace of this host.
     """
     if attempt.assumed(config):
         return None
@@ -478,9 +486,27 @@ def _announced_source(
     if source is None:
         return None
     rnic = permitted_rnic(stack, config, plain, attempt.peer, attempt.named)
+    here = is_same_host(plain, host)
+    if config.discovery == "auto" and not here:
+        found = await _prove(stack, attempt, plain, config)
+        if isinstance(found, Lookup):
+            attempt.elsewhere = found
+            return source
+        if isinstance(rnic, FallbackReason) and found is not FallbackReason.PEER_NOT_CAPABLE:
+            return found
     if isinstance(rnic, FallbackReason):
         return rnic
-    if config.discovery == "tcp-option" or not is_same_host(plain, host):
+    if config.discovery == "tcp-option" or not here:
         attempt.offers = True
         return None
     return source
+
+
+async def _prove(
+    stack: DialHost, attempt: Attempt, source: str, config: Config
+) -> Lookup | FallbackReason:
+    """Who listens in other network namespaces of this host, where the software RNIC may be used."""
+    permitted = permitted_rnic(stack, config, source, attempt.peer, attempt.named, near=True)
+    if isinstance(permitted, FallbackReason):
+        return FallbackReason.PEER_NOT_CAPABLE
+    return await stack.discovery.prove(source, attempt.peer, attempt.sock)

@@ -40,6 +40,7 @@ __all__ = [
     "PrivateDirectory",
     "default_directories",
     "is_admitted",
+    "is_named",
     "is_same_user",
     "peer_user",
     "shared_group",
@@ -94,13 +95,18 @@ def default_directories() -> tuple[Path, ...]:
     return (Path(runtime) / "trio-smc", last) if runtime else (last,)
 
 
+def is_named(path: Path) -> bool:
+    """Whether a directory was named outright: it is none of the default places."""
+    return path not in default_directories()
+
+
 def shared_group(path: Path, found: os.stat_result) -> int | None:
     """The group that shares a directory, if it is one that may be shared, and with this process.
 
     path: as it was named.
     found: what is there.
     """
-    if path in default_directories() or stat.S_IMODE(found.st_mode) != _SHARED_MODE:
+    if not is_named(path) or stat.S_IMODE(found.st_mode) != _SHARED_MODE:
         return None
     if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_nobody(found.st_gid, "gid"):
         return None

@@ -41,12 +41,21 @@ class Chooser(Protocol):
     def short_connections(self) -> ShortConnections:
         """Whose connections were not worth SMC-R."""
 
-    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
-        """The RNIC that serves a connection between two addresses, or why none does."""
+    def rnic_for(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does.
+
+        ``near``: the peer is on this host, whatever its address says.
+        """
 
 
 def permitted_rnic(
-    stack: Chooser, config: Config, local: str, peer: Peer, *names: Peer, busy: bool = False
+    stack: Chooser,
+    config: Config,
+    local: str,
+    peer: Peer,
+    *names: Peer,
+    busy: bool = False,
+    near: bool = False,
 ) -> Rnic | FallbackReason:
     """The RNIC for a connection, or why it is to be TCP.
 
@@ -55,6 +64,7 @@ def permitted_rnic(
       peer: the peer's address and the port of the service.
       names: whatever else names the connection, for the lists of ``config``.
       busy: too many handshakes are under way.
+      near: the peer is on this host, in another network namespace.
     """
     if not config.permits(peer, *names):
         return FallbackReason.NOT_PERMITTED
@@ -62,7 +72,7 @@ def permitted_rnic(
         return FallbackReason.HANDSHAKE_LIMIT
     if config.learn_short and stack.short_connections.avoids(peer):
         return FallbackReason.SHORT_CONNECTIONS
-    return stack.rnic_for(local, peer[0])
+    return stack.rnic_for(local, peer[0], near=near)
 
 
 class _Record:

@@ -332,9 +332,12 @@ class StackRnics:
     def _is_usable(self, rnic: Rnic) -> bool:
         return rnic.port_active and not self.is_drained(rnic)
 
-    def serving(self, local: str, remote: str) -> Rnic | FallbackReason:
-        """The RNIC for a connection between two addresses, or why there is none."""
-        if is_same_host(local, remote):
+    def serving(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
+        """The RNIC for a connection between two addresses, or why there is none.
+
+        ``near``: the peer is on this host, whatever its address says.
+        """
+        if near or is_same_host(local, remote):
             for rnic in self.opened:  # not all that there are: this is for each connection
                 if rnic.kind == "software" and self._is_usable(rnic):
                     return rnic

@@ -212,11 +212,14 @@ class Runtime:
 
     # --- RNICs and listeners ---------------------------------------------------------------
 
-    def rnic_for(self, local: str, remote: str) -> Rnic | FallbackReason:
-        """The RNIC that serves a connection between two addresses, or why none does."""
+    def rnic_for(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
+        """The RNIC that serves a connection between two addresses, or why none does.
+
+        ``near``: the peer is on this host, whatever its address says.
+        """
         if not self._supported:
             return FallbackReason.UNSUPPORTED_PLATFORM
-        return self.rnic_set.serving(local, remote)
+        return self.rnic_set.serving(local, remote, near=near)
 
     def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
         """Who may wait awake: the peer must be on this host, or it takes too long to answer."""

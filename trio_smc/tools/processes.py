@@ -13,12 +13,21 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from trio_smc.control.protocol import DIRECTORY, pid_of_name
 
-__all__ = ["Obstacle", "executable", "explain_listener", "family", "has_tcp", "is_python"]
+__all__ = [
+    "Obstacle",
+    "executable",
+    "explain_container",
+    "explain_listener",
+    "family",
+    "has_tcp",
+    "is_python",
+]
 
 _LISTEN: Final = "0A"
 _PATIENCE: Final = 10.0
@@ -87,8 +96,8 @@ def _sockets(pid: int | str) -> set[str]:
 
 def _descriptors(pid: int | str) -> Iterator[tuple[str, str]]:
     """Descriptors of a process: the name in /proc, and what it leads to."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 yield entry.path, os.readlink(entry.path)
 
@@ -122,7 +131,12 @@ def explain_listener(address: str, port: int, directory: Path) -> Obstacle:
     proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{address}:{port}' in front of it"
     found = [each for each in _tcp_sockets("self") if _listens(each, address, port)]
     if not found:
-        return _elsewhere(port)
+        return explain_container(None, port, directory) or Obstacle(
+            "nothing in this network namespace listens there: a container, or the system passes it "
+            "on",
+            "connect to the listener's own address, and share a directory with it: "
+            "Config(directory=...)",
+        )
     uid = found[0].uid
     if uid != os.geteuid():
         text = f"the listener belongs to user {uid}, this process to {os.geteuid()}"
@@ -163,21 +177,54 @@ def _own_processes() -> Iterator[int]:
             yield int(name)
 
 
-def _elsewhere(port: int) -> Obstacle:
-    remedy = "run both ends in one network namespace"
+def explain_container(address: str | None, port: int, directory: Path) -> Obstacle | None:
+    """Look for a process of this user that listens in another network namespace of this host, and
+    say what keeps it from SMC-R; None: there is none to be seen.
+
+    Args:
+      address, port: where it listens, an address of that namespace; None: at any one.
+      directory: this side's private directory.
+    """
     here = os.readlink("/proc/self/ns/net")
     for pid in _own_processes():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/ns/net") != here and any(
-                each.state == _LISTEN and each.port == port and each.inode in _sockets(pid)
+            if os.readlink(f"/proc/{pid}/ns/net") == here:
+                continue
+            if address is not None and address not in _addresses(pid):
+                continue
+            if any(
+                _listens(each, address or each.address, port) and each.inode in _sockets(pid)
                 for each in _tcp_sockets(pid)
             ):
-                text = f"process {pid} listens in a network namespace of its own"
-                return Obstacle(text, remedy, pid)
-    text = (
-        "nothing in this network namespace listens there: a container, or the system passes it on"
-    )
-    return Obstacle(text, remedy)
+                return _in_container(pid, directory)
+    return None
+
+
+def _addresses(pid: int) -> Iterator[str]:
+    """Those of a process's network namespace."""
+    lines = Path(f"/proc/{pid}/net/fib_trie").read_text().split("\n")
+    for line, below in pairwise(lines):
+        if below.strip() == "/32 host LOCAL":
+            yield line.split()[-1]
+    for line in Path(f"/proc/{pid}/net/if_inet6").read_text().splitlines():
+        yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
+
+
+def _in_container(pid: int, ours: Path) -> Obstacle:
+    text = f"process {pid} listens in a network namespace of its own"
+    found = _control_directory(pid)
+    if found is None:
+        text += ", without a stack of trio_smc"
+        return Obstacle(text, "start it by 'trio-smc run', with one Config(directory=...)", pid)
+    with contextlib.suppress(OSError):
+        if os.path.samefile(found, ours / DIRECTORY):
+            remedy = (
+                "name the directory in Config(directory=...) at both ends, and connect to the "
+                "listener's own address, with no NAT, proxy or closed ports between"
+            )
+            return Obstacle(f"{text}, and shares the directory", remedy, pid)
+    text += ", with another private directory"
+    return Obstacle(text, "let both mount one directory, and name it: Config(directory=...)", pid)
 
 
 def _with_stack(pid: int, theirs: Path, ours: Path) -> Obstacle:
@@ -194,12 +241,28 @@ def _with_stack(pid: int, theirs: Path, ours: Path) -> Obstacle:
 
 def _private_directory(pid: int) -> Path | None:
     """Where a process has its control sockets; None: it has no stack, or none that shows."""
+    found = _control_directory(pid)
+    return None if found is None else Path(os.readlink(found)).parent
+
+
+def _control_directory(pid: int) -> str | None:
+    """The same as a path that leads there from here, to the control sockets."""
+    numbers = _numbers(pid)
     for path, link in _descriptors(pid):
         if os.path.basename(link) == DIRECTORY:
             with contextlib.suppress(OSError):
-                if any(pid_of_name(name) == pid for name in os.listdir(path)):
-                    return Path(link).parent
+                if any(pid_of_name(name) in numbers for name in os.listdir(path)):
+                    return path
     return None
+
+
+def _numbers(pid: int) -> tuple[int, ...]:
+    """Of a process, in each namespace of processes that it is in."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return tuple(map(int, line.split()[1:]))
+    return (pid,)
 
 
 def _environment(pid: int) -> dict[str, str]:

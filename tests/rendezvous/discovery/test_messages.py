@@ -36,7 +36,7 @@ def test_an_announcement_names_its_connection(
 def test_the_layout_of_an_announcement() -> None:
     name = messages.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
     expected = (
-        "54534d43 02 02 01 00"
+        "54534d43 02 03 01 00"
         "00000000000000000000ffffc0000201 1234"
         "20010db8000000000000000000000001 5678"
     )

@@ -325,7 +325,11 @@ async def test_a_client_that_lost_its_rnic_declines(monkeypatch: pytest.MonkeyPa
     async with listening() as (_, listener), trio_smc.open_stack(STRICT) as stack:
         real = stack.runtime.rnic_set.serving
         answers = iter([real(HOST, HOST), Reason.RNIC_DOWN])
-        monkeypatch.setattr(stack.runtime.rnic_set, "serving", lambda local, remote: next(answers))
+
+        def serving(local: str, remote: str, *, near: bool) -> object:
+            return next(answers)
+
+        monkeypatch.setattr(stack.runtime.rnic_set, "serving", serving)
         mine, other = await connect(stack, listener)
         assert mine.fallback == Fallback.local(Reason.RNIC_DOWN)
         assert other.fallback is not None

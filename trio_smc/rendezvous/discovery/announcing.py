@@ -13,10 +13,17 @@ connections, hands the others what is theirs, and leaves the reading to one of t
 So there is no task between a packet and the task that wants it.  The one task of a stack (`run`)
 sleeps until a process ends, to let go of its Unix connections, or until somebody has waited for too
 long, to end that wait.
+
+Listening processes of other network namespaces are first asked for a proof, each on a Unix
+connection for that alone.  What a `Lookup` of them came to counts for ten seconds at most.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import secrets
 import select
 import socket
 from collections.abc import Callable
@@ -38,6 +45,7 @@ __all__ = [
     "Announcement",
     "Announcer",
     "AnySocket",
+    "Lookup",
 ]
 
 
@@ -46,7 +54,12 @@ _RETRY_INTERVAL = 0.005  # after a full queue or backlog, seconds
 _EVENTS_AT_ONCE = 64
 _ANSWERS = (Kind.ACCEPTED, Kind.REFUSED)
 _MAX_ASKED = 64  # listening processes that a client asks
+_PROOF_PATIENCE = 1.0  # for all that are asked for a proof together, seconds
+_PROOF_HOLDS = 10.0  # how long what came of it counts, seconds
+_DISPROOF_HOLDS = 60.0  # how long it counts that a connection did not arrive where it was proven
 _MOST_LOOKUPS = 1024  # TCP addresses that are remembered
+_log = logging.getLogger(__name__)
+_IFNAMSIZ = 16
 _SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 
 AnySocket = trio.socket.SocketType | socket.socket
@@ -81,10 +94,13 @@ class Announcement:
       wanted: the process that accepted it does.
     """
 
-    __slots__ = ("_owner", "answered", "asked", "key", "reason", "required", "wanted")
+    __slots__ = ("_owner", "answered", "asked", "elsewhere", "key", "reason", "required", "wanted")
 
-    def __init__(self, owner: Announcer, key: bytes, required: bool) -> None:
+    def __init__(
+        self, owner: Announcer, key: bytes, required: bool, elsewhere: Lookup | None = None
+    ) -> None:
         self._owner = owner
+        self.elsewhere = elsewhere
         self.key = key
         self.required = required
         self.wanted = False
@@ -131,6 +147,14 @@ class Announcement:
             self.reason = message.reason
         self.answered = self.reason is None or not self.asked
 
+    def give_up(self) -> None:
+        """Nobody has answered in time."""
+        if self.elsewhere is not None and self.asked:
+            # The connection went to somebody else than the proof did.
+            self.elsewhere.disprove()
+            self.reason = FallbackReason.PATH_NOT_PROVEN
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -155,13 +179,26 @@ class Announcement:
 
 
 class Lookup:
-    """Who may be behind a TCP address, while the directories are as they were."""
+    """Who may be behind a TCP address, while the directories are as they were.
 
-    __slots__ = ("servers", "stamps")
+    Attributes:
+      until: when it ends to count at the latest, as `trio.current_time`.
+      reason: why there is nobody.
+    """
+
+    __slots__ = ("reason", "servers", "stamps", "until")
 
     def __init__(self, servers: list[Server], stamps: list[directory.Stamp]) -> None:
         self.servers = servers
         self.stamps = stamps
+        self.until = math.inf
+        self.reason = FallbackReason.PEER_NOT_CAPABLE
+
+    def disprove(self) -> None:
+        """The servers were asked in vain."""
+        self.servers = []
+        self.until = trio.current_time() + _DISPROOF_HOLDS
+        self.reason = FallbackReason.PATH_NOT_PROVEN
 
     def holds(self) -> bool:
         """Whether nobody came or went since."""
@@ -176,6 +213,7 @@ class Lookups:
 
     Attributes:
       known: by namespace, address and port; each to be asked first whether it still holds.
+      elsewhere: the same of other namespaces, by our own, source, address and port.
     """
 
     def __init__(self, private: Path, owner: Announcer) -> None:
@@ -185,6 +223,7 @@ class Lookups:
         self._listings = directory.Listings()
         self._namespaces: dict[bytes, str] = {}
         self.known: dict[tuple[str, str, int], Lookup] = {}
+        self.elsewhere: dict[tuple[str, str, str, int], Lookup] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
         """Where the listeners of a socket's network namespace are, below the private directory."""
@@ -246,6 +285,137 @@ class Lookups:
         servers[:] = ours
         return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
 
+    async def look_elsewhere(
+        self, source: str, destination: tuple[str, int], sock: AnySocket
+    ) -> Lookup:
+        """Who listens there in other network namespaces, and proves that the address leads there.
+
+        What is found is not announced to before that.
+        """
+        namespace = self.namespace(sock)
+        key = (namespace, source, *destination)
+        known = self.elsewhere.get(key)
+        if known is not None and trio.current_time() < known.until and known.holds():
+            return known
+        found = Lookup([], [])
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except FileNotFoundError:
+            return found
+        listeners: list[directory.Listeners] = []
+        try:
+            found.stamps += directory.stamps(self._private, root, directory.TOP)
+            exact = directory.listener_name(*destination, dual_stack=False)
+            for other in directory.other_namespaces(root, namespace):
+                found.stamps += directory.stamps(self._private, root, other)
+                for name in (exact, *directory.wildcard_names(*destination)):
+                    with contextlib.suppress(OSError):
+                        each = directory.Listeners(root, other, name, self._listings)
+                        listeners.append(each)
+                        path = f"{other}/{name}"
+                        found.stamps += directory.stamps(self._private, root, path)
+            asked = _Proofs(source, destination[0], sock, root.group)
+            await asked.ask(listeners)
+            found.reason = asked.reason
+            for each in listeners:
+                while each.waiting:  # those that have proven it
+                    self._owner.connect(each, found.servers, _MAX_ASKED)
+                    if each.waiting:
+                        await trio.sleep(_RETRY_INTERVAL)
+        finally:
+            for each in listeners:
+                each.close()
+            root.close()
+        found.until = trio.current_time() + _PROOF_HOLDS
+        if found.stamps and directory.settled(found.stamps):
+            if len(self.elsewhere) >= _MOST_LOOKUPS:
+                self.elsewhere.clear()
+            self.elsewhere[key] = found
+        return found
+
+
+class _Proofs:
+    """Asking listening processes of other network namespaces to prove that an address leads there.
+
+    Args:
+      source, destination: the addresses of the TCP connections to come.
+      sock: the socket of the first of them.
+      group: `PrivateDirectory.group`.
+
+    Attributes:
+      reason: why nobody has proven it.
+    """
+
+    def __init__(self, source: str, destination: str, sock: AnySocket, group: int | None) -> None:
+        self._source, self._destination = source, destination
+        self._key = messages.four_tuple((source, 0), (destination, 0))
+        self._sock = sock
+        self._group = group
+        self.reason = FallbackReason.PEER_NOT_CAPABLE
+
+    async def ask(self, listeners: list[directory.Listeners]) -> None:
+        """Ask all who wait there at once; those that prove nothing wait no more."""
+        with trio.move_on_after(_PROOF_PATIENCE):
+            async with trio.open_nursery() as nursery:
+                for each in listeners:
+                    names, each.waiting = each.waiting[:_MAX_ASKED], []
+                    for name in names:
+                        nursery.start_soon(self._ask, each, name)
+
+    async def _ask(self, listeners: directory.Listeners, name: str) -> None:
+        connection = listeners.connect_to(name)
+        if connection is None:
+            return
+        with connection:
+            if not is_admitted(connection, self._group):
+                self.reason = FallbackReason.OTHER_USER
+                return
+            self.reason = FallbackReason.PATH_NOT_PROVEN
+            try:
+                connection.send(messages.prove(self._key), socket.MSG_NOSIGNAL)
+                await trio.lowlevel.wait_readable(connection)
+                said = take(connection)
+                if said is None or said.kind is not Kind.LISTENING or said.connection != self._key:
+                    return
+                if await self._is_true(said):
+                    listeners.waiting.append(name)
+            except OSError as error:
+                _log.debug("same-host discovery: no proof: %s", error)
+
+    async def _is_true(self, said: Message) -> bool:
+        """Whether the address leads from here to who said so, and untranslated.  Raises OSError."""
+        family = socket.AF_INET6 if ":" in self._destination else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as plain:
+            if not _goes_the_same_way(plain, self._sock):
+                return False
+            plain.bind((self._source, 0))
+            with trio.socket.from_stdlib_socket(plain) as probe:
+                await probe.connect((self._destination, said.port))
+                here, there = probe.getsockname()[:2], probe.getpeername()[:2]
+                wanted = messages.proof(said.nonce, here, there)
+                got = b""
+                while len(got) < len(wanted):
+                    more = await probe.recv(len(wanted) - len(got))
+                    if not more:
+                        return False
+                    got += more
+        return secrets.compare_digest(got, wanted)
+
+
+def _goes_the_same_way(plain: socket.socket, sock: AnySocket) -> bool:
+    """Whether nothing but its addresses decides where a socket's packets go, as for a plain one."""
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_MARK) or any(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _IFNAMSIZ)
+    ):
+        return False
+    try:
+        cookies = [
+            each.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) for each in (plain, sock)
+        ]
+    except OSError:
+        return True  # Linux before 5.14
+    return cookies[0] == cookies[1]
+
 
 class Announcer:
     """The Unix connections of one stack to listening processes of this host."""
@@ -293,7 +463,7 @@ class Announcer:
 
     def _give_up(self, announcement: Announcement) -> None:
         """End a wait that has taken too long."""
-        announcement.close()
+        announcement.give_up()
         if announcement in self._others:
             self.wake(announcement)
         elif self._epoll is not None:
@@ -360,8 +530,11 @@ class Announcer:
         sock: AnySocket | None,
         *,
         required: bool,
+        elsewhere: Lookup | None = None,
     ) -> Announcement | FallbackReason:
         """Announce a TCP connection to all who might accept it.
+
+        ``elsewhere``: what `prove` returned; None: in the network namespace of ``sock``.
 
         Raises:
           DirectoryUnusable, OSError: nobody can be asked.
@@ -369,9 +542,12 @@ class Announcer:
         servers: list[Server] = []
         # The name of a process that is gone is removed only by who cannot connect to it.
         self._hear_ends()
-        namespace = self._lookups.namespace(sock)
-        reason = await self._lookups.look_up(servers, namespace, source[0], destination)
-        announcement = self._new(source, destination, required)
+        if elsewhere is None:
+            namespace = self._lookups.namespace(sock)
+            reason = await self._lookups.look_up(servers, namespace, source[0], destination)
+        else:
+            servers, reason = elsewhere.servers, FallbackReason.PATH_NOT_PROVEN
+        announcement = self._new(source, destination, required, elsewhere)
         if announcement is None:
             return FallbackReason.PEER_NOT_CAPABLE
         try:
@@ -387,11 +563,28 @@ class Announcer:
         announcement.close()
         return reason
 
+    async def prove(
+        self, source: str, destination: tuple[str, int], sock: AnySocket
+    ) -> Lookup | FallbackReason:
+        """Who listens there in other network namespaces, for `announce`; why nobody does.
+
+        Raises:
+          DirectoryUnusable, OSError: nobody can be asked.
+        """
+        self._hear_ends()
+        found = await self._lookups.look_elsewhere(source, destination, sock)
+        return found if found.servers else found.reason
+
     def _new(
-        self, source: tuple[str, int], destination: tuple[str, int], required: bool
+        self,
+        source: tuple[str, int],
+        destination: tuple[str, int],
+        required: bool,
+        elsewhere: Lookup | None = None,
     ) -> Announcement | None:
         """An announcement that nobody knows of yet; None: another one has these addresses."""
-        announcement = Announcement(self, messages.four_tuple(source, destination), required)
+        key = messages.four_tuple(source, destination)
+        announcement = Announcement(self, key, required, elsewhere)
         older = self._announced.get(announcement.key)
         if older is not None:
             # Two sockets want one port, and one of them is going to have it: nobody could tell
@@ -430,8 +623,10 @@ class Announcer:
         timer: Timer | None = None
         try:
             if self._nap is None:
-                with trio.CancelScope(deadline=deadline):
+                with trio.CancelScope(deadline=deadline) as scope:
                     await self._wait(announcement)
+                if scope.cancelled_caught:
+                    announcement.give_up()
                 return
             timer = self._timers.call_at(deadline, partial(self._give_up, announcement))
             await self._wait(announcement)

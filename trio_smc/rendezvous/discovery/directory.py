@@ -19,15 +19,22 @@ import socket
 import time
 from pathlib import Path
 
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, unusable
+from trio_smc.host.private_directory import (
+    DirectoryUnusable,
+    PrivateDirectory,
+    is_named,
+    unusable,
+)
 
 __all__ = [
+    "TOP",
     "Listeners",
     "Listings",
     "NewSocket",
     "Stamp",
     "listener_name",
     "namespace_path",
+    "other_namespaces",
     "settled",
     "stamps",
     "unchanged",
@@ -35,10 +42,14 @@ __all__ = [
 ]
 
 
+TOP = "tcp"
+"""The directory below the private one in which each network namespace has its own."""
+
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
 _TICKS_NS = 100_000_000
 _MOST_KNOWN = 256
+_MOST_NAMESPACES = 64  # network namespaces that share a directory
 
 
 def listener_name(address: str, port: int, *, dual_stack: bool) -> str:
@@ -74,7 +85,8 @@ class NewSocket:
           DirectoryUnusable: why it cannot be made.
         """
         self._private, self._below, self._backlog = private, name, backlog
-        self._path = f"{namespace_path()}/{name}"
+        self._namespace = namespace_path()
+        self._path = f"{self._namespace}/{name}"
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
@@ -97,6 +109,11 @@ class NewSocket:
             finally:
                 root.close()
         self._directory.remove_stale()
+
+    def may_prove(self) -> bool:
+        """Whether this thread may show which addresses lead to the listener: the directory was
+        named outright, and the thread is still in the namespace where it was published."""
+        return is_named(self._private) and namespace_path() == self._namespace
 
     def is_there(self) -> bool:
         """Whether its name still leads to it."""
@@ -230,6 +247,13 @@ class Listeners:
                 continue
         return connected
 
+    def connect_to(self, name: str) -> socket.socket | None:
+        """A non-blocking connection to one of them; None: there is nobody, or too many wait."""
+        try:
+            return None if self._directory is None else self._directory.connect(name)
+        except OSError:
+            return None
+
     def close(self) -> None:
         """Idempotent."""
         if self._directory is not None:
@@ -238,4 +262,22 @@ class Listeners:
 
 def namespace_path() -> str:
     """Where addresses of the calling thread's network namespace are, below the private one."""
-    return f"tcp/{os.stat('/proc/thread-self/ns/net').st_ino}"
+    return f"{TOP}/{os.stat('/proc/thread-self/ns/net').st_ino}"
+
+
+def other_namespaces(root: PrivateDirectory, but: str) -> list[str]:
+    """Where addresses of other network namespaces are, below the private directory.
+
+    root: the open private directory.
+    but: what `namespace_path` returned.
+    """
+    try:
+        top = root.below(TOP)
+    except FileNotFoundError:
+        return []
+    try:
+        names = sorted(name for name in os.listdir(top.descriptor) if name.isdecimal())
+        found = (f"{TOP}/{name}" for name in names)
+        return [each for each in found if each != but][:_MOST_NAMESPACES]
+    finally:
+        top.close()

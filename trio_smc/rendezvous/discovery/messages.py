@@ -10,7 +10,11 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
                  otherwise 0
     bytes 8-43   the TCP connection: source address (16, IPv4 as ::ffff:a.b.c.d), source
                  port (2), destination address (16), destination port (2); big-endian, as its
-                 client sees it
+                 client sees it; PROVE: of the TCP connections to come, both ports zero
+    bytes 44-61  LISTENING only: port to connect to (2), nonce (16)
+
+Who connects to that port gets a TCP proof, and then the end: the nonce, and the TCP connection in
+the form of bytes 8-43 as the server sees it.
 
 A REFUSED of eight bytes is about everything that was said on its Unix connection.  The first
 eight bytes, and such a REFUSED, are the same in every version for ever, so that two programs with
@@ -34,12 +38,18 @@ __all__ = [
     "HIGHEST_VERSION",
     "LOWEST_VERSION",
     "MAX_SIZE",
+    "NONCE_SIZE",
+    "PROOF_SIZE",
     "Kind",
     "Message",
     "accepted",
     "announce",
     "decode_untrusted",
     "four_tuple",
+    "listening",
+    "parties",
+    "proof",
+    "prove",
     "refused",
     "take",
     "withdraw",
@@ -47,7 +57,7 @@ __all__ = [
 
 
 LOWEST_VERSION = 2
-HIGHEST_VERSION = 2
+HIGHEST_VERSION = 3  # PROVE and LISTENING
 MAX_SIZE = 512
 """Bytes to receive at most; what a longer packet has beyond is cut off."""
 
@@ -57,6 +67,7 @@ _REMEMBERED = 256  # addresses packed last
 _MAGIC = b"TSMC"
 _HEAD = struct.Struct(">4sBBBB")
 _FOUR_TUPLE = struct.Struct(">16sH16sH")
+_PROBE = struct.Struct(">H16s")
 _MAPPED = bytes(10) + b"\xff\xff"
 
 
@@ -70,7 +81,11 @@ class Kind(IntEnum):
     WITHDRAW = 4
     """Client: it is plain TCP, or was never opened."""
     REFUSED = 5
-    """Server: it is plain TCP, with the reason."""
+    """Server: it is plain TCP, with the reason; or its network does not have that address."""
+    PROVE = 6
+    """Client in another network namespace: let me see that this address leads to you."""
+    LISTENING = 7
+    """Server: connect to this port of that address, and read."""
 
 
 _REASONS = {
@@ -94,6 +109,7 @@ class Message(NamedTuple):
       kind: what it says; None when its sender speaks no version that we do.
       reason: of REFUSED, else None.
       connection: the `four_tuple`; b"" in a REFUSED of everything.
+      port, nonce: of LISTENING.
       required: an ANNOUNCE or ACCEPTED of who takes SMC-R or nothing.
     """
 
@@ -101,6 +117,8 @@ class Message(NamedTuple):
     reason: FallbackReason | None = None
     connection: bytes = b""
     required: bool = False
+    port: int = 0
+    nonce: bytes = b""
 
 
 def four_tuple(source: tuple[str, int], destination: tuple[str, int]) -> bytes:
@@ -113,6 +131,12 @@ def four_tuple(source: tuple[str, int], destination: tuple[str, int]) -> bytes:
       OSError: an address is none.
     """
     return _FOUR_TUPLE.pack(_packed(source[0]), source[1], _packed(destination[0]), destination[1])
+
+
+def parties(connection: bytes) -> tuple[str, str]:
+    """The two addresses of a `four_tuple`: source, destination."""
+    source, _, destination, _ = _FOUR_TUPLE.unpack(connection)
+    return _text(source), _text(destination)
 
 
 def _head(kind: Kind, detail: int = 0) -> bytes:
@@ -132,6 +156,9 @@ _USUAL = {
     _WITHDRAW: (Kind.WITHDRAW, False),
 }
 _SIZE = _HEAD.size + _FOUR_TUPLE.size
+NONCE_SIZE = 16
+PROOF_SIZE = NONCE_SIZE + _FOUR_TUPLE.size
+"""Bytes of a TCP proof."""
 
 
 def announce(connection: bytes, *, required: bool = False) -> bytes:
@@ -147,6 +174,21 @@ def accepted(connection: bytes, *, required: bool = False) -> bytes:
 def withdraw(connection: bytes) -> bytes:
     """A WITHDRAW of the `four_tuple`."""
     return _WITHDRAW + connection
+
+
+def prove(connection: bytes) -> bytes:
+    """A PROVE of the `four_tuple` without ports."""
+    return _head(Kind.PROVE) + connection
+
+
+def listening(connection: bytes, port: int, nonce: bytes) -> bytes:
+    """A LISTENING, in answer to the PROVE of that `four_tuple`."""
+    return _head(Kind.LISTENING) + connection + _PROBE.pack(port, nonce)
+
+
+def proof(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
+    """A TCP proof for a connection from `source` to `destination`."""
+    return nonce + four_tuple(source, destination)
 
 
 def refused(reason: FallbackReason, connection: bytes = b"") -> bytes:
@@ -179,7 +221,13 @@ def decode_untrusted(data: bytes) -> Message:
         raise ProtocolError(f"same-host discovery: kind {code}")
     if not whole:
         raise ProtocolError("same-host discovery: a message is cut short")
-    return Message(Kind(code), None, connection, code != Kind.WITHDRAW and bool(detail & 1))
+    if code == Kind.LISTENING:
+        if len(data) < _SIZE + _PROBE.size:
+            raise ProtocolError("same-host discovery: a message is cut short")
+        port, nonce = _PROBE.unpack_from(data, _SIZE)
+        return Message(Kind.LISTENING, None, connection, port=port, nonce=nonce)
+    wanted = code in (Kind.ANNOUNCE, Kind.ACCEPTED) and bool(detail & 1)
+    return Message(Kind(code), None, connection, wanted)
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -187,6 +235,12 @@ def _packed(address: str) -> bytes:
     if ":" in address:
         return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
     return _MAPPED + socket.inet_pton(socket.AF_INET, address)
+
+
+def _text(packed: bytes) -> str:
+    if packed.startswith(_MAPPED):
+        return socket.inet_ntop(socket.AF_INET, packed[len(_MAPPED) :])
+    return socket.inet_ntop(socket.AF_INET6, packed)
 
 
 def take(connection: socket.socket) -> Message | None:

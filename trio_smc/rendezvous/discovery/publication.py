@@ -9,6 +9,10 @@ for an announcement takes what waits first, and finds it or knows that there is 
 woken by an announcement: the one task of a publication sleeps until a client comes or goes, and
 wakes claims that wait for long, to look again; a cancel scope for each of them would cost a
 short-lived connection as much as two system calls.
+
+A client of another network namespace asks for a proof before it announces anything.  It gets a TCP
+socket that listens at the very address the client is going to connect to, and says to who connects
+there what nobody else knows.  That socket goes with the client's Unix connection, within seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 import select
 import socket
 from collections import Counter
@@ -25,6 +30,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
+from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
@@ -56,17 +62,20 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _MAX_PENDING = 4096  # announcements per publication
 _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
+_ANY = ("0.0.0.0", "::")
+_MAX_PROBES = 16  # TCP sockets that listen at a time for clients that ask for a proof
 _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, seconds
 
 
 class Client:
     """A client's Unix connection."""
 
-    __slots__ = ("connection", "pending")
+    __slots__ = ("connection", "pending", "probe")
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.pending: set[bytes] = set()  # what it announced, and nobody claimed
+        self.probe: Probe | None = None
 
     def tell(self, message: bytes) -> bool:
         """Send a packet without waiting; False when it is gone or takes nothing more."""
@@ -75,6 +84,50 @@ class Client:
         except OSError:
             return False
         return True
+
+
+class Probe:
+    """A TCP socket that shows who connects to it that an address leads to this network namespace.
+
+    Args:
+      connection: the `messages.four_tuple` of the PROVE.
+
+    Raises OSError: the address is none of this namespace's.
+
+    Attributes:
+      said: what the client is to be told.
+    """
+
+    __slots__ = ("_nonce", "_source", "listener", "said")
+
+    def __init__(self, connection: bytes) -> None:
+        source, address = messages.parties(connection)
+        self._source = plain_address(source)
+        self._nonce = secrets.token_bytes(messages.NONCE_SIZE)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self.listener.setblocking(False)
+            self.listener.bind((address, 0))
+            self.listener.listen()
+            port = self.listener.getsockname()[1]
+        except BaseException:
+            self.listener.close()
+            raise
+        self.said = messages.listening(connection, port, self._nonce)
+
+    def answer(self) -> None:
+        """Let in who waits: the client itself is shown what it asked for, others nothing.
+
+        Raises OSError when there are no descriptors to let anybody in.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            connection, name = self.listener.accept()
+            with connection:
+                connection.setblocking(False)
+                here = connection.getsockname()
+                if plain_address(name[0]) == self._source:
+                    connection.send(messages.proof(self._nonce, name[:2], here[:2]))
 
 
 class Claim:
@@ -278,6 +331,7 @@ class Publication:
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
         self._clients: dict[int, Client] = {}  # by descriptor
+        self._probes: dict[int, Client] = {}  # by descriptor of the probe's listener
         self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
         self.claims = Claims()
         self._timers = Timers(trio.current_time, self._timer_is_earlier)
@@ -352,6 +406,8 @@ class Publication:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
         for client in self._clients.values():
             client.connection.close()
+            if client.probe is not None:
+                client.probe.listener.close()
         for each in (self._listener, self._heard, self._moves):
             if each is not None:
                 each.close()
@@ -401,7 +457,7 @@ class Publication:
 
     def _look(self, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
-        for number, _ in moves.poll(0, _EVENTS_AT_ONCE):
+        for number, events in moves.poll(0, _EVENTS_AT_ONCE):
             listener = self._listener
             if listener is not None and number == listener.fileno():
                 if self._accept(listener) in _EXHAUSTED:
@@ -409,7 +465,13 @@ class Publication:
                     self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
             elif (client := self._clients.get(number)) is not None:
                 self.hear_all(client)
-                self._drop(client)
+                if events & ~select.EPOLLIN:
+                    self._drop(client)
+            elif (client := self._probes.get(number)) is not None and client.probe is not None:
+                try:
+                    client.probe.answer()
+                except OSError:
+                    self._drop(client)
         self._timers.run_due()
 
     def _accept_again(self) -> None:
@@ -443,10 +505,16 @@ class Publication:
             self._drop(client)
 
     def _heard_of(self, client: Client) -> None:
-        """It has announced something, or is gone."""
+        """It has announced something, or is gone; it wants no proof any more."""
         timer = self._silent.pop(client, None)
         if timer is not None:
             timer.cancel()
+        probe, client.probe = client.probe, None
+        if probe is not None:
+            del self._probes[probe.listener.fileno()]
+            if self._moves is not None:
+                self._moves.unregister(probe.listener)
+            probe.listener.close()
 
     def _accept(self, listener: socket.socket) -> int:
         """Let clients in; the error number that ended it, EAGAIN for no more; 0: all it may."""
@@ -469,7 +537,8 @@ class Publication:
             self._silent[client] = timer
             self._clients[connection.fileno()] = client
             heard.register(connection, select.EPOLLIN)
-            moves.register(connection, select.EPOLLRDHUP)
+            # Until it has announced something it may want to have an answer.
+            moves.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
             self.hear_all(client)
         return 0
 
@@ -518,7 +587,11 @@ class Publication:
         elif client in self._silent and not is_admitted(client.connection, self._group):
             client.tell(messages.refused(FallbackReason.OTHER_USER))
             self._drop(client)
+        elif message.kind is Kind.PROVE and client in self._silent and client.probe is None:
+            self._prove(client, message.connection)
         elif message.kind is Kind.ANNOUNCE:
+            if client in self._silent and self._moves is not None:
+                self._moves.modify(client.connection, select.EPOLLRDHUP)
             self._heard_of(client)
             self.claims.announced(client, message.connection, message.required)
         elif message.kind is Kind.WITHDRAW:
@@ -528,6 +601,26 @@ class Publication:
                 client.tell(messages.refused(FallbackReason.LOCAL_VERSION_MISMATCH))
             self._drop(client)
         return True
+
+    def _prove(self, client: Client, connection: bytes) -> None:
+        """Listen where the client of another network namespace is going to connect to."""
+        made, moves = self._made, self._moves
+        try:
+            if made is None or moves is None or not made.may_prove():
+                raise OSError(errno.EPERM, "a default directory, or not the listener's network")
+            if self.address[0] not in (*_ANY, messages.parties(connection)[1]):
+                raise OSError(errno.EADDRNOTAVAIL, "this listener has another address")
+            if len(self._probes) >= _MAX_PROBES:
+                raise OSError(errno.EMFILE, "many ask for a proof")
+            client.probe = Probe(connection)
+        except OSError as error:
+            _log.debug("same-host discovery: no proof of an address: %s", error)
+            client.tell(messages.refused(FallbackReason.PATH_NOT_PROVEN, connection))
+            return
+        number = client.probe.listener.fileno()
+        self._probes[number] = client
+        moves.register(number, select.EPOLLIN)
+        client.tell(client.probe.said)
 
     def _drop(self, client: Client) -> None:
         """Its Unix connection ends, and with it what it announced; claims know already."""

@@ -28,6 +28,24 @@ connection, as after any message of a handshake that does not come (RFC 7609, C.
 
 The Unix connection of a client to a listening process is made once and kept.
 
+An address means something only within its network, so all this is for one network namespace.  A
+listener of another one, as that of another container, is announced to when the *path* was proven:
+
+::
+
+    client                                       server in another network namespace
+      PROVE source, destination --------------->   listen at destination's address, some port
+                                    <-----------   LISTENING port, nonce; or REFUSED: not mine
+      connect TCP there, from source ..........>   accept
+                                    <...........   nonce, and both names as they are seen here
+      compare; ANNOUNCE, and so on as above
+
+Nobody but that process knows the nonce, so the address leads to its namespace, and not to another
+one with the same addresses.  It sees the names that the client sees, so nothing between them
+translates them.  Then the four-tuple of a connection names it at both ends.  A stranger in the
+server's place sees a connection without a byte.  What is left is a transparent proxy for the one
+port, which keeps the addresses and ports of both ends.
+
 What comes in on a Unix socket is a peer's input: only processes of the same user are listened to,
 and of a group where the directory is that group's; what is not understood costs that peer only, and
 the number of pending announcements is bounded.
@@ -45,9 +63,14 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_named
 from trio_smc.rendezvous.discovery import directory
-from trio_smc.rendezvous.discovery.announcing import Announcement, Announcer, AnySocket
+from trio_smc.rendezvous.discovery.announcing import (
+    Announcement,
+    Announcer,
+    AnySocket,
+    Lookup,
+)
 from trio_smc.rendezvous.discovery.publication import BACKLOG, Claim, Publication, Search
 from trio_smc.rnic.spinner import NEVER, Spinner
 
@@ -55,6 +78,7 @@ __all__ = [
     "Announcement",
     "Claim",
     "Discovery",
+    "Lookup",
     "Publication",
     "Search",
 ]
@@ -146,6 +170,7 @@ class Discovery:
         sock: AnySocket | None = None,
         *,
         required: bool = False,
+        elsewhere: Lookup | None = None,
     ) -> Announcement | FallbackReason:
         """Announce a TCP connection, before it is opened, to all who might accept it.
 
@@ -154,6 +179,7 @@ class Discovery:
         deadline: when to stop trying, as `trio.current_time`.
         sock: the TCP socket, whose network namespace counts; None: that of this thread.
         required: the connection is to be SMC-R, or closed.
+        elsewhere: what `prove` returned, for an address of another network namespace.
 
         Returns an announcement, to be asked for `Announcement.accepted` once the TCP connection
         is open, or closed; or why the connection is plain TCP: PEER_NOT_CAPABLE when there is
@@ -165,11 +191,14 @@ class Discovery:
         host = plain_address(destination[0])
         destination = (_LOOPBACK_OF.get(host, host), destination[1])
         try:
-            now = self._announcer.announce_now(source, destination, sock, required=required)
-            if now is not None:
-                return now
+            if elsewhere is None:
+                now = self._announcer.announce_now(source, destination, sock, required=required)
+                if now is not None:
+                    return now
             with trio.move_on_at(deadline):
-                return await self._announcer.announce(source, destination, sock, required=required)
+                return await self._announcer.announce(
+                    source, destination, sock, required=required, elsewhere=elsewhere
+                )
         except DirectoryUnusable as error:
             self._warn(error)
             return error.reason
@@ -178,6 +207,30 @@ class Discovery:
             self._warn(error)
             return FallbackReason.OUT_OF_RESOURCES
         return FallbackReason.PEER_NOT_CAPABLE
+
+    async def prove(
+        self, source: str, destination: tuple[str, int], sock: AnySocket
+    ) -> Lookup | FallbackReason:
+        """Who listens there in other network namespaces of this host, and shows that the network
+        leads to it unchanged; nobody but where the directory was named outright.
+
+        source: local address that the TCP socket is going to connect from.
+        destination: where to; an address that is none of this network namespace's.
+        sock: the TCP socket.
+
+        Returns what `announce` takes as `elsewhere`; or PEER_NOT_CAPABLE when nobody listens there,
+        PATH_NOT_PROVEN when somebody does and shows nothing of the kind, or another reason.
+        """
+        if sys.platform != "linux" or not is_named(self._private):
+            return FallbackReason.PEER_NOT_CAPABLE
+        try:
+            return await self._announcer.prove(source, destination, sock)
+        except DirectoryUnusable as error:
+            self._warn(error)
+            return error.reason
+        except OSError as error:
+            self._warn(error)
+            return FallbackReason.OUT_OF_RESOURCES
 
     def _warn(self, error: Exception) -> None:
         # Once: every connection has its reason, the log needs the details only.

@@ -24,7 +24,7 @@ from trio_smc.tools.output import (
     table,
     words,
 )
-from trio_smc.tools.processes import explain_listener
+from trio_smc.tools.processes import explain_container, explain_listener
 from trio_smc.wire import clc, llc
 from trio_smc.wire.fields import eid_name
 
@@ -70,7 +70,12 @@ _NO_SMC_R: Final = 1
 _LOOK_AGAIN: Final = 0.1
 _LOOKS: Final = 30
 _CLOSING: Final = 0.5
-_NOBODY: Final = (FallbackReason.PEER_NOT_CAPABLE, FallbackReason.OTHER_USER)
+_NOBODY: Final = (
+    FallbackReason.PEER_NOT_CAPABLE,
+    FallbackReason.OTHER_USER,
+    FallbackReason.PATH_NOT_PROVEN,
+    FallbackReason.NO_RNIC,
+)
 
 
 @dataclass(slots=True)
@@ -225,9 +230,10 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         named, there = _plain(ours), _plain(theirs)
         why = stream.fallback
         unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _NOBODY
-        if unknown and report.server is None and named and there and named[0] == there[0]:
-            found = await trio.to_thread.run_sync(explain_listener, *there, directory)
-            report.listener = asdict(found)
+        if unknown and report.server is None and named and there:
+            explain = explain_listener if named[0] == there[0] else explain_container
+            found = await trio.to_thread.run_sync(explain, *there, directory)
+            report.listener = asdict(found) if found is not None else None
 
 
 def _names(stream: SmcStream) -> tuple[Any, Any]:

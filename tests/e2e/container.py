@@ -1,0 +1,124 @@
+"""What `networks.Containers` runs: a server that says who it is, or a client of several.
+
+A server answers each connection with its greeting, then with what it got; ``"plain"``: it is none
+of trio_smc; ``"onward"``: it is a proxy to there.  A client says what became of each connection, as
+JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+import trio
+
+import trio_smc
+from tests.e2e.bytes_by_position import Text
+
+TEXT = Text(1).piece(0, 300_000)
+
+
+def tell(line: str) -> None:
+    """Say it to who started this."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def serve_one(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
+    """Say who it is, and what it got."""
+    # Who only looks ends with a reset what it has not read.
+    with contextlib.suppress(trio.BrokenResourceError):
+        await echo(stream, greeting)
+
+
+async def echo(stream: trio.abc.HalfCloseableStream, greeting: str) -> None:
+    """The same for a client that stays."""
+    async with stream:
+        await stream.send_all(greeting.encode() + b"\n")
+        got = b""
+        while data := await stream.receive_some():
+            got += data
+        await stream.send_all(got)
+
+
+async def pass_on(one: trio.SocketStream, other: trio.SocketStream) -> None:
+    """Be a proxy."""
+
+    async def copy(source: trio.SocketStream, sink: trio.SocketStream) -> None:
+        async for data in source:
+            await sink.send_all(data)
+        await sink.send_eof()
+
+    async with one, other, trio.open_nursery() as nursery:
+        nursery.start_soon(copy, one, other)
+        nursery.start_soon(copy, other, one)
+
+
+async def server(settings: dict[str, Any], config: trio_smc.Config) -> None:
+    """Serve until stdin ends."""
+    host, port, greeting = settings["host"], settings["port"], settings["greeting"]
+
+    async def handler(stream: Any) -> None:
+        if "onward" in settings:
+            await pass_on(stream, await trio.open_tcp_stream(*settings["onward"]))
+        else:
+            await serve_one(stream, greeting)
+
+    async with contextlib.AsyncExitStack() as scopes:
+        listeners: list[Any]
+        if settings.get("plain"):
+            listeners = list(await trio.open_tcp_listeners(port, host=host))
+        else:
+            stack = await scopes.enter_async_context(trio_smc.open_stack(config))
+            listeners = list(await stack.open_listeners(port, host=host))
+        nursery = await scopes.enter_async_context(trio.open_nursery())
+        nursery.start_soon(trio.serve_listeners, handler, listeners)
+        tell(f"{listeners[0].socket.getsockname()[1]} {os.getpid()}")
+        await trio.lowlevel.FdStream(os.dup(0)).receive_some()
+        nursery.cancel_scope.cancel()
+
+
+async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
+    """Connect to each, and tell."""
+    told = []
+    async with trio_smc.open_stack(config) as stack:
+        for host, port in settings["to"]:
+            begun = trio.current_time()
+            stream = await stack.open_stream(host, port)
+            seconds = trio.current_time() - begun
+            async with stream:
+                await stream.send_all(TEXT)
+                await stream.send_eof()
+                got = b""
+                while data := await stream.receive_some():
+                    got += data
+                greeting, _, echo = got.partition(b"\n")
+                assert echo == TEXT
+                reason = stream.fallback.reason if stream.fallback else ""
+                told.append(
+                    {
+                        "mode": stream.mode,
+                        "reason": reason,
+                        "greeting": greeting.decode(),
+                        "pid": os.getpid(),
+                        "seconds": seconds,
+                    }
+                )
+    tell(json.dumps(told))
+
+
+def main() -> None:
+    """See the module."""
+    settings = json.loads(sys.argv[1])
+    config = trio_smc.Config(
+        directory=settings["directory"],
+        handshake_timeout=settings.get("handshake_timeout", 10.0),
+    )
+    trio.run(client if "to" in settings else server, settings, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Network namespaces joined by bridges and routers, as containers have them, for one test.
+
+A namespace lives as long as the process that holds it, so nothing is left of one when a test ends
+or is killed.  Programs run in namespaces of processes, mounts and users of their own as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+
+PATIENCE = 60
+_ROOT = Path(__file__).parents[2]
+
+
+class Network:
+    """A network namespace, with its loopback interface up."""
+
+    def __init__(self) -> None:
+        command = [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            "ip link set lo up && echo up && exec sleep 1000",
+        ]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        self._told = self._holder.stdout
+        assert self._told.readline() == b"up\n"
+        self.path = f"/proc/{self._holder.pid}/ns/net"
+
+    @property
+    def pid(self) -> int:
+        """A process in it."""
+        return self._holder.pid
+
+    def run(self, *lines: str) -> str:
+        """Run commands inside; what the last one prints."""
+        said = ""
+        for line in lines:
+            done = subprocess.run(
+                [*self.enter(), *shlex.split(line)],
+                capture_output=True, text=True, check=False, timeout=PATIENCE,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{line}: {done.stderr}"
+            said = done.stdout
+        return said
+
+    def enter(self) -> list[str]:
+        """The command that runs another one inside."""
+        return ["nsenter", f"--net={self.path}", "--"]
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._holder.kill()
+        self._holder.wait()
+        self._told.close()
+
+
+class Networks:
+    """Those of one test."""
+
+    def __init__(self) -> None:
+        self._made: list[Network] = []
+        self._links = 0
+
+    def new(self) -> Network:
+        """Another one, without any link."""
+        made = Network()
+        self._made.append(made)
+        return made
+
+    def bridge(self, *ends: tuple[Network, str]) -> Network:
+        """Join namespaces by a bridge in one of its own; each has an address with a mask there."""
+        bridge = self.new()
+        bridge.run("ip link add br0 type bridge", "ip link set br0 up")
+        for network, address in ends:
+            name = self.link((network, address), (bridge, None))
+            bridge.run(f"ip link set {name} master br0")
+        return bridge
+
+    def link(self, one: tuple[Network, str | None], other: tuple[Network, str | None]) -> str:
+        """Join two by a veth pair, with these addresses; the name of the other's interface."""
+        self._links += 1
+        names = f"a{self._links}", f"b{self._links}"
+        one[0].run(f"ip link add {names[0]} type veth peer name {names[1]} netns {other[0].pid}")
+        for (network, address), name in zip((one, other), names, strict=True):
+            if address is not None:
+                more = "nodad" if ":" in address else ""
+                network.run(f"ip addr add {address} dev {name} {more}")
+            network.run(f"ip link set {name} up")
+        return names[1]
+
+    def close(self) -> None:
+        """Let go of all."""
+        for each in self._made:
+            each.close()
+
+
+def unable() -> str:
+    """Why namespaces cannot be made here; "" if they can."""
+    if os.geteuid():
+        return "takes root: to join network namespaces"
+    for command in (
+        ["unshare", "--net", "ip", "link", "add", "br0", "type", "bridge"],
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--pid",
+            "--fork",
+            "--mount",
+            "--mount-proc",
+            "true",
+        ],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"the kernel refuses namespaces: {done.stderr.strip()}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a client says of a connection.
+
+    Attributes:
+      mode: "smc-r" or "tcp".
+      reason: of the latter.
+      greeting: who it spoke with.
+      pid: the client's process number, as it sees it.
+      seconds: what connecting took.
+    """
+
+    mode: str
+    reason: str
+    greeting: str
+    pid: int
+    seconds: float
+
+    @property
+    def what(self) -> tuple[str, str, str]:
+        """Mode, reason, and who it spoke with."""
+        return self.mode, self.reason, self.greeting
+
+
+class Containers:
+    """Programs in networks, that share a directory, each at a path of its own.
+
+    Args:
+      base: a directory of the test's own.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self.directory = base / "shared"
+        self.directory.mkdir(0o700)
+        self._count = 0
+
+    def command(self, network: Network, settings: dict[str, Any]) -> list[str]:
+        """The command that runs a program there, as process 1 in its own namespaces."""
+        self._count += 1
+        place = self._base / f"place-{self._count}"
+        place.mkdir()
+        mounted = f"mount --bind {shlex.quote(str(self.directory))} {shlex.quote(str(place))}"
+        program = [sys.executable, "-W", "error", "-m", "tests.e2e.container"]
+        return [
+            *network.enter(),
+            "unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child",
+            "--mount", "--mount-proc",
+            "sh", "-c", f'{mounted} && exec "$0" "$@"', *program,
+            json.dumps({"directory": str(place), **settings}),
+        ]  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def server(
+        self, network: Network, greeting: str, host: str = "0.0.0.0", port: int = 0, **more: Any
+    ) -> AsyncIterator[int]:
+        """A server there that says who it is; its port."""
+        settings = {"greeting": greeting, "host": host, "port": port, **more}
+        process = await trio.lowlevel.open_process(
+            self.command(network, settings),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with trio.fail_after(PATIENCE):
+                said = b""
+                while not said.endswith(b"\n"):
+                    said += await process.stdout.receive_some() or b"nothing\n"
+            port, pid = map(int, said.split())
+            assert pid == 1
+            yield port
+            with trio.fail_after(PATIENCE):
+                await process.stdin.aclose()
+                assert await process.wait() == 0
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+                await process.stdin.aclose()
+                await process.stdout.aclose()
+
+    async def connect(
+        self, network: Network, *there: tuple[str, int], **more: Any
+    ) -> list[Outcome]:
+        """What a client there says of its connections to these addresses, one after the other."""
+        with trio.fail_after(PATIENCE):
+            done = await trio.run_process(
+                self.command(network, {"to": there, **more}), capture_stdout=True, cwd=_ROOT
+            )
+        return [Outcome(**each) for each in json.loads(done.stdout)]

@@ -1,0 +1,260 @@
+"""Proofs that an address leads to a listener of another network namespace, message by message.
+
+The namespaces are made up here: a listener's is renamed, so that this process takes it for another
+one.  Real ones, with bridges and NAT between them: `tests/e2e/test_networks.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.rendezvous.discovery.world import SHORT, Both, both_go, bound, serving, soon
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.host.private_directory import PrivateDirectory
+from trio_smc.rendezvous.discovery import announcing, directory, messages, publication, same_host
+from trio_smc.rendezvous.discovery.messages import Kind
+from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery, Lookup
+
+HOST = "127.0.0.1"
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def two_namespaces(monkeypatch: Patch) -> None:
+    """Who asks takes the namespace of who listens for another one, in a directory that is named."""
+    monkeypatch.setattr(directory, "other_namespaces", lambda root, but: [but])
+    for module in (directory, same_host):
+        monkeypatch.setattr(module, "is_named", lambda path: True)
+
+
+async def prove(private: Path, port: int) -> Lookup | FallbackReason:
+    """What a client learns that asks for a proof."""
+    with trio.socket.socket() as client:
+        return await Discovery(private).prove(HOST, (HOST, port), client)
+
+
+async def raw_proof(
+    private: Path, port: int, there: str = HOST
+) -> tuple[socket.socket, messages.Message]:
+    """A client's Unix connection, and what it hears after a PROVE."""
+    root = PrivateDirectory.open(private, create=False)
+    try:
+        name = directory.listener_name(HOST, port, dual_stack=False)
+        listeners = directory.Listeners(
+            root, directory.namespace_path(), name, directory.Listings()
+        )
+        [found] = listeners.waiting
+        connection = listeners.connect_to(found)
+        listeners.close()
+    finally:
+        root.close()
+    assert connection is not None
+    connection.send(messages.prove(messages.four_tuple((HOST, 0), (there, 0))))
+    await trio.lowlevel.wait_readable(connection)
+    said = messages.take(connection)
+    assert said is not None
+    return connection, said
+
+
+async def read_all(port: int, source: str = HOST) -> bytes:
+    """What the listener of a proof says to who connects."""
+    with trio.socket.socket() as client:
+        await client.bind((source, 0))
+        await client.connect((HOST, port))
+        got = b""
+        while more := await client.recv(100):
+            got += more
+        return got
+
+
+async def test_a_proven_path_is_announced_to(private: Path) -> None:
+    asking = Discovery(private)
+    async with serving(private) as server, bound() as client:
+        found = await asking.prove(HOST, server.address, client)
+        assert isinstance(found, Lookup)
+        source: tuple[str, int] = client.getsockname()[:2]
+        said = await asking.announce(source, server.address, soon(), client, elsewhere=found)
+        assert isinstance(said, Announcement)
+        await client.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            await both_go(Both(client, said, connection, claim))
+
+
+async def test_nobody_listens(private: Path) -> None:
+    async with serving(private) as server:
+        assert await prove(private, server.address[1] ^ 1) is FallbackReason.PEER_NOT_CAPABLE
+
+
+async def test_an_address_of_another_host(private: Path) -> None:
+    async with serving(private, "0.0.0.0") as server:
+        with trio.socket.socket() as client:
+            there = ("203.0.113.9", server.address[1])
+            found = await Discovery(private).prove("192.0.2.1", there, client)
+        assert found is FallbackReason.PATH_NOT_PROVEN
+
+
+@pytest.mark.parametrize("change", ["nonce", "source", "destination", "short", "silent"])
+async def test_a_proof_that_is_none(change: str, private: Path, monkeypatch: Patch) -> None:
+    """Another process is behind the address, or somebody translates it."""
+    proof = messages.proof
+
+    def other(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
+        if change == "nonce":
+            return proof(bytes(16), source, destination)
+        if change == "source":
+            return proof(nonce, (source[0], source[1] ^ 1), destination)
+        if change == "destination":
+            return proof(nonce, source, ("127.0.0.2", destination[1]))
+        return proof(nonce, source, destination)[:-1] if change == "short" else b""
+
+    async with serving(private) as server:
+        said = []
+
+        def say(self: publication.Probe) -> None:
+            with self.listener.accept()[0] as connection:
+                here, there = connection.getsockname(), connection.getpeername()
+                said.append(other(self._nonce, there, here))
+                connection.send(said[-1])
+
+        monkeypatch.setattr(publication.Probe, "answer", say)
+        assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
+    assert len(said) == 1
+
+
+async def test_who_answers_nothing_costs_no_more_than_the_time(
+    private: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(announcing, "_PROOF_PATIENCE", SHORT)
+    monkeypatch.setattr(publication.Probe, "answer", lambda self: None)
+    async with serving(private) as server:
+        with trio.fail_after(5):
+            assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
+
+
+async def test_a_stranger_is_told_nothing(private: Path) -> None:
+    """Who comes from another address than the one that is to be proven."""
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1])
+        with connection:
+            assert said.kind is Kind.LISTENING
+            assert await read_all(said.port, "127.0.0.2") == b""
+            got = await read_all(said.port)
+            assert got.startswith(said.nonce)
+            assert len(got) == messages.PROOF_SIZE
+
+
+async def test_it_listens_as_long_as_the_client_stays(private: Path) -> None:
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1])
+        connection.close()
+        with trio.fail_after(10):
+            while server.publication._probes:  # noqa: ASYNC110 - the publication tells nobody
+                await trio.sleep(0.01)
+        with pytest.raises(ConnectionRefusedError):
+            await read_all(said.port)
+
+
+async def test_it_ends_when_the_client_announces_something(private: Path) -> None:
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1])
+        with connection:
+            connection.send(messages.announce(messages.four_tuple((HOST, 1), server.address)))
+            with trio.fail_after(10):
+                while server.publication._probes:  # noqa: ASYNC110 - as above
+                    await trio.sleep(0.01)
+            with pytest.raises(ConnectionRefusedError):
+                await read_all(said.port)
+            assert server.publication._clients, "it stays"
+
+
+async def test_a_listener_of_another_address(private: Path) -> None:
+    """Asked for one that is this host's, too."""
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1], there="127.0.0.2")
+        connection.close()
+        assert said.kind is Kind.REFUSED
+
+
+async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch) -> None:
+    def full(self: publication.Probe) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(publication.Probe, "answer", full)
+    async with serving(private) as server:
+        with trio.fail_after(5):
+            assert await prove(private, server.address[1]) is FallbackReason.PATH_NOT_PROVEN
+        assert not server.publication._probes
+
+
+async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(publication, "_MAX_PROBES", 1)
+    async with serving(private) as server:
+        first, said = await raw_proof(private, server.address[1])
+        second, refused = await raw_proof(private, server.address[1])
+        with first, second:
+            assert (said.kind, refused.kind) == (Kind.LISTENING, Kind.REFUSED)
+
+
+async def test_a_directory_at_a_default_place_proves_nothing(
+    private: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(directory, "is_named", lambda path: False)
+    async with serving(private) as server:
+        connection, said = await raw_proof(private, server.address[1])
+        connection.close()
+        assert said.kind is Kind.REFUSED
+
+
+async def test_a_socket_that_goes_another_way(private: Path) -> None:
+    """Its packets may be routed otherwise than those of a proof."""
+    async with serving(private) as server:
+        with trio.socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            found = await Discovery(private).prove(HOST, server.address, client)
+        assert found is FallbackReason.PATH_NOT_PROVEN
+
+
+async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Patch) -> None:
+    asked = 0
+    real = publication.Probe.answer
+
+    def count(self: publication.Probe) -> None:
+        nonlocal asked
+        asked += 1
+        real(self)
+
+    monkeypatch.setattr(publication.Probe, "answer", count)
+    monkeypatch.setattr(directory, "settled", lambda known: True)
+    asking = Discovery(private)
+    async with serving(private) as server, bound() as client:
+        first = await asking.prove(HOST, server.address, client)
+        assert await asking.prove(HOST, server.address, client) is first
+        assert asked == 1
+        assert isinstance(first, Lookup)
+        first.disprove()
+        assert await asking.prove(HOST, server.address, client) is FallbackReason.PATH_NOT_PROVEN
+    assert asked == 1
+
+
+def test_the_layout() -> None:
+    key = messages.four_tuple(("192.0.2.1", 0), ("2001:db8::1", 0))
+    assert messages.parties(key) == ("192.0.2.1", "2001:db8::1")
+    asked = messages.decode_untrusted(messages.prove(key))
+    assert (asked.kind, asked.connection) == (Kind.PROVE, key)
+    told = messages.listening(key, 0x1234, bytes(range(16)))
+    head = struct.pack(">4sBBBB", b"TSMC", 2, 3, 7, 0)
+    assert told == head + key + b"\x12\x34" + bytes(range(16))
+    said = messages.decode_untrusted(told)
+    assert (said.port, said.nonce) == (0x1234, bytes(range(16)))
+    with pytest.raises(ProtocolError):
+        messages.decode_untrusted(told[:-1])
