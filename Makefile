@@ -41,7 +41,7 @@ ready-dev:
 	@$(PYTHON) scripts/bootstrap.py dev
 
 ready-docs:
-	@$(PYTHON) scripts/bootstrap.py dev dot redis-server tshark
+	@$(PYTHON) scripts/bootstrap.py dev dot ip nft redis-server tshark
 
 ready-browser:
 	@$(PYTHON) scripts/bootstrap.py dev dot chromium

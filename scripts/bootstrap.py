@@ -22,6 +22,8 @@ OLDEST = (3, 11)
 PACKAGE_OF = {
     "chromium": "chromium",
     "dot": "graphviz",
+    "ip": "iproute2",
+    "nft": "nftables",
     "redis-server": "redis-server",
     "tshark": "tshark",
 }

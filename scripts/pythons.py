@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 SUITE = "trixie"
-PACKAGES = "ca-certificates,git,graphviz,iproute2,make,python3-venv,redis-server,tshark"
+PACKAGES = "ca-certificates,git,graphviz,iproute2,make,nftables,python3-venv,redis-server,tshark"
 TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
 # What processes in a root directory need of the machine.
 SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
