@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,14 @@ class Earlier:
 def ratios(metric: Metric, base: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return for each round how many times better `other` was than `base` in the same round."""
     pairs = zip(base, other, strict=True)
-    return [b / o if metric.smaller_is_better else o / b for b, o in pairs]
+    return [_times(b, o) if metric.smaller_is_better else _times(o, b) for b, o in pairs]
+
+
+def _times(more: float, less: float) -> float:
+    """How many times ``less`` goes into ``more``; 0 is what was too little to be measured."""
+    if less:
+        return more / less
+    return math.inf if more else 1.0
 
 
 def rows(comparison: Comparison, earlier: Mapping[str, Earlier]) -> list[list[str]]:

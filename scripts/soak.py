@@ -128,6 +128,7 @@ class Seen:
     prefix_bytes: int = 0
     samples: dict[str, list[tuple[float, dict[str, int]]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
 
 class Soak:
@@ -392,7 +393,9 @@ class Soak:
 
     def judge(self) -> None:
         seen = self.seen
-        seen.problems += [f"chaos: {problem}" for problem in self._chaos.result.problems]
+        chaos = self._chaos.result
+        seen.problems += [f"chaos: {problem}" for problem in chaos.problems]
+        seen.told += [f"chaos: {line}" for line in chaos.recollections()]
         for name, rises in self.rises().items():
             for what, rise in rises.items():
                 if rise > LIMITS[what] and self._seconds >= _JUDGED_FROM:
@@ -470,8 +473,8 @@ def main() -> int:
         seen = trio.run(soak.run)
     for table in soak.tables():
         print(report.text_of(table, left=1) + "\n")
-    for problem in seen.problems:
-        print(problem)
+    for line in (*seen.problems, *seen.told):
+        print(line)
     print(f"soak: {time.monotonic() - began:.0f} s, seed {seed}, {len(seen.problems)} problems")
     return 1 if seen.problems else 0
 
