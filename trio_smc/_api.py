@@ -17,7 +17,8 @@ from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config
 from trio_smc.connecting.listener import SmcListener
-from trio_smc.control.server import REPORT_EVERY, REPORT_TO, ControlSocket, RunReport
+from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
+from trio_smc.control.server import ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
 __all__ = ["open_listeners", "open_stack", "open_stream", "serve"]

@@ -35,6 +35,8 @@ __all__ = [
     "PARTS",
     "PIECE",
     "REPLY_LIMIT",
+    "REPORT_EVERY",
+    "REPORT_TO",
     "REQUEST_LIMIT",
     "VERSION",
     "decode_untrusted",
@@ -59,6 +61,10 @@ REQUEST_LIMIT: Final = 4096
 """Bytes of a request, without the length."""
 REPLY_LIMIT: Final = 1 << 20
 """Bytes of each message of a reply, without the length."""
+REPORT_TO: Final = "TRIO_SMC_RUN"
+"""The variable of the environment that names the socket of `trio-smc run`."""
+REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
+"""The variable that says how often a stack tells what it counted, in seconds; else at its end."""
 
 _HEADER: Final = struct.Struct("!I")
 HEADER_SIZE: Final = _HEADER.size

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from trio_smc._stack import Stack
 
-__all__ = ["REPORT_EVERY", "REPORT_TO", "ControlSocket", "RunReport"]
+__all__ = ["ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
@@ -48,10 +48,6 @@ _PATIENCE: Final = 5.0
 _CAPACITY_PAUSE: Final = 0.5
 _NAME_INTERVAL: Final = 10.0
 """Seconds between looks whether the socket still has its name."""
-REPORT_TO: Final = "TRIO_SMC_RUN"
-"""The variable of the environment that names the socket of `trio-smc run`."""
-REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
-"""The variable that says how often a stack tells what it counted, in seconds; else at its end."""
 _REPORT_PATIENCE: Final = 1.0
 """Seconds that a full socket may hold up the end of a stack."""
 

@@ -37,16 +37,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from trio_smc import ProtocolError
+from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
 from trio_smc.tools.client import SHAPES, check_untrusted
 from trio_smc.tools.output import size
 from trio_smc.tools.processes import executable, family, has_tcp, is_python
 
-__all__ = ["SOCKET", "Tree", "supervise"]
+__all__ = ["Tree", "supervise"]
 
-SOCKET: Final = "TRIO_SMC_RUN"
-"""The variable of the environment that names the socket."""
-EVERY: Final = "TRIO_SMC_REPORT_EVERY"
-"""The variable that says how often, in seconds, a stack tells what it counted."""
 _LIMIT: Final = 1 << 16
 _PASSED_ON: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
@@ -200,7 +197,7 @@ def supervise(
     with _socket() as (reader, path):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
         try:
-            told = {SOCKET: path, **({EVERY: str(_REPORTS)} if report else {})}
+            told = {REPORT_TO: path, **({REPORT_EVERY: str(_REPORTS)} if report else {})}
             child = _started(program, {**environment, **told}, mask)
             started = executable(child.pid)
             thread = threading.Thread(target=_listen, args=(reader, tree), name="trio-smc run")

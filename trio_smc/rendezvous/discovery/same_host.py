@@ -147,8 +147,7 @@ class Discovery:
         try:
             made = directory.NewSocket(self._private, name, BACKLOG)
         except DirectoryUnusable as error:
-            self._warn(error)
-            return self.publish_nothing(address, error.reason)
+            return self.publish_nothing(address, self._why_not(error))
         publication = Publication(address, made, None, self._spinner)
         publication.start(nursery)
         self._publications.add(publication)
@@ -199,13 +198,8 @@ class Discovery:
                 return await self._announcer.announce(
                     source, destination, sock, required=required, elsewhere=elsewhere
                 )
-        except DirectoryUnusable as error:
-            self._warn(error)
-            return error.reason
-        except OSError as error:
-            # No descriptors, no /proc: the TCP connection does not fail for it.
-            self._warn(error)
-            return FallbackReason.OUT_OF_RESOURCES
+        except (DirectoryUnusable, OSError) as error:
+            return self._why_not(error)
         return FallbackReason.PEER_NOT_CAPABLE
 
     async def prove(
@@ -225,12 +219,16 @@ class Discovery:
             return FallbackReason.PEER_NOT_CAPABLE
         try:
             return await self._announcer.prove(source, destination, sock)
-        except DirectoryUnusable as error:
-            self._warn(error)
+        except (DirectoryUnusable, OSError) as error:
+            return self._why_not(error)
+
+    def _why_not(self, error: DirectoryUnusable | OSError) -> FallbackReason:
+        """Warn of what kept a connection from discovery, and say why it is plain TCP."""
+        self._warn(error)
+        if isinstance(error, DirectoryUnusable):
             return error.reason
-        except OSError as error:
-            self._warn(error)
-            return FallbackReason.OUT_OF_RESOURCES
+        # No descriptors, no /proc: the TCP connection does not fail for it.
+        return FallbackReason.OUT_OF_RESOURCES
 
     def _warn(self, error: Exception) -> None:
         # Once: every connection has its reason, the log needs the details only.
