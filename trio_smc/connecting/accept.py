@@ -118,7 +118,7 @@ class Arrival:
             stack, config, self._local[0], self._client, self._local, publication.address,
             busy=busy,
         )  # fmt: skip
-        found = publication.claim(self._local, self._remote)
+        found = publication.claim(self._local, self._remote, self._unwrapped)
         if isinstance(found, Search):
             self._search = found
         else:
@@ -249,8 +249,11 @@ class Arrival:
             return self._plain
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
-            # Who announced it may have lost the port to somebody else, and says so presently.
-            agreed = agreed and _begins_with_clc(self._unwrapped)
+            if agreed and not self._claim.begins_with_clc():
+                # Who announced it has lost the port to somebody else, and says so presently or
+                # connects when that one is done.
+                self._claim.mistaken()
+                agreed = False
         else:
             # Looked at and not just believed: with the TCP option, the client does not know when
             # the option of the SYN-ACK was lost on the way.
@@ -386,12 +389,6 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
     raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
-
-
-def _begins_with_clc(sock: stdlib_socket.socket) -> bool:
-    """Whether the bytes that are there may be CLC; they stay unread."""
-    # Trio's `recv` takes a pass of the scheduler.
-    return clc.EYE_CATCHER.startswith(sock.recv(_SNIFF, stdlib_socket.MSG_PEEK))
 
 
 def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:

@@ -344,9 +344,11 @@ async def _connect_bound(
                 continue
             raise _unusable(source, error) from error
         await _announce(stack, attempt, config)
-        if isinstance(attempt.announcement, Announcement) and await _connected(attempt, address):
+        announced = attempt.announcement
+        nobody = not isinstance(announced, Announcement)
+        lost = not isinstance(announced, Announcement) or announced.is_too_late()
+        if not lost and await _connected(attempt, address):
             return True
-        nobody = not isinstance(attempt.announcement, Announcement)
         attempt.renew()
         tries += 1
         if nobody or tries == _PORTS_TRIED:

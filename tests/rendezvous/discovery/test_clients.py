@@ -187,7 +187,7 @@ async def test_accept_without_descriptors_waits_for_better_times(
 async def test_a_newer_client_learns_that_no_version_is_common(private: Path) -> None:
     async with serving(private):
         with dial(private) as raw:
-            raw.send(struct.pack(">4sBBBB", b"TSMC", 4, 5, Kind.ANNOUNCE, 0) + b"whatever")
+            raw.send(struct.pack(">4sBBBB", b"TSMC", 5, 6, Kind.ANNOUNCE, 0) + b"whatever")
             answer = messages.decode_untrusted(await hear(raw))
             assert answer.kind is Kind.REFUSED
             assert answer.reason is FallbackReason.LOCAL_VERSION_MISMATCH

@@ -24,7 +24,7 @@ from tests.rendezvous.discovery.world import (
 )
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages, publication
-from trio_smc.rendezvous.discovery.publication import Claim, Claims, Client
+from trio_smc.rendezvous.discovery.publication import Announced, Claim, Claims, Client
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
 
@@ -231,7 +231,7 @@ def test_another_clients_withdrawal_is_not_heard() -> None:
         client, stranger = Client(ours), Client(theirs)
         claims = Claims()
         unused: Any = None
-        claim = claims.taken[key] = Claim(unused, client, key)
+        claim = claims.taken[key] = Claim(unused, Announced(client, key))
         claims.withdrawn(stranger, key)
         assert not claim.withdrawn
         claims.withdrawn(client, key)

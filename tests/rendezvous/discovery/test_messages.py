@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.messages import Kind
 
@@ -36,11 +37,24 @@ def test_an_announcement_names_its_connection(
 def test_the_layout_of_an_announcement() -> None:
     name = messages.four_tuple(("192.0.2.1", 0x1234), ("2001:db8::1%eth0", 0x5678))
     expected = (
-        "54534d43 02 03 01 00"
+        "54534d43 02 04 01 00"
         "00000000000000000000ffffc0000201 1234"
         "20010db8000000000000000000000001 5678"
+        "00000102"
     )
-    assert messages.announce(name) == bytes.fromhex(expected)
+    assert messages.announce(name, messages.packed_number(258)) == bytes.fromhex(expected)
+
+
+def test_an_answer_carries_the_number_of_the_announcement() -> None:
+    name = messages.four_tuple(("127.0.0.1", 1), ("127.0.0.1", 2))
+    number = messages.packed_number((1 << 32) + 7)
+    refused = messages.refused(FallbackReason.NO_RNIC, name, number)
+    for said in (messages.announce(name, number), messages.accepted(name, number), refused):
+        message = messages.decode_untrusted(said)
+        assert message.number == bytes([0, 0, 0, 7])
+        assert message.connection == name
+        # What earlier versions say.
+        assert messages.decode_untrusted(said[:44]).number == b""
 
 
 def test_who_requires_smc_says_so() -> None:

@@ -252,7 +252,7 @@ def test_the_layout() -> None:
     asked = messages.decode_untrusted(messages.prove(key))
     assert (asked.kind, asked.connection) == (Kind.PROVE, key)
     told = messages.listening(key, 0x1234, bytes(range(16)))
-    head = struct.pack(">4sBBBB", b"TSMC", 2, 3, 7, 0)
+    head = struct.pack(">4sBBBB", b"TSMC", 2, 4, 7, 0)
     assert told == head + key + b"\x12\x34" + bytes(range(16))
     said = messages.decode_untrusted(told)
     assert (said.port, said.nonce) == (0x1234, bytes(range(16)))

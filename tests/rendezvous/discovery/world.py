@@ -30,15 +30,18 @@ def soon(seconds: float = LONG) -> float:
 class Server:
     """A listening TCP socket and its publication."""
 
-    def __init__(self, listening: trio.socket.SocketType, publication: Publication) -> None:
-        self.listening = listening
+    def __init__(self, plain: socket.socket, publication: Publication) -> None:
+        self._plain = plain
+        self.listening = trio.socket.from_stdlib_socket(plain)
         self.publication = publication
-        self.address: tuple[str, int] = listening.getsockname()[:2]
+        self.address: tuple[str, int] = plain.getsockname()[:2]
 
     async def accept(self) -> tuple[trio.socket.SocketType, Claim | None]:
-        connection, _ = await self.listening.accept()
-        local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
-        found = self.publication.claim(local, remote)
+        await trio.lowlevel.wait_readable(self._plain)
+        accepted, remote = self._plain.accept()
+        connection = trio.socket.from_stdlib_socket(accepted)
+        local = accepted.getsockname()[:2]
+        found = self.publication.claim(local, remote[:2], accepted)
         return connection, await found.finish() if isinstance(found, Search) else found
 
 
@@ -47,11 +50,12 @@ async def serving(
     private: Path, address: str = "127.0.0.1", *, port: int = 0, dual_stack: bool = False
 ) -> AsyncIterator[Server]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with trio.socket.socket(family) as listening:
+    with socket.socket(family) as listening:
+        listening.setblocking(False)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
-        await listening.bind((address, port))
+        listening.bind((address, port))
         listening.listen(1000)
         async with trio.open_nursery() as nursery:
             publication = Discovery(private).publish(

@@ -14,6 +14,11 @@ So there is no task between a packet and the task that wants it.  The one task o
 sleeps until a process ends, to let go of its Unix connections, or until somebody has waited for too
 long, to end that wait.
 
+Ports are shared (see `trio_smc.connecting.dial`), so somebody else's connection with the announced
+addresses may be accepted first, and be over when the announced one is opened.  Answers carry the
+number of the announcement, so that one that was withdrawn is not taken for the next one of the same
+addresses; and who was told ACCEPTED and sends no CLC withdraws all the same.
+
 Listening processes of other network namespaces are first asked for a proof, each on a Unix
 connection for that alone.  What a `Lookup` of them came to counts for ten seconds at most.
 """
@@ -94,14 +99,24 @@ class Announcement:
       wanted: the process that accepted it does.
     """
 
-    __slots__ = ("_owner", "answered", "asked", "elsewhere", "key", "reason", "required", "wanted")
+    __slots__ = (
+        "_acceptor", "_owner", "answered", "asked", "elsewhere", "key", "number", "reason",
+        "required", "wanted",
+    )  # fmt: skip
 
     def __init__(
-        self, owner: Announcer, key: bytes, required: bool, elsewhere: Lookup | None = None
+        self,
+        owner: Announcer,
+        key: bytes,
+        number: bytes,
+        required: bool,
+        elsewhere: Lookup | None = None,
     ) -> None:
         self._owner = owner
+        self._acceptor: Server | None = None
         self.elsewhere = elsewhere
         self.key = key
+        self.number = number
         self.required = required
         self.wanted = False
         self.asked: list[Server] = []  # who may still say that it is theirs
@@ -119,6 +134,7 @@ class Announcement:
         try:
             if not self.answered and not self._owner.spin(self):
                 await self._owner.wait(self, deadline)
+            self._acceptor = None  # which gets a Proposal
         finally:
             self.close()
         return self.reason
@@ -126,7 +142,7 @@ class Announcement:
     def tell(self, server: Server) -> bool:
         """Announce it there; False when nothing can be sent now, or ever."""
         try:
-            server.send(messages.announce(self.key, required=self.required))
+            server.send(messages.announce(self.key, self.number, required=self.required))
         except BlockingIOError:
             return False
         except OSError:
@@ -143,6 +159,7 @@ class Announcement:
         if message is not None and message.kind is Kind.ACCEPTED:
             self.reason = None
             self.wanted = message.required
+            self._acceptor = server
         elif message is not None and message.reason not in (None, FallbackReason.PEER_NOT_CAPABLE):
             self.reason = message.reason
         self.answered = self.reason is None or not self.asked
@@ -154,6 +171,11 @@ class Announcement:
             self.elsewhere.disprove()
             self.reason = FallbackReason.PATH_NOT_PROVEN
         self.close()
+
+    def is_too_late(self) -> bool:
+        """Whether the connection was accepted that is not open yet: that is somebody else's."""
+        self._owner.hear(self)
+        return self.answered and self.reason is None
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +190,9 @@ class Announcement:
         """
         self.answered = True
         asked, self.asked = self.asked, []
+        if self._acceptor is not None:
+            asked.append(self._acceptor)
+            self._acceptor = None
         for server in asked:
             server.announced.discard(self)
             try:
@@ -431,6 +456,7 @@ class Announcer:
         self._servers: dict[int, Server] = {}  # by descriptor; oldest first
         self._entries: dict[tuple[int, int, str], Server] = {}
         self._announced: dict[bytes, Announcement] = {}
+        self._count = 0  # announcements so far
         # Who says something; and who is gone, which is what the task sleeps for.
         self._epoll: select.epoll | None = None
         self._ends: select.epoll | None = None
@@ -584,7 +610,9 @@ class Announcer:
     ) -> Announcement | None:
         """An announcement that nobody knows of yet; None: another one has these addresses."""
         key = messages.four_tuple(source, destination)
-        announcement = Announcement(self, key, required, elsewhere)
+        self._count += 1
+        number = messages.packed_number(self._count)
+        announcement = Announcement(self, key, number, required, elsewhere)
         older = self._announced.get(announcement.key)
         if older is not None:
             # Two sockets want one port, and one of them is going to have it: nobody could tell
@@ -605,6 +633,12 @@ class Announcer:
             del self._announced[announcement.key]
 
     # --- answers -----------------------------------------------------------------------------
+
+    def hear(self, announcement: Announcement) -> None:
+        """Take the answers that are there."""
+        for server in announcement.asked.copy():
+            while self._hear_one(server):
+                pass
 
     def spin(self, announcement: Announcement) -> bool:
         """Whether ``announcement`` is answered within a moment, with nothing else to do."""
@@ -692,7 +726,11 @@ class Announcer:
         if message is not None and message.connection:
             if message.kind in _ANSWERS:
                 announcement = self._announced.get(message.connection)
-                if announcement is not None and server in announcement.asked:
+                if (
+                    announcement is not None
+                    and server in announcement.asked
+                    and message.number in (announcement.number, b"")
+                ):
                     self._answer(announcement, server, message)
                 return
             message = None  # no listener says so

@@ -12,6 +12,10 @@ One message is one packet of a Unix SOCK_SEQPACKET connection::
                  port (2), destination address (16), destination port (2); big-endian, as its
                  client sees it; PROVE: of the TCP connections to come, both ports zero
     bytes 44-61  LISTENING only: port to connect to (2), nonce (16)
+    bytes 44-47  ANNOUNCE: a number of the sender's; ACCEPTED and REFUSED: that of the ANNOUNCE
+
+The number tells announcements of the same addresses apart: an answer may arrive after its
+announcement was withdrawn and the next one made.  Versions before 4 have none.
 
 Who connects to that port gets a TCP proof, and then the end: the nonce, and the TCP connection in
 the form of bytes 8-43 as the server sees it.
@@ -47,6 +51,7 @@ __all__ = [
     "decode_untrusted",
     "four_tuple",
     "listening",
+    "packed_number",
     "parties",
     "proof",
     "prove",
@@ -57,7 +62,7 @@ __all__ = [
 
 
 LOWEST_VERSION = 2
-HIGHEST_VERSION = 3  # PROVE and LISTENING
+HIGHEST_VERSION = 4  # 3: PROVE and LISTENING; 4: numbers of announcements
 MAX_SIZE = 512
 """Bytes to receive at most; what a longer packet has beyond is cut off."""
 
@@ -68,6 +73,7 @@ _MAGIC = b"TSMC"
 _HEAD = struct.Struct(">4sBBBB")
 _FOUR_TUPLE = struct.Struct(">16sH16sH")
 _PROBE = struct.Struct(">H16s")
+_NUMBER = struct.Struct(">L")
 _MAPPED = bytes(10) + b"\xff\xff"
 
 
@@ -109,14 +115,16 @@ class Message(NamedTuple):
       kind: what it says; None when its sender speaks no version that we do.
       reason: of REFUSED, else None.
       connection: the `four_tuple`; b"" in a REFUSED of everything.
-      port, nonce: of LISTENING.
       required: an ANNOUNCE or ACCEPTED of who takes SMC-R or nothing.
+      number: of the announcement, packed; b"" from who knows none.
+      port, nonce: of LISTENING.
     """
 
     kind: Kind | None
     reason: FallbackReason | None = None
     connection: bytes = b""
     required: bool = False
+    number: bytes = b""
     port: int = 0
     nonce: bytes = b""
 
@@ -156,19 +164,25 @@ _USUAL = {
     _WITHDRAW: (Kind.WITHDRAW, False),
 }
 _SIZE = _HEAD.size + _FOUR_TUPLE.size
+_NUMBERED_SIZE = _SIZE + _NUMBER.size
 NONCE_SIZE = 16
 PROOF_SIZE = NONCE_SIZE + _FOUR_TUPLE.size
 """Bytes of a TCP proof."""
 
 
-def announce(connection: bytes, *, required: bool = False) -> bytes:
-    """An ANNOUNCE of the `four_tuple`."""
-    return _ANNOUNCE[required] + connection
+def packed_number(number: int) -> bytes:
+    """The number of an announcement, as messages have it."""
+    return _NUMBER.pack(number & 0xFFFFFFFF)
 
 
-def accepted(connection: bytes, *, required: bool = False) -> bytes:
-    """An ACCEPTED of the `four_tuple`."""
-    return _ACCEPTED[required] + connection
+def announce(connection: bytes, number: bytes = b"", *, required: bool = False) -> bytes:
+    """An ANNOUNCE of the `four_tuple`; ``number``: packed."""
+    return _ANNOUNCE[required] + connection + number
+
+
+def accepted(connection: bytes, number: bytes = b"", *, required: bool = False) -> bytes:
+    """An ACCEPTED of the `four_tuple`, in answer to the ANNOUNCE with that number."""
+    return _ACCEPTED[required] + connection + number
 
 
 def withdraw(connection: bytes) -> bytes:
@@ -191,9 +205,9 @@ def proof(nonce: bytes, source: tuple[str, int], destination: tuple[str, int]) -
     return nonce + four_tuple(source, destination)
 
 
-def refused(reason: FallbackReason, connection: bytes = b"") -> bytes:
+def refused(reason: FallbackReason, connection: bytes = b"", number: bytes = b"") -> bytes:
     """A REFUSED; reasons without a code arrive as PEER_NOT_CAPABLE."""
-    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection
+    return _head(Kind.REFUSED, _REASON_CODES.get(reason, 0)) + connection + number
 
 
 def decode_untrusted(data: bytes) -> Message:
@@ -204,7 +218,7 @@ def decode_untrusted(data: bytes) -> Message:
     """
     usual = _USUAL.get(data[:8])
     if usual is not None and len(data) >= _SIZE:
-        return Message(usual[0], None, data[8:_SIZE], usual[1])
+        return Message(usual[0], None, data[8:_SIZE], usual[1], _number(data))
     if len(data) < _HEAD.size:
         raise ProtocolError(f"same-host discovery: {len(data)} bytes are no message")
     magic, lowest, highest, code, detail = _HEAD.unpack_from(data)
@@ -214,7 +228,7 @@ def decode_untrusted(data: bytes) -> Message:
     connection = data[_HEAD.size : _SIZE] if whole else b""
     if code == Kind.REFUSED:
         reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
-        return Message(Kind.REFUSED, reason, connection)
+        return Message(Kind.REFUSED, reason, connection, number=_number(data))
     if lowest > HIGHEST_VERSION or highest < LOWEST_VERSION:
         return Message(None)
     if code not in Kind.__members__.values():
@@ -227,7 +241,11 @@ def decode_untrusted(data: bytes) -> Message:
         port, nonce = _PROBE.unpack_from(data, _SIZE)
         return Message(Kind.LISTENING, None, connection, port=port, nonce=nonce)
     wanted = code in (Kind.ANNOUNCE, Kind.ACCEPTED) and bool(detail & 1)
-    return Message(Kind(code), None, connection, wanted)
+    return Message(Kind(code), None, connection, wanted, _number(data))
+
+
+def _number(data: bytes) -> bytes:
+    return data[_SIZE:_NUMBERED_SIZE] if len(data) >= _NUMBERED_SIZE else b""
 
 
 @functools.lru_cache(_REMEMBERED)

@@ -25,6 +25,7 @@ import select
 import socket
 from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -36,9 +37,11 @@ from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
 from trio_smc.rnic.spinner import NEVER, Spinner
+from trio_smc.wire.clc import EYE_CATCHER
 
 __all__ = [
     "BACKLOG",
+    "Announced",
     "Claim",
     "Claims",
     "Client",
@@ -130,33 +133,60 @@ class Probe:
                     connection.send(messages.proof(self._nonce, name[:2], here[:2]))
 
 
-class Claim:
-    """An accepted TCP connection whose client announced it: to be confirmed or refused.
+class Announced(NamedTuple):
+    """A TCP connection that a client has announced.
 
-    Attributes:
+    Fields:
+      key: the `messages.four_tuple`.
+      number: which of the client's announcements it is.
       required: the client takes SMC-R or nothing.
     """
 
-    __slots__ = ("_client", "_key", "_publication", "_settled", "_told", "required", "withdrawn")
+    client: Client
+    key: bytes
+    number: bytes = b""
+    required: bool = False
+
+    def refuse(self, reason: FallbackReason) -> None:
+        self.client.tell(messages.refused(reason, self.key, self.number))
+
+
+class Claim:
+    """An accepted TCP connection whose client announced it: to be confirmed or refused.
+
+    Args:
+      announced: what the client said.
+      accepted: the connection, which nobody has read from; None: only its addresses are known.
+
+    Attributes:
+      required: the client takes SMC-R or nothing.
+      withdrawn: the client says that its connection is plain TCP, or will never be opened.
+    """
+
+    __slots__ = ("_accepted", "_publication", "_settled", "_told", "announced", "withdrawn")
 
     def __init__(
-        self, publication: Publication, client: Client, key: bytes, required: bool = False
+        self, publication: Publication, announced: Announced, accepted: socket.socket | None = None
     ) -> None:
         self._publication = publication
-        self._client = client
-        self._key = key
+        self.announced = announced
+        self._accepted = accepted
         self._settled = False
         self._told = False
-        self.required = required
         self.withdrawn = False
+
+    @property
+    def required(self) -> bool:
+        return self.announced.required
 
     def accept(self, *, required: bool = False) -> None:
         """Tell the client at once that its connection was accepted; `confirm` is to follow.
 
         required: this side takes SMC-R or nothing.
         """
-        said = messages.accepted(self._key, required=required)
-        self._told = not self._is_over() and self._client.tell(said)
+        to = self.announced
+        said = messages.accepted(to.key, to.number, required=required)
+        self._told = not self._is_over() and to.client.tell(said)
 
     async def confirm(self, connection: trio.socket.SocketType, deadline: float) -> bool:
         """Tell the client that its connection was accepted; whether it goes on with SMC-R.
@@ -191,11 +221,31 @@ class Claim:
     def refuse(self, reason: FallbackReason) -> None:
         """Tell the client at once that its connection is plain TCP, and why."""
         if not self._settled:
-            self._client.tell(messages.refused(reason, self._key))
+            self.announced.refuse(reason)
             self._settle()
 
+    def begins_with_clc(self) -> bool:
+        """Whether the bytes that are there may be CLC; they stay unread.
+
+        Raises OSError: there are none, or the connection was reset.
+        """
+        if self._accepted is None:
+            raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
+        # Trio's `recv` takes a pass of the scheduler.
+        first = self._accepted.recv(len(EYE_CATCHER), socket.MSG_PEEK)
+        return bool(first) and EYE_CATCHER.startswith(first)
+
+    def mistaken(self) -> None:
+        """It is the connection of somebody else, who had the port before the client.
+
+        What the client has announced waits for its own connection.
+        """
+        self._settle()
+        if not self.withdrawn:
+            self._publication.claims.restore(self.announced)
+
     def _hear(self) -> None:
-        if not self._publication.hear_all(self._client):
+        if not self._publication.hear_all(self.announced.client):
             raise OSError(errno.ECONNABORTED, "the client says more than anybody could read")
 
     def _is_over(self) -> bool:
@@ -203,7 +253,7 @@ class Claim:
 
     def _settle(self) -> None:
         self._settled = True
-        self._publication.claims.forget(self._key, self)
+        self._publication.claims.forget(self)
 
 
 class Search:
@@ -216,9 +266,12 @@ class Search:
       claim: what was found.
     """
 
-    def __init__(self, publication: Publication, key: bytes) -> None:
+    def __init__(
+        self, publication: Publication, key: bytes, accepted: socket.socket | None = None
+    ) -> None:
         self._publication = publication
         self._key = key
+        self._accepted = accepted
         self._heard: Counter[Client | None] = Counter()
         self.claim: Claim | None = None
 
@@ -226,11 +279,13 @@ class Search:
         """Have a turn; whether that was all."""
         came = 0
         while True:
-            self.claim = self._publication.take_pending(self._key)
+            self.claim = self._publication.take_pending(self._key, self._accepted)
             if self.claim is not None:
                 return True
             some = self._publication.hear_some(self._heard)
             if not some:
+                if self._publication.claims.release(self._key):
+                    continue
                 return True
             came += some
             if came >= _AT_ONCE:
@@ -248,35 +303,35 @@ class Claims:
 
     Attributes:
       pending: those that wait to be claimed, by four-tuple, with the time when to forget them, as
-        `trio.current_time`, and whether the client takes nothing but SMC-R; oldest first.
+        `trio.current_time`; oldest first.
       taken: the claims that are not settled.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[bytes, tuple[Client, float, bool]] = {}
+        self.pending: dict[bytes, tuple[Announced, float]] = {}
         self.taken: dict[bytes, Claim] = {}
 
-    def announced(self, client: Client, key: bytes, required: bool) -> None:
+    def add(self, announced: Announced) -> None:
         """It waits to be claimed, or the client is told that too many wait."""
+        client, key = announced.client, announced.key
         now = trio.current_time()
         while self.pending:
-            oldest = next(iter(self.pending))
-            other, until, _ = self.pending[oldest]
+            oldest, until = next(iter(self.pending.values()))
             if until > now:
                 break
-            self.withdrawn(other, oldest)
-        older = self.pending.pop(key, None)
-        if older is not None:
-            older[0].pending.discard(key)
-            if older[0] is not client:
+            self.withdrawn(oldest.client, oldest.key)
+        if key in self.pending:
+            older, _ = self.pending.pop(key)
+            older.client.pending.discard(key)
+            if older.client is not client:
                 # Two want one port, and one of them is going to have it: nobody can tell which.
-                for each in (older[0], client):
-                    each.tell(messages.refused(FallbackReason.PEER_NOT_CAPABLE, key))
+                for each in (older, announced):
+                    each.refuse(FallbackReason.PEER_NOT_CAPABLE)
                 return
         if len(self.pending) >= _MAX_PENDING:
-            client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT, key))
+            announced.refuse(FallbackReason.HANDSHAKE_LIMIT)
             return
-        self.pending[key] = client, now + _PENDING_TIMEOUT, required
+        self.pending[key] = announced, now + _PENDING_TIMEOUT
         client.pending.add(key)
 
     def withdrawn(self, client: Client, key: bytes) -> None:
@@ -287,19 +342,47 @@ class Claims:
             del self.pending[key]
             return
         claim = self.taken.get(key)
-        if claim is not None and claim._client is client:
+        if claim is not None and claim.announced.client is client:
             claim.withdrawn = True
 
-    def forget(self, key: bytes, claim: Claim) -> None:
+    def take(self, key: bytes) -> Announced | None:
+        """What was announced waits no more."""
+        found = self.pending.pop(key, None)
+        if found is None:
+            return None
+        announced = found[0]
+        announced.client.pending.discard(key)
+        return announced
+
+    def forget(self, claim: Claim) -> None:
         """A claim is settled."""
+        key = claim.announced.key
         if self.taken.get(key) is not claim:
             return
         del self.taken[key]
-        other = self.pending.pop(key, None)
+        other = self.take(key)
         if other is not None:
             # It may be the connection of this one; it is in the hands of the program by now.
-            other[0].pending.discard(key)
-            other[0].tell(messages.refused(FallbackReason.PEER_NOT_CAPABLE, key))
+            other.refuse(FallbackReason.PEER_NOT_CAPABLE)
+
+    def restore(self, announced: Announced) -> None:
+        """What was claimed waits again, unless its client is gone or has announced it anew."""
+        if announced.client.connection.fileno() >= 0 and announced.key not in self.pending:
+            self.add(announced)
+
+    def release(self, key: bytes) -> bool:
+        """Whether the announcement waits again that another connection of these addresses took.
+
+        That one is over, as there is a new one.
+        """
+        claim = self.taken.get(key)
+        if claim is None:
+            return False
+        with contextlib.suppress(OSError):
+            if claim.begins_with_clc():
+                return False  # it was the announced one
+        claim.mistaken()
+        return key in self.pending
 
     def lost(self, client: Client) -> None:
         """Nothing it has announced can be claimed any more; claims know already."""
@@ -341,10 +424,16 @@ class Publication:
         self._moves: select.epoll | None = None
         self._nap = trio.CancelScope()  # around the task's sleep
 
-    def claim(self, local: tuple[str, int], remote: tuple[str, int]) -> Claim | Search | None:
+    def claim(
+        self,
+        local: tuple[str, int],
+        remote: tuple[str, int],
+        accepted: socket.socket | None = None,
+    ) -> Claim | Search | None:
         """Look an accepted TCP connection up; None when its client did not announce itself.
 
         local, remote: its two addresses, text and port.
+        accepted: the connection, which nobody has read from.
 
         Never waits: who announces does so before it connects.  Every claim is to be confirmed
         or refused, or the client waits in vain.  A search: so much is to be read first that other
@@ -352,17 +441,15 @@ class Publication:
         """
         if self._heard is None:
             return None
-        search = Search(self, messages.four_tuple(remote, local))
+        search = Search(self, messages.four_tuple(remote, local), accepted)
         return search.claim if search.look() else search
 
-    def take_pending(self, key: bytes) -> Claim | None:
+    def take_pending(self, key: bytes, accepted: socket.socket | None = None) -> Claim | None:
         """The claim of a four-tuple that was announced, as far as anybody has listened."""
-        found = self.claims.pending.pop(key, None)
-        if found is None:
+        announced = self.claims.take(key)
+        if announced is None:
             return None
-        client = found[0]
-        client.pending.discard(key)
-        claim = self.claims.taken[key] = Claim(self, client, key, found[2])
+        claim = self.claims.taken[key] = Claim(self, announced, accepted)
         return claim
 
     async def wait(self, connection: trio.socket.SocketType) -> bool:
@@ -593,7 +680,7 @@ class Publication:
             if client in self._silent and self._moves is not None:
                 self._moves.modify(client.connection, select.EPOLLRDHUP)
             self._heard_of(client)
-            self.claims.announced(client, message.connection, message.required)
+            self.claims.add(Announced(client, message.connection, message.number, message.required))
         elif message.kind is Kind.WITHDRAW:
             self.claims.withdrawn(client, message.connection)
         else:
