@@ -138,15 +138,15 @@ class Stack:
         config: Config | None = None,
     ) -> SmcStream:
         """As `trio_smc.open_stream`, by this stack."""
-        with self.runtime.call():
-            return await connect_stream(
-                self.runtime,
-                host,
-                port,
-                happy_eyeballs_delay=happy_eyeballs_delay,
-                local_address=local_address,
-                config=self._effective(config),
-            )
+        self.runtime.check_usable()
+        return await connect_stream(
+            self.runtime,
+            host,
+            port,
+            happy_eyeballs_delay=happy_eyeballs_delay,
+            local_address=local_address,
+            config=self._effective(config),
+        )
 
     async def open_listeners(
         self,

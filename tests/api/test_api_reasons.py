@@ -286,8 +286,8 @@ async def test_discovery_has_too_many_connections(monkeypatch: pytest.MonkeyPatc
 async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     announce = _local_protocol.announce
 
-    def from_the_future(connection: bytes, *, required: bool) -> bytes:
-        message = bytearray(announce(connection, required=required))
+    def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:
+        message = bytearray(announce(connection, number, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 

@@ -309,10 +309,10 @@ def saying(first: dict[str, Any], **credentials: Any) -> Iterator[None]:
     """Our Accepts and Confirms lie about this; ``first``: in what they say on first contact."""
     honest = Negotiation._credentials
 
-    def lying(self: Negotiation) -> dict[str, Any]:
-        said = {**honest(self), **credentials}
-        said["v2"] = replace(said["v2"], first=replace(said["v2"].first, **first))
-        return said
+    def lying(self: Negotiation, kind: Any) -> Any:
+        said = replace(honest(self, kind), **credentials)
+        v2 = said.v2
+        return replace(said, v2=replace(v2, first=replace(v2.first, **first)))
 
     Negotiation._credentials = lying  # type: ignore[method-assign]
     try:

@@ -221,7 +221,7 @@ class Arrival:
         if plain is not None:
             return plain
         address = self._local[0]
-        options = inherited(sock)
+        options = inherited(self._unwrapped)
         negotiation = ServerNegotiation(
             host=stack.groups,
             admit=lambda proposal: _admit(proposal, rnic, address, stack.groups.offer),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
@@ -52,6 +53,9 @@ _NOBODY: Final = frozenset(
 class ConnectHost(DialHost, HandshakeHost, Protocol):
     """What connecting wants of the stack."""
 
+    def busy(self, work: Attempt) -> AbstractContextManager[None]:
+        """Around work that leaving the stack cancels and waits for."""
+
 
 async def connect_stream(
     stack: ConnectHost,
@@ -88,8 +92,15 @@ async def connect_socket(
 async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
     """The stream of a TCP connection that is open."""
     try:
-        outcome = await _negotiate(stack, attempt, config)
+        with stack.busy(attempt):
+            outcome = await _negotiate(stack, attempt, config)
+            if not isinstance(outcome, RdmaStream):
+                await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
+        if attempt.cancelled:
+            raise trio.ClosedResourceError("the stack was closed")
     except BaseException as error:
+        if attempt.cancelled and isinstance(error, Exception):
+            raise trio.ClosedResourceError("the stack was closed") from None
         close_with_reset(attempt.sock)
         if isinstance(error, Exception) and not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
@@ -100,7 +111,6 @@ async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> S
         attempt.withdraw()
     if isinstance(outcome, RdmaStream):
         return outcome
-    await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
     if config.require_smc:
         attempt.sock.close()
         stack.groups.count_mode(None, outcome)

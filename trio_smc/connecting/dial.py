@@ -22,6 +22,7 @@ import socket as stdlib_socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
@@ -33,7 +34,8 @@ from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host, plain_address, source_address
-from trio_smc.rendezvous.discovery.same_host import Announcement, Lookup
+from trio_smc.host.tcp import close_with_reset
+from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Lookup
 from trio_smc.stack.policy import Chooser, permitted_rnic
 
 if TYPE_CHECKING:
@@ -60,8 +62,12 @@ class DialHost(Chooser, Protocol):
     discovery: Discovery
     tcp_option: TcpOption
 
+    def call(self) -> AbstractContextManager[None]:
+        """Around what may wait in a user's call: leaving the stack ends it with
+        ClosedResourceError."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Attempt:
     """A TCP connection, and what discovery said before it was opened.
 
@@ -73,6 +79,7 @@ class Attempt:
       here: the address that it was announced to come from.
       elsewhere: the listeners of other network namespaces that the address is proven to lead to.
       plain: the same socket when it was made here, so that nobody has set an option or bound it.
+      cancelled: given up as the stack was closed.
     """
 
     sock: trio.socket.SocketType
@@ -83,6 +90,7 @@ class Attempt:
     here: str | None = None
     elsewhere: Lookup | None = None
     plain: stdlib_socket.socket | None = None
+    cancelled: bool = False
 
     def assumed(self, config: Config) -> bool:
         """Whether the peer is known to speak SMC-R without being asked."""
@@ -91,6 +99,13 @@ class Attempt:
     def close(self) -> None:
         self.withdraw()
         self.sock.close()
+
+    def cancel(self) -> None:
+        """End what is going on with the connection, from outside of its task."""
+        self.cancelled = True
+        if isinstance(self.announcement, Announcement):
+            self.announcement.cancel()
+        close_with_reset(self.sock)
 
     def refrain(self) -> None:
         """The connection is going to be TCP, or to come from another port."""
@@ -121,26 +136,28 @@ async def connect_tcp(
         raise ValueError("host cannot be None")
     if not isinstance(port, int):
         raise TypeError("port must be an integer")
-    targets = await _resolve(host, port)
+    targets = await _resolve(stack, host, port)
     named = (host if isinstance(host, str) else host.decode("ascii", "replace"), port)
     connect = partial(_connect_one, stack, named=named, local=local, config=config)
     if len(targets) > 1:
-        return await _first_of(targets, named, delay, connect)
+        with stack.call():
+            return await _first_of(targets, named, delay, connect)
     try:
         return await connect(targets[0])
     except OSError as error:
         raise _nothing_connected(named, [error]) from error
 
 
-async def _resolve(host: str | bytes, port: int) -> Sequence[_Target]:
+async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[_Target]:
     """As `trio.socket.getaddrinfo`; an address needs no pass of the scheduler."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
         return _numeric(host, port)
     except (stdlib_socket.gaierror, UnicodeError):
-        return _alternate_families(
-            await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
-        )
+        with stack.call():
+            return _alternate_families(
+                await trio.socket.getaddrinfo(host, port, type=stdlib_socket.SOCK_STREAM)
+            )
 
 
 @lru_cache(_REMEMBERED)
@@ -229,20 +246,22 @@ async def _connect_one(
     return attempt
 
 
-async def _connect(attempt: Attempt, address: Any) -> None:
+async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
     """Connect without a pass of the scheduler over loopback.
 
     There the connection is made as soon as the kernel was asked for it, and the next call says so.
     """
     plain = attempt.plain
     if plain is None:
-        await attempt.sock.connect(address)
+        with stack.call():
+            await attempt.sock.connect(address)
         return
     error = plain.connect_ex(address)
     if error == errno.EINPROGRESS:
         error = plain.connect_ex(address)
     if error in (errno.EINPROGRESS, errno.EALREADY):
-        await trio.lowlevel.wait_writable(plain)
+        with stack.call():
+            await trio.lowlevel.wait_writable(plain)
         error = plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
         raise OSError(error, f"cannot connect to {address!r}: {os.strerror(error)}")
@@ -267,13 +286,18 @@ async def connect_attempt(
         else:
             attempt.announcement = source
         if local is not None and not bound:
-            await _bind(attempt, local, numeric=False)
+            with stack.call():
+                await _bind(attempt, local, numeric=False)
         if attempt.offers:
             attempt.announcement = stack.tcp_option.offer(attempt.sock)
             attempt.offers = attempt.announcement is None
-        if await _connected(attempt, address):
+        if await _connected(stack, attempt, address):
             return
-        if bound or attempt.plain is None or not await _connect_shared(attempt, address, source):
+        if (
+            bound
+            or attempt.plain is None
+            or not await _connect_shared(stack, attempt, address, source)
+        ):
             number = errno.EADDRNOTAVAIL
             raise OSError(number, f"cannot connect to {address!r}: {os.strerror(number)}")
     except BaseException:
@@ -289,9 +313,11 @@ async def _connect_announced(
     ``given``: the source address is the program's choice, and not what the system takes.
     """
     attempt.here = plain_address(source)
-    wanted = _option(attempt.sock)
+    sock = attempt.plain or attempt.sock
+    wanted = _wanted_ports(sock, made_here=attempt.plain is not None)
     if wanted is None:
         return await _connect_bound(stack, attempt, address, source, config)
+    opened = False
     try:
         free = (
             port
@@ -304,9 +330,10 @@ async def _connect_announced(
                 return False
             if given:
                 await _bind(attempt, source, numeric=True)
-            _set_option(attempt.sock, _RANGE.pack(port << 16 | port))
-            if await _connected(attempt, address):
-                name = attempt.sock.getsockname()
+            _set_option(sock, _RANGE.pack(port << 16 | port))
+            if await _connected(stack, attempt, address):
+                opened = True
+                name = sock.getsockname()
                 if (plain_address(name[0]), name[1]) != (attempt.here, port):
                     # The system's range or routes have just changed: the kernel took what it liked.
                     attempt.refrain()
@@ -314,8 +341,9 @@ async def _connect_announced(
             attempt.refrain()
         return False
     finally:
-        if attempt.sock.fileno() >= 0:
-            _set_option(attempt.sock, wanted)
+        # Nothing asks a connected socket for ports any more, but who made it may read the option.
+        if sock.fileno() >= 0 and not (opened and attempt.plain is not None):
+            _set_option(sock, wanted)
 
 
 async def _connect_bound(
@@ -325,14 +353,15 @@ async def _connect_bound(
     if attempt.plain is None:
         # The caller's own socket cannot have a second try: a port that nobody else has.
         try:
-            await attempt.sock.bind((source, 0))
+            with stack.call():
+                await attempt.sock.bind((source, 0))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise _unusable(source, error) from error
             attempt.refrain()
             return False
         await _announce(stack, attempt, config)
-        await _connect(attempt, address)
+        await _connect(stack, attempt, address)
         return True
     tries = 0
     for port in islice(_ports(), _PORTS_BOUND):
@@ -347,7 +376,7 @@ async def _connect_bound(
         announced = attempt.announcement
         nobody = not isinstance(announced, Announcement)
         lost = not isinstance(announced, Announcement) or announced.is_too_late()
-        if not lost and await _connected(attempt, address):
+        if not lost and await _connected(stack, attempt, address):
             return True
         attempt.renew()
         tries += 1
@@ -356,17 +385,20 @@ async def _connect_bound(
     return False
 
 
-async def _connect_shared(attempt: Attempt, address: Any, source: str | None) -> bool:
+async def _connect_shared(
+    stack: DialHost, attempt: Attempt, address: Any, source: str | None
+) -> bool:
     """Connect from a port that others are bound to, which before Linux 6.3 the kernel would not
     choose: there are no more.  False: there are none either."""
-    if source is None or isinstance(source, FallbackReason) or _option(attempt.sock) is not None:
+    if source is None or isinstance(source, FallbackReason) or _has_option():
         return False
     for port in islice(_ports(), _PORTS_SHARED):
         attempt.renew()
         attempt.sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
-            await attempt.sock.bind((source, port))
-            if await _connected(attempt, address):
+            with stack.call():
+                await attempt.sock.bind((source, port))
+            if await _connected(stack, attempt, address):
                 return True
     return False
 
@@ -379,21 +411,28 @@ async def _announce(
         name = attempt.sock.getsockname()
         source = name[0], name[1]
         attempt.here = plain_address(name[0])
-    deadline = trio.current_time() + config.handshake_timeout
-    attempt.announcement = await stack.discovery.announce(
-        source,
-        attempt.peer,
-        deadline,
-        attempt.sock,
-        required=config.require_smc,
-        elsewhere=attempt.elsewhere,
-    )
+    sock, required = attempt.plain or attempt.sock, config.require_smc
+    if attempt.elsewhere is None:
+        attempt.announcement = stack.discovery.announce_now(
+            source, attempt.peer, sock, required=required
+        )
+        if attempt.announcement is not None:
+            return
+    with stack.call():
+        attempt.announcement = await stack.discovery.announce(
+            source,
+            attempt.peer,
+            trio.current_time() + config.handshake_timeout,
+            sock,
+            required=required,
+            elsewhere=attempt.elsewhere,
+        )
 
 
-async def _connected(attempt: Attempt, address: Any) -> bool:
+async def _connected(stack: DialHost, attempt: Attempt, address: Any) -> bool:
     """Connect; False: the port is taken."""
     try:
-        await _connect(attempt, address)
+        await _connect(stack, attempt, address)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -421,15 +460,23 @@ def _unusable(source: str, error: OSError) -> OSError:
     )
 
 
-def _option(sock: trio.socket.SocketType) -> bytes | None:
+def _wanted_ports(sock: AnySocket, *, made_here: bool) -> bytes | None:
     """The ports that the program wants for its socket, zeros for any; None: before Linux 6.3."""
+    if made_here:
+        return bytes(_RANGE.size) if _has_option() else None
     try:
         return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
     except OSError:
         return None
 
 
-def _set_option(sock: trio.socket.SocketType, ports: bytes) -> None:
+@lru_cache(1)
+def _has_option() -> bool:
+    with stdlib_socket.socket() as sock:
+        return _wanted_ports(sock, made_here=False) is not None
+
+
+def _set_option(sock: AnySocket, ports: bytes) -> None:
     sock.setsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, ports)
 
 
@@ -490,7 +537,8 @@ async def _announced_source(
     rnic = permitted_rnic(stack, config, plain, attempt.peer, attempt.named)
     here = is_same_host(plain, host)
     if config.discovery == "auto" and not here:
-        found = await _prove(stack, attempt, plain, config)
+        with stack.call():
+            found = await _prove(stack, attempt, plain, config)
         if isinstance(found, Lookup):
             attempt.elsewhere = found
             return source

@@ -463,9 +463,7 @@ class Connection:
         """`close`, but not by the application, whose calls fail from now on."""
         self.close()
         self._fail(errno.EBADF)
-        self._wake_reader()
-        self._wake_writer()
-        self._wake_urgent()
+        self.wake_all()
 
     def abort(self) -> None:
         """Reset the connection: nothing more is sent or received (4.8.2)."""
@@ -667,6 +665,15 @@ class Connection:
             self.on_urgent = None
             wake()
 
+    def wake_all(self) -> None:
+        """Whoever waits looks again."""
+        if self.on_readable is not None:
+            self._wake_reader()
+        if self.on_writable is not None:
+            self._wake_writer()
+        if self.on_urgent is not None:
+            self._wake_urgent()
+
     # --- model of the state machine ----------------------------------------------------------
 
     def state_changed(self, old: str, new: str, event: str) -> None:
@@ -685,9 +692,7 @@ class Connection:
                 self._host.set_timer(self, None)
             self.close_tcp()
             self._release_if_due()
-        self._wake_reader()
-        self._wake_writer()
-        self._wake_urgent()
+        self.wake_all()
 
     def _release_if_due(self) -> None:
         """Give the RMBE back once the state is CLOSED and the last word has arrived."""

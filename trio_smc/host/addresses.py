@@ -108,12 +108,11 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     The network of the address itself comes first: for IPv4 the subnet, for IPv6 the prefix list
     of a Proposal (RFC 7609, A.2.2).  IPv6 link-local prefixes are left out unless `link_local`.
     """
-    parsed = _parse(address)
-    for network, prefix in _LOOPBACKS:
-        if parsed in network:
-            return (prefix,)
+    loopback = _loopback_prefixes(address)
+    if loopback:
+        return loopback
     owned = _addresses()
-    plain = str(parsed)
+    plain = plain_address(address)
     own = next((item for item in owned if item.address == plain), None)
     if own is None:
         return ()
@@ -124,6 +123,12 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     )
     unique = dict.fromkeys((own.prefix, *others))
     return tuple(item for item in unique if link_local or not item.is_link_local)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _loopback_prefixes(address: str) -> tuple[Prefix, ...]:
+    parsed = _parse(address)
+    return tuple(prefix for network, prefix in _LOOPBACKS if parsed in network)
 
 
 def address_interface(address: str) -> int | None:

@@ -38,16 +38,16 @@ def resets_on_close(sock: trio.socket.SocketType) -> bool:
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == _RESET_ON_CLOSE
 
 
-def unread_bytes(sock: trio.socket.SocketType) -> int:
+def unread_bytes(sock: trio.socket.SocketType | int) -> int:
     """Bytes in the receive queue of a TCP socket; a FIN is none."""
     return _queue(sock, termios.FIONREAD)
 
 
-def unsent_bytes(sock: trio.socket.SocketType) -> int:
+def unsent_bytes(sock: trio.socket.SocketType | int) -> int:
     """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
     return _queue(sock, termios.TIOCOUTQ)
 
 
-def _queue(sock: trio.socket.SocketType, request: int) -> int:
-    answer = fcntl.ioctl(sock.fileno(), request, bytes(4))
-    return int(struct.unpack("i", answer)[0])
+def _queue(sock: trio.socket.SocketType | int, request: int) -> int:
+    answer = fcntl.ioctl(sock if isinstance(sock, int) else sock.fileno(), request, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)

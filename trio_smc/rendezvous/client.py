@@ -104,7 +104,7 @@ class ClientNegotiation(Negotiation):
 
     def send_confirm(self) -> None:
         """3.5.1.3, 3.5.2.2."""
-        self._send(clc.Confirm(first_contact=self.first_contact, **self._credentials()))
+        self._send(self._credentials(clc.Confirm))
 
     def decline_out_of_sync(self) -> None:
         """C.4: the server reuses a link group that is gone here."""

@@ -56,7 +56,7 @@ async def run_negotiation(
     try:
         await _run(negotiation, sock, patience, timers, spinner, reader)
         if negotiation.outcome is None:
-            await _answer(negotiation, sock, patience, reader)
+            await _answer(negotiation, sock.fileno(), patience, reader)
         outcome = negotiation.outcome
         if isinstance(outcome, Established) and reader.halfway:
             # Bytes on the TCP connection after the switch: the peer is out of step.
@@ -90,7 +90,7 @@ async def _run(
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_last_word:
         if negotiation.outgoing:
-            await _answer(negotiation, sock, patience, reader)
+            await _answer(negotiation, fd, patience, reader)
         elif _read(negotiation, fd, reader):
             continue
         if negotiation.outgoing or negotiation.outcome is not None:
@@ -136,23 +136,23 @@ async def _wait(negotiation: Negotiation, fd: int, timers: Timers, deadline: flo
 
 async def _answer(
     negotiation: Negotiation,
-    sock: trio.socket.SocketType,
+    fd: int,
     patience: float,
     reader: ClcReader,
 ) -> None:
     """Send what is outgoing, unless the peer went on without waiting for it."""
-    if reader.halfway or unread_bytes(sock):
+    if reader.halfway or unread_bytes(fd):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
     negotiation.outgoing.clear()
     try:
-        data = _write(sock, data)
+        data = _write(fd, data)
         if data:
             with trio.fail_after(patience):
                 while data:
-                    await trio.lowlevel.wait_writable(sock)
-                    data = _write(sock, data)
+                    await trio.lowlevel.wait_writable(fd)
+                    data = _write(fd, data)
     except (OSError, trio.TooSlowError) as error:
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
     else:
@@ -163,10 +163,10 @@ def _nothing() -> None:
     """Nobody waits for news."""
 
 
-def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
+def _write(fd: int, data: bytes) -> bytes:
     """Send what TCP takes at once; returns the rest."""
     try:
-        return data[os.write(sock.fileno(), data) :]
+        return data[os.write(fd, data) :]
     except BlockingIOError:
         return data
 

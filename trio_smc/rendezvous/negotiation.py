@@ -36,7 +36,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.observer import Observer
@@ -172,6 +172,7 @@ class _LocalEnd:
 
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=clc.Credentials)
 
 
 def known(value: _T | None) -> _T:
@@ -484,7 +485,7 @@ class Negotiation(ABC):
         # ADD LINK CONTINUATION will refer to it (3.5.1.6.3).
         group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})
 
-    def _credentials(self) -> dict[str, Any]:
+    def _credentials(self, kind: type[_C]) -> _C:
         end = known(self._end)
         link, rmbe, rnic = end.link, end.rmbe, end.link.rnic
         region = end.group.own_rmbs.region(rmbe.rmb, link)
@@ -495,21 +496,22 @@ class Negotiation(ABC):
                 gids[:_GIDS] if end.group.client and self.first_contact else (),
                 first=self.first_contact, host=self._host.offer.host,
             )  # fmt: skip
-        return {
-            "v2": v2,
-            "version": self._terms.version,
-            "peer_id": self._host.peer_id,
-            "gid": rnic.gid,
-            "mac": rnic.mac,
-            "qp_number": link.qp.qp_num,
-            "rkey": region.rkey,
-            "rmbe_index": rmbe.index,
-            "alert_token": end.connection.alert_token,
-            "buffer_size_code": rmbe_size_code(rmbe.size),
-            "qp_mtu": rnic.mtu,
-            "rmb_address": region.address,
-            "initial_psn": link.psn,
-        }
+        return kind.of(
+            self._host.peer_id,
+            self._terms.version,
+            self.first_contact,
+            rnic.gid,
+            rnic.mac,
+            link.qp.qp_num,
+            region.rkey,
+            rmbe.index,
+            end.connection.alert_token,
+            rmbe_size_code(rmbe.size),
+            rnic.mtu,
+            region.address,
+            link.psn,
+            v2,
+        )
 
     def _send(self, message: clc.Message) -> None:
         data = message.encode()

@@ -112,7 +112,7 @@ class ServerNegotiation(Negotiation):
 
     def send_accept(self) -> None:
         """3.5.1.2, 3.5.2.1."""
-        self._send(clc.Accept(first_contact=self.first_contact, **self._credentials()))
+        self._send(self._credentials(clc.Accept))
 
     def connect_link(self) -> None:
         """3.5.1.4: to RTS, and CONFIRM LINK."""

@@ -412,9 +412,9 @@ class DropInSocket(trio.socket.SocketType):
         try:
             resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
             stack = await self._find_stack()
-            with stack.runtime.call():
-                config = _config_of(stack)
-                self.stream = await connect_socket(stack.runtime, self.plain, resolved, config)
+            stack.runtime.check_usable()
+            config = _config_of(stack)
+            self.stream = await connect_socket(stack.runtime, self.plain, resolved, config)
         except trio.Cancelled:
             self.close()  # as Trio does, wherever it was cancelled
             raise

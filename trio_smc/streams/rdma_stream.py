@@ -537,8 +537,7 @@ class RdmaStream(SmcStream):
             self._drain()
             self._core.close()
         # The core wakes them when its state changes; a close that waits for data changes none.
-        for waiter in (_READER, _WRITER, _URGENT):
-            self._wake(waiter)
+        self._core.wake_all()
 
     def _wake(self, waiter: str) -> None:
         wake = getattr(self._core, waiter)

@@ -602,6 +602,7 @@ SNDBUF_LOCKED: Final = 1
 """In `Inherited.locks`: somebody set SO_SNDBUF."""
 _RCVBUF_LOCKED: Final = 2
 _SO_BUF_LOCK: Final = 72
+_TCP_USER_TIMEOUT: Final = 18
 
 
 class Inherited(NamedTuple):
@@ -619,12 +620,12 @@ class Inherited(NamedTuple):
     locks: int
 
 
-def inherited(sock: trio.socket.SocketType) -> Inherited:
+def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
     """What somebody set on ``sock``, or on the listening socket that it comes from."""
     return Inherited(
         _get(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-        _get(sock, socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)),
-        _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK) if sys.platform == "linux" else 0,
+        _get(sock, socket.IPPROTO_TCP, _TCP_USER_TIMEOUT),
+        _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK),
     )
 
 
@@ -646,8 +647,8 @@ def receive_buffer_for(
     return config.receive_buffer_for(kind)
 
 
-def _get(sock: trio.socket.SocketType, level: int, option: int | None) -> int:
+def _get(sock: trio.socket.SocketType | socket.socket, level: int, option: int) -> int:
     try:
-        return 0 if option is None else sock.getsockopt(level, option)
+        return sock.getsockopt(level, option) if sys.platform == "linux" else 0
     except OSError:
         return 0

@@ -67,6 +67,7 @@ __all__ = [
     "ClcMessage",
     "ClcReader",
     "Confirm",
+    "Credentials",
     "Decline",
     "FirstContact",
     "Ipv6Prefix",
@@ -565,7 +566,7 @@ class V2Answer(_Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class _Credentials(ClcMessage):
+class Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
     Fields:
@@ -671,45 +672,53 @@ class _Credentials(ClcMessage):
             _ACCEPT.unpack_from(raw)
         )
         more = raw[_ACCEPT.size : -len(EYE_CATCHER)]
-        found = (
-            peer_id,
-            last >> 4,
-            last & _FIRST_CONTACT != 0,
-            gid,
-            mac,
-            int.from_bytes(qp, "big"),
-            rkey,
-            index,
-            token,
-            codes >> 4,
-            codes & 0x0F,
-            address,
-            int.from_bytes(psn, "big"),
-            V2Answer.read_untrusted(more, cls.TYPE) if more else None,
-        )
-        # Past ``__init__``, as every connection gets one: what a struct has read fits its field.
-        value = object.__new__(cls)
-        for put, field in zip(_PUT_CREDENTIALS, found, strict=True):
-            put(value, field)
         try:
-            value._check()
+            return cls.of(
+                peer_id,
+                last >> 4,
+                last & _FIRST_CONTACT != 0,
+                gid,
+                mac,
+                int.from_bytes(qp, "big"),
+                rkey,
+                index,
+                token,
+                codes >> 4,
+                codes & 0x0F,
+                address,
+                int.from_bytes(psn, "big"),
+                V2Answer.read_untrusted(more, cls.TYPE) if more else None,
+            )
         except ValueError as error:
             raise ProtocolError(f"CLC {cls.TYPE.name}: {error}") from None
-        return value
+
+    @classmethod
+    def of(cls, *values: Any) -> Self:
+        """One whose values, in order, fit their fields: a struct has read them, or they are ours.
+
+        Every connection has two, and ``__init__`` looks at each field.
+
+        Raises ValueError: they are no credentials.
+        """
+        made = object.__new__(cls)
+        for put, value in zip(_PUT_CREDENTIALS, values, strict=True):
+            put(made, value)
+        made._check()
+        return made
 
 
-_PUT_CREDENTIALS = [getattr(_Credentials, field.name).__set__ for field in fields(_Credentials)]
+_PUT_CREDENTIALS = [getattr(Credentials, field.name).__set__ for field in fields(Credentials)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class Accept(_Credentials):
+class Accept(Credentials):
     """SMC Accept, figure 28: 68 bytes; 108 or 160 in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class Confirm(_Credentials):
+class Confirm(Credentials):
     """SMC Confirm, figure 29: 68 bytes; 108, or from 164 on, in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM

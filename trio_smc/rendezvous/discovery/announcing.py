@@ -172,6 +172,11 @@ class Announcement:
             self.reason = FallbackReason.PATH_NOT_PROVEN
         self.close()
 
+    def cancel(self) -> None:
+        """Withdraw, and end the wait for an answer."""
+        self.close()
+        self._owner.end_wait(self)
+
     def is_too_late(self) -> bool:
         """Whether the connection was accepted that is not open yet: that is somebody else's."""
         self._owner.hear(self)
@@ -490,6 +495,10 @@ class Announcer:
     def _give_up(self, announcement: Announcement) -> None:
         """End a wait that has taken too long."""
         announcement.give_up()
+        self.end_wait(announcement)
+
+    def end_wait(self, announcement: Announcement) -> None:
+        """Let its task see that it is over."""
         if announcement in self._others:
             self.wake(announcement)
         elif self._epoll is not None:

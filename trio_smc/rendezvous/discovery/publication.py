@@ -23,7 +23,7 @@ import logging
 import secrets
 import select
 import socket
-from collections import Counter
+from collections import defaultdict
 from functools import partial
 from typing import NamedTuple
 
@@ -272,7 +272,7 @@ class Search:
         self._publication = publication
         self._key = key
         self._accepted = accepted
-        self._heard: Counter[Client | None] = Counter()
+        self._heard: defaultdict[Client | None, int] = defaultdict(int)
         self.claim: Claim | None = None
 
     def look(self) -> bool:
@@ -629,7 +629,7 @@ class Publication:
             self.hear_all(client)
         return 0
 
-    def hear_some(self, heard: Counter[Client | None]) -> int:
+    def hear_some(self, heard: defaultdict[Client | None, int]) -> int:
         """Take one packet of each client that has sent some; how many, and clients let in.
 
         heard: to be counted up for each; None stands for who waits to be let in.

@@ -76,6 +76,7 @@ from trio_smc.rnic.spinner import NEVER, Spinner
 
 __all__ = [
     "Announcement",
+    "AnySocket",
     "Claim",
     "Discovery",
     "Lookup",
@@ -161,6 +162,24 @@ class Discovery:
         """Whether a connection of this stack with these addresses is on its way already."""
         return self._announcer.is_announced(source, destination)
 
+    def announce_now(
+        self,
+        source: tuple[str, int],
+        destination: tuple[str, int],
+        sock: AnySocket | None = None,
+        *,
+        required: bool = False,
+    ) -> Announcement | FallbackReason | None:
+        """As `announce`; None when that takes looking around, or waiting."""
+        if sys.platform != "linux":
+            return FallbackReason.UNSUPPORTED_PLATFORM
+        try:
+            return self._announcer.announce_now(
+                source, _reached(destination), sock, required=required
+            )
+        except OSError as error:
+            return self._why_not(error)
+
     async def announce(
         self,
         source: tuple[str, int],
@@ -186,14 +205,8 @@ class Discovery:
         """
         if sys.platform != "linux":
             return FallbackReason.UNSUPPORTED_PLATFORM
-        # Connecting to a wildcard address connects to loopback.
-        host = plain_address(destination[0])
-        destination = (_LOOPBACK_OF.get(host, host), destination[1])
+        destination = _reached(destination)
         try:
-            if elsewhere is None:
-                now = self._announcer.announce_now(source, destination, sock, required=required)
-                if now is not None:
-                    return now
             with trio.move_on_at(deadline):
                 return await self._announcer.announce(
                     source, destination, sock, required=required, elsewhere=elsewhere
@@ -235,3 +248,9 @@ class Discovery:
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
         _log.log(level, "no SMC-R between processes of this host: %s", error)
+
+
+def _reached(destination: tuple[str, int]) -> tuple[str, int]:
+    """Connecting to a wildcard address connects to loopback."""
+    host = plain_address(destination[0])
+    return _LOOPBACK_OF.get(host, host), destination[1]

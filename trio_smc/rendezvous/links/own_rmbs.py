@@ -272,7 +272,10 @@ class OwnRmbs:
     def _serve(self, size: int, waiting: list[_Waiter]) -> None:
         """Give each an element; those for whom there is none wait for one more RMB."""
         taken: list[Rmbe] = []
-        while len(taken) < len(waiting) and (rmbe := self.pool.take(size)) is not None:
+        for _ in waiting:
+            rmbe = self.pool.take(size)
+            if rmbe is None:
+                break
             self._idle.used(rmbe.rmb)
             taken.append(rmbe)
         rest = waiting[len(taken) :]
