@@ -1,6 +1,6 @@
 """Connection Layer Control messages (RFC 7609, A.2): the handshake on the TCP connection.
 
-Every message is a frozen value with ``encode() -> bytes``; :func:`decode_untrusted` makes one out
+Every message is a value with ``encode() -> bytes``; :func:`decode_untrusted` makes one out
 of what a peer sent.  A constructor raises ValueError for a value that may not be sent.  Reserved
 bits are zero from us and never looked at (A.2).
 
@@ -49,7 +49,7 @@ import functools
 import struct
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -171,7 +171,7 @@ def _received_untrusted(kind: MessageType) -> Iterator[None]:
 _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class _Part(Value):
     """A message, or a part of one, whose fields have sizes."""
 
@@ -192,7 +192,7 @@ class _Part(Value):
         """Raise ValueError for what only this kind forbids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class ClcMessage(_Part):
     """What all CLC messages have.
 
@@ -232,7 +232,7 @@ class Ipv6Prefix(Value):
             raise ValueError(f"IPv6 prefix of {self.length} bits")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Offer(_Part):
     """What a Proposal of version 2 offers.
 
@@ -300,7 +300,7 @@ def proposal_flags(*, v1: bool, v2: bool) -> int:
     return (_SMC_R if v2 else _NOTHING) << 2 | (_SMC_R if v1 else _NOTHING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Proposal(ClcMessage):
     """SMC Proposal, figure 26: 52 bytes for IPv4, 17 more for every IPv6 prefix.
 
@@ -458,7 +458,7 @@ class QpMtu(IntEnum):
         return 128 << self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class FirstContact(_Part):
     """What version 2 adds to Accept and Confirm on first contact.
 
@@ -512,7 +512,7 @@ class FirstContact(_Part):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Answer(_Part):
     """What version 2 adds to Accept and Confirm.
 
@@ -565,7 +565,7 @@ class V2Answer(_Part):
             return cls(eid=eid, first=first, gids=gids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
@@ -693,38 +693,63 @@ class Credentials(ClcMessage):
             raise ProtocolError(f"CLC {cls.TYPE.name}: {error}") from None
 
     @classmethod
-    def of(cls, *values: Any) -> Self:
-        """One whose values, in order, fit their fields: a struct has read them, or they are ours.
+    def of(
+        cls,
+        peer_id: bytes,
+        version: int,
+        first_contact: bool,
+        gid: bytes,
+        mac: bytes,
+        qp_number: int,
+        rkey: int,
+        rmbe_index: int,
+        alert_token: int,
+        buffer_size_code: int,
+        qp_mtu: int,
+        rmb_address: int,
+        initial_psn: int,
+        v2: V2Answer | None,
+    ) -> Self:
+        """One whose values fit their fields: a struct has read them, or they are ours.
 
-        Every connection has two, and ``__init__`` looks at each field.
+        Every connection has two, and ``__init__`` looks at the size of each field.
 
         Raises ValueError: they are no credentials.
         """
         made = object.__new__(cls)
-        for put, value in zip(_PUT_CREDENTIALS, values, strict=True):
-            put(made, value)
+        made.peer_id = peer_id
+        made.version = version
+        made.first_contact = first_contact
+        made.gid = gid
+        made.mac = mac
+        made.qp_number = qp_number
+        made.rkey = rkey
+        made.rmbe_index = rmbe_index
+        made.alert_token = alert_token
+        made.buffer_size_code = buffer_size_code
+        made.qp_mtu = qp_mtu
+        made.rmb_address = rmb_address
+        made.initial_psn = initial_psn
+        made.v2 = v2
         made._check()
         return made
 
 
-_PUT_CREDENTIALS = [getattr(Credentials, field.name).__set__ for field in fields(Credentials)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Accept(Credentials):
     """SMC Accept, figure 28: 68 bytes; 108 or 160 in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACCEPT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Confirm(Credentials):
     """SMC Confirm, figure 29: 68 bytes; 108, or from 164 on, in version 2."""
 
     TYPE: ClassVar[MessageType] = MessageType.CONFIRM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Decline(ClcMessage):
     """SMC Decline, figure 30: 28 bytes; 44 in version 2.
 

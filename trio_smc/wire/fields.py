@@ -10,9 +10,10 @@ no secret.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 __all__ = [
     "EID_SIZE",
@@ -26,8 +27,13 @@ __all__ = [
 ]
 
 
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
 class Value:
-    """A message, or a part of one: equal, hashed and shown by its fields.
+    """A message, or a part of one: equal, hashed and shown by its fields, which nobody changes.
 
     A dataclass would make these methods for each class anew, at each import: a third of what
     making the class takes.
@@ -37,7 +43,7 @@ class Value:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple([getattr(self, name) for name in self.__dataclass_fields__])
+        return tuple([getattr(self, name) for name in _names(cast(Any, type(self)))])
 
     def __eq__(self, other: object) -> bool:
         if self.__class__ is not other.__class__:
@@ -49,7 +55,9 @@ class Value:
         return hash(self._values())
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        shown = ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in _names(cast(Any, type(self)))
+        )
         return f"{type(self).__qualname__}({shown})"
 
 
