@@ -314,7 +314,7 @@ async def _connect_announced(
     """
     attempt.here = plain_address(source)
     sock = attempt.plain or attempt.sock
-    wanted = _wanted_ports(sock, made_here=attempt.plain is not None)
+    wanted = _option(sock)
     if wanted is None:
         return await _connect_bound(stack, attempt, address, source, config)
     opened = False
@@ -390,7 +390,7 @@ async def _connect_shared(
 ) -> bool:
     """Connect from a port that others are bound to, which before Linux 6.3 the kernel would not
     choose: there are no more.  False: there are none either."""
-    if source is None or isinstance(source, FallbackReason) or _has_option():
+    if source is None or isinstance(source, FallbackReason) or _option(attempt.sock) is not None:
         return False
     for port in islice(_ports(), _PORTS_SHARED):
         attempt.renew()
@@ -460,20 +460,12 @@ def _unusable(source: str, error: OSError) -> OSError:
     )
 
 
-def _wanted_ports(sock: AnySocket, *, made_here: bool) -> bytes | None:
+def _option(sock: AnySocket) -> bytes | None:
     """The ports that the program wants for its socket, zeros for any; None: before Linux 6.3."""
-    if made_here:
-        return bytes(_RANGE.size) if _has_option() else None
     try:
         return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
     except OSError:
         return None
-
-
-@lru_cache(1)
-def _has_option() -> bool:
-    with stdlib_socket.socket() as sock:
-        return _wanted_ports(sock, made_here=False) is not None
 
 
 def _set_option(sock: AnySocket, ports: bytes) -> None:
