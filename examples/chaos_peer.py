@@ -146,7 +146,8 @@ class Peer:
         device = self.rnics[rnic]
         assert isinstance(device.faults, FaultPlan)
         if kind == "port-flap":
-            say(event="struck", kind=kind, rnic=device.name, links=self.links())
+            say(event="struck", kind=kind, rnic=device.name, links=self.links(),
+                hit=self.hit(device))  # fmt: skip
             device.fail()
             say(event="done", what="strike")
             await trio.sleep(seconds)
@@ -180,16 +181,26 @@ class Peer:
             "kind": groups[0].kind if groups else "none",
             "links": [link.number for link in links if link.state in USABLE],
             # Numbers begin again in a new group, these do not.
-            "ids": [link.user_id for link in links if link.state in USABLE],
+            "ids": [link.user_id for link in links],
             "coming": any(link.state not in USABLE for link in links),
         }
+
+    def hit(self, device: SoftRnic, qp_num: int | None = None) -> list[int]:
+        """The links, coming ones too, that go with this queue pair, or with all of an RNIC."""
+        return [
+            link.user_id
+            for group in self.stack.link_groups
+            for link in group.links
+            # Which queue pair is whose is nobody's business but the protocol's, either.
+            if link.rnic is device and qp_num in (None, link._core.qp.qp_num)
+        ]
 
     def struck(self, device: SoftRnic, struck: Struck) -> None:
         """A fault happens just now."""
         number, must = self.met.get(struck.message or b"", (None, False))
         LOGGER.info("%s on %s, connection %s: %r", struck.kind, device.name, number, struck.message)
         say(event="struck", kind=struck.kind, rnic=device.name, number=number, must=must,
-            links=self.links())  # fmt: skip
+            links=self.links(), hit=self.hit(device, struck.qp_num or None))  # fmt: skip
 
     def concerns(self, message: bytes) -> bool:
         """Whether a fault may meet this message: it is a CDC message of a known conversation, and

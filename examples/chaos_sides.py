@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,8 @@ class Side:
         self.role = role
         self.process = process
         self.links: dict[str, Any] = {}
-        # The links there were when a fault struck here: some of them will go.
-        self.hit: list[int] = []
+        # The links that faults have struck here: they will go, however usable they look.
+        self.hit: set[int] = set()
         self.port: int | None = None
         self.ready = False
         self.ended = False
@@ -165,6 +165,7 @@ class Sides:
 
     def on_links(self, side: Side, **links: Any) -> None:
         side.links = links
+        side.hit &= set(links["ids"])
 
     def on_refused(self, side: Side, number: int, why: str) -> None:
         self._result.refused += 1
@@ -182,13 +183,13 @@ class Sides:
         self.say(f"{side.role}: {'; '.join(moments)}")
 
     def on_struck(
-        self, side: Side, kind: str, rnic: str, links: dict[str, Any], number: int | None = None,
-        must: bool = False,
+        self, side: Side, kind: str, rnic: str, links: dict[str, Any],
+        hit: Sequence[int] = (), number: int | None = None, must: bool = False,
     ) -> None:  # fmt: skip
         side.links = links
         if kind not in HARMLESS:
             self._result.during_failover += self.disturbing and not self.whole()
-            side.hit = links["ids"]
+            side.hit = (side.hit | set(hit)) & set(links["ids"])
         self.struck += 1
         self._result.faults[kind] += 1
         if kind == "not-placed" and number is not None:
@@ -246,7 +247,7 @@ class Sides:
             and a["links"] == b["links"]
             and len(a["links"]) == self._policy.rnics
             and not a["coming"] and not b["coming"]
-            and all(side.links["ids"] != side.hit for side in self.both)
+            and not any(side.hit for side in self.both)
         )  # fmt: skip
 
     def state(self) -> str:

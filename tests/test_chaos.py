@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from examples.chaos_load import KINDS, Conversation, Wrong
 from examples.chaos_log import CONNECTIONS, MESSAGES, Recollection
 from examples.chaos_peer import outcome
 from examples.chaos_result import Result
-from examples.chaos_sides import Sides
+from examples.chaos_sides import Side, Sides
 from trio_smc.wire import cdc
 
 # TEST LINK takes its time.
@@ -136,6 +137,66 @@ class TestJudgement:
         ]
 
 
+class TestWhole:
+    """When the next fault may come: one that comes too early may take the last link."""
+
+    def links(self, *ids: int, coming: bool = False) -> dict[str, Any]:
+        return {
+            "groups": 1, "kind": "single" if coming else "symmetric", "ids": list(ids),
+            "links": list(ids[:-1] if coming else ids), "coming": coming,
+        }  # fmt: skip
+
+    def sides(self) -> Sides:
+        sides = Sides(Policy(seed=1), Result(seed=1, rnics=2), lambda text: None)
+        process: Any = None
+        sides.both = [Side(role, process) for role in ("server", "client")]
+        self.tell(sides, 1, 2)
+        return sides
+
+    def tell(self, sides: Sides, *ids: int, coming: bool = False) -> None:
+        for side in sides.both:
+            sides.on_links(side, **self.links(*ids, coming=coming))
+
+    async def test_a_link_that_a_fault_has_met_must_have_gone(self) -> None:
+        sides = self.sides()
+        assert sides.whole()
+        server, _ = sides.both
+        sides.on_struck(server, "link-down", "server-1", self.links(1, 2), hit=[2])
+        assert not sides.whole()
+        self.tell(sides, 1)
+        assert not sides.whole()
+        self.tell(sides, 1, 3)
+        assert sides.whole()
+
+    async def test_so_must_one_that_was_coming(self) -> None:
+        """It may count as usable for a moment before anybody has noticed."""
+        sides = self.sides()
+        server, _ = sides.both
+        self.tell(sides, 1, 3, coming=True)
+        struck = self.links(1, 3, coming=True)
+        sides.on_struck(server, "port-flap", "server-1", struck, hit=[3])
+        self.tell(sides, 1, 3)
+        assert not sides.whole()
+        self.tell(sides, 1, 4)
+        assert sides.whole()
+
+    async def test_all_that_were_met_one_after_the_other(self) -> None:
+        sides = self.sides()
+        server, _ = sides.both
+        for hit in ([1], [2]):
+            sides.on_struck(server, "link-down", "server-0", self.links(1, 2), hit=hit)
+        self.tell(sides, 1, 3)
+        assert not sides.whole()
+        self.tell(sides, 3, 4)
+        assert sides.whole()
+
+    async def test_what_is_harmless_takes_no_link(self) -> None:
+        sides = self.sides()
+        server, _ = sides.both
+        sides.on_struck(server, "delay", "server-0", self.links(1, 2), hit=[1])
+        assert sides.whole()
+
+
 class TestRecollection:
     def test_a_connection_and_what_happened_around_it(self) -> None:
         recollection = Recollection()
@@ -234,8 +295,21 @@ async def test_one_rnic(runtime_directory: object, seed: int) -> None:
     assert result.bytes > 0
 
 
-async def test_two_rnics(runtime_directory: object, seed: int) -> None:
-    """Nothing is lost, and nobody is reset but who met a message that was not placed."""
+async def test_two_rnics(
+    runtime_directory: object, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost, and nobody is reset but who met a message that was not placed.
+
+    Each fault tells which link it has met.
+    """
+    struck, met = Sides.on_struck, Counter[int]()
+
+    def note(self: Sides, side: Any, **event: Any) -> None:
+        if event["kind"] not in ("process-stop", "port-flap"):
+            met[len(event["hit"])] += 1
+        struck(self, side, **event)
+
+    monkeypatch.setattr(Sides, "on_struck", note)
     policy = Policy(seed=seed & 0xFFFF, faults=25, rnics=2, connections=8, scale=10, kinds=QUICK)
     lines: list[str] = []
     with trio.fail_after(50):
@@ -243,3 +317,4 @@ async def test_two_rnics(runtime_directory: object, seed: int) -> None:
     assert result.problems == [], lines
     assert result.injected >= 25
     assert result.failovers > 0
+    assert set(met) == {1}

@@ -227,6 +227,17 @@ def test_every_length_but_the_right_one_is_refused() -> None:
                     clc.decode_untrusted(resized(item.data, change))
 
 
+@pytest.mark.v2("v2.2/6")
+def test_an_extension_that_begins_in_the_area_that_names_it_is_refused() -> None:
+    """Well formed as it is, it lies on the last bytes of that area, which are reserved."""
+    assert PROPOSAL[50:52] == (80 - 52).to_bytes(2, "big")
+    for less in (1, 4, 27):
+        earlier = PROPOSAL[: 80 - less] + PROPOSAL[80:]
+        earlier = patched(earlier, 5, len(earlier).to_bytes(2, "big"))
+        with pytest.raises(ProtocolError, match=f"version 2 at byte {80 - less}, before 80"):
+            clc.decode_untrusted(patched(earlier, 50, (28 - less).to_bytes(2, "big")))
+
+
 def test_the_most_that_fits() -> None:
     data = _gids(53, 53)
     message = clc.decode_untrusted(data)
