@@ -304,10 +304,10 @@ async def test_two_rnics(
     """
     struck, met = Sides.on_struck, Counter[int]()
 
-    def note(self: Sides, side: Any, **event: Any) -> None:
-        if event["kind"] not in ("process-stop", "port-flap"):
+    def note(self: Sides, side: Any, kind: str, *told: Any, **event: Any) -> None:
+        if kind not in ("process-stop", "port-flap"):
             met[len(event["hit"])] += 1
-        struck(self, side, **event)
+        struck(self, side, kind, *told, **event)
 
     monkeypatch.setattr(Sides, "on_struck", note)
     policy = Policy(seed=seed & 0xFFFF, faults=25, rnics=2, connections=8, scale=10, kinds=QUICK)

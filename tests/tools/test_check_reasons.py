@@ -197,8 +197,8 @@ def another_release(patch: Patch) -> None:
     """What the checking side says comes from another release."""
     announce = messages.announce
 
-    def from_the_future(connection: bytes, *, required: bool) -> bytes:
-        message = bytearray(announce(connection, required=required))
+    def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:
+        message = bytearray(announce(connection, number, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
