@@ -296,7 +296,7 @@ class Pair:
     def _new_channel(self, side: int, number: int) -> FakeChannel:
         channel = FakeChannel(number)
         channel.peer = self.connections[1 - side]
-        channel.peer_base = 0x7000_0000 * number
+        channel.peer_base = 0x7000_1FFF * number
         channel.rkey = 0x1234 + number
         return channel
 

@@ -123,6 +123,39 @@ def test_blocked_is_cleared_by_the_next_message_after_the_window_opened(
     assert [entry.flags for entry in cdcs(pair.ab)][-2:] == [WRITER_BLOCKED, 0]
 
 
+def test_blocked_is_told_with_the_data_that_is_there_at_once(pairs: list[Pair]) -> None:
+    pair = make(pairs)
+    pair.ab.instant = True
+    assert pair.a.send(memoryview(bytes(RING + 1))) == RING
+    assert [entry.flags for entry in cdcs(pair.ab)] == [0, 0, 0, WRITER_BLOCKED]
+    assert (pair.a.sender.writes, pair.a.sender.unacknowledged) == (4, 0)
+    pair.ab.deliver()
+    assert pair.b.receiver.writer_waits
+
+
+def test_a_completion_tells_of_all_before_it(pairs: list[Pair]) -> None:
+    pair = make(pairs, (65536, 65536), copy_limit=100)
+    for piece in (b"1" * 50, bytearray(b"2" * 200), bytearray(b"3" * 200), b"4" * 50):
+        pair.a.send(memoryview(piece))
+    assert not pair.a.sender.complete(2)
+    assert (pair.a.sender.delivered, pair.a.sender.borrowed) == (250, 200)
+    assert pair.a.sender.complete(3)
+    for _ in range(2):
+        pair.a.send(memoryview(b"5"))
+    pair.a.sender.complete(6)
+    assert (pair.a.sender.delivered, list(pair.a.sender.replay())) == (502, [])
+
+
+def test_a_link_with_more_than_it_has_room_for(pairs: list[Pair]) -> None:
+    pair = make(pairs)
+    pair.ab.room = -1
+    assert pair.a.send(memoryview(b"x")) == 0
+    assert pair.ab.waiting == [pair.a]
+    pair.ab.room = RING
+    pair.ab.complete()
+    assert pair.a.send(memoryview(b"x")) == 1
+
+
 def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) -> None:
     """The peer reads byte by byte; the writer does not send byte by byte (4.5.1)."""
     pair = make(pairs)
@@ -142,17 +175,27 @@ def test_a_blocked_writer_goes_on_at_a_quarter_of_the_ring(pairs: list[Pair]) ->
     assert pair.a.send(data[sent:]) == RING // 4 + 10
 
 
-def test_a_blocked_writer_with_little_left_goes_on_earlier(pairs: list[Pair]) -> None:
+@pytest.mark.parametrize("read", [1, 3, 5])
+@pytest.mark.parametrize("before", [0, 100])
+def test_a_blocked_writer_with_little_left_goes_on_earlier(
+    pairs: list[Pair], before: int, read: int
+) -> None:
     pair = make(pairs)
+    pair.a.send(memoryview(bytes(before)))
+    pair.settle()
+    pair.b.receiver.receive(max(1, before))
+    pair.b.messenger.owe()
+    pair.settle()
     data = memoryview(bytes(RING + 5))
     sent = pair.a.send(data)
+    assert sent == RING
     pair.ab.deliver()
     woken: list[str] = []
     pair.a.on_writable = lambda: woken.append("writer")
-    for expected in ([], [], [], [], ["writer"]):
-        pair.b.receiver.receive(1)
+    for taken in range(read, 5 + read, read):
+        pair.b.receiver.receive(read)
         pair.ba.deliver()
-        assert woken == expected
+        assert woken == (["writer"] if taken >= 5 else [])
     assert pair.a.send(data[sent:]) == 5
 
 

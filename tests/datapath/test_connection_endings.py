@@ -457,15 +457,18 @@ def test_data_before_d_is_read_and_then_the_end_of_stream() -> None:
         assert lone.it.receiver.receive(100) == b""
 
 
-def test_data_that_arrived_before_the_links_went_is_still_read() -> None:
+@pytest.mark.parametrize("read_before", [b"", b"my ", b"these are my "])
+def test_data_that_arrived_before_the_links_went_is_still_read(read_before: bytes) -> None:
     """The peer closes and exits at once: nothing is lost and nothing is an error to a reader."""
     with lone_connection() as lone:
         STEPS["open"](lone)
-        lone.peer(C, b"last words")
+        lone.peer(C, read_before + b"last words")
+        if read_before:
+            assert lone.it.receiver.receive(len(read_before)) == read_before
         lone.it.links_lost()
         assert lone.it.state == "CLOSED"
         assert lone.host.calls[-1] == "closed"
-        lone.memory.view[:10] = bytes(10)  # the RMBE serves another connection
+        lone.memory.view[:30] = bytes(30)  # the RMBE serves another connection
         assert lone.it.receiver.peek(4) == b"last"
         assert lone.it.receiver.receive(4) == b"last"
         buffer = bytearray(100)

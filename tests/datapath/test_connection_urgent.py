@@ -133,6 +133,16 @@ def test_a_second_urgent_byte_waits_and_takes_the_place_of_the_first(pair: Pair)
     assert flags(pair.ab) == [P | U, P | U]
 
 
+def test_it_is_told_of_on_a_link_that_does_all_at_once(pair: Pair) -> None:
+    pair.ab.instant = True
+    assert pair.a.send(view(b"plain")) == 5
+    assert pair.a.send_urgent(view(b"ab!")) == 3
+    pair.settle()
+    assert flags(pair.ab)[:2] == [0, P | U]
+    assert urgent(pair.b) == b"!"
+    assert pair.b.receiver.receive(100) == b"plainab"
+
+
 @pytest.mark.rfc("4.7.5/4")
 def test_unread_data_before_it_has_to_be_read_first(pair: Pair) -> None:
     assert pair.a.send(view(b"x" * 30)) == 30

@@ -291,3 +291,52 @@ def test_nobody_is_told_that_a_link_is_left_which_stays(world: World, place: int
     assert not told
     peers = stage.end(1 - place).connections
     assert [each.receiver.receive(100) for each in peers if each.receiver.bytes_received] == [DATA]
+
+
+@BOTH_ENDS
+@pytest.mark.parametrize("ends_first", [False, True], ids=["worth it", "not any more"])
+def test_a_move_for_even_loads_that_is_not_worth_it_any_more(
+    world: World, place: int, ends_first: bool
+) -> None:
+    """One link is to take a connection of the other, whose data is on its way; one ends."""
+    stage = Stage(world, (2, 2))
+    calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(5))]
+    connections = [call.connections[place] for call in calls]
+    link = connections[0].channel
+    assert isinstance(link, Link)
+    many = [connection for connection in connections if connection.channel is link]
+    for connection in [each for each in connections if each.channel is not link][1:]:
+        connection.abort()
+    world.settle()
+    group = stage.end(place).group
+    [other] = [each for each in group.links.values() if each is not link]
+    assert (link.load, other.load) == (3, 1)
+    many[-1].send(memoryview(DATA))
+    group.mover.link_ready(other)
+    assert many[-1].channel is link, "not before its data has arrived"
+    if ends_first:
+        many[0].tcp_reset()
+        many[0].links_lost()
+        assert link.load == 2
+    world.settle()
+    assert many[-1].channel is (link if ends_first else other)
+    many[-1].send(memoryview(DATA))
+    world.settle()
+    peers = stage.end(1 - place).connections
+    readers = [each.receiver for each in peers if each.receiver.readable]
+    assert [reader.receive(100) for reader in readers] == [DATA + DATA]
+
+
+@BOTH_ENDS
+def test_a_link_that_comes_when_there_is_nobody_to_relieve(world: World, place: int) -> None:
+    """The others went meanwhile, or it did itself."""
+    stage = Stage(world, (2, 2))
+    group = stage.end(place).group
+    connection = stage.call.connections[place]
+    busy = connection.channel
+    [idle] = [each for each in group.links.values() if each is not busy]
+    idle.machine.send("leave")
+    for link in group.links.values():
+        group.mover.link_ready(link)
+    assert connection.channel is busy
+    assert stage.works()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trio_smc._base.errors import ProtocolError
 from trio_smc.failover.mover import GroupMover
 from trio_smc.rendezvous.links.link import Link
 from trio_smc.rnic.verbs import Completion, WcOpcode
@@ -16,8 +17,8 @@ from trio_smc.wire import cdc
 from trio_smc.wire.cdc import MessageMissing
 
 
-def message(token: int, sequence: int) -> bytes:
-    return cdc.pack(sequence & 0xFFFF, token, 0, 0, 0, 0)
+def message(token: int, sequence: int, flags: int = 0) -> bytes:
+    return cdc.pack(sequence & 0xFFFF, token, 0, 0, 0, 0, flags)
 
 
 def validation(token: int, sequence: int) -> bytes:
@@ -134,17 +135,19 @@ def test_a_chain_over_three_links() -> None:
     assert (three.given, three.lost) == ([1], [])
 
 
+@pytest.mark.parametrize("flags", [0, cdc.WRITER_BLOCKED])
+@pytest.mark.parametrize("seven", [7, 0x1007])
 @pytest.mark.parametrize("first", [1, 2])
-def test_what_is_lost_costs_one_connection(first: int) -> None:
+def test_what_is_lost_costs_one_connection(first: int, seven: int, flags: int) -> None:
     one, two = Reader(), Reader()
     Rings(
         {1: one, 2: two},
-        [validation(1, 9), message(2, 7), message(1, 10)],
-        [message(1, 5), validation(2, 7), message(2, 8)],
+        [validation(1, 9), message(2, seven, flags), message(1, 10)],
+        [message(1, 5), validation(2, seven), message(2, seven + 1)],
     ).take(first)
     assert len(one.lost) == 1
     assert "9 is missing after 5" in str(one.lost[0])
-    assert (two.given, two.lost) == ([7, 8], [])
+    assert (two.given, two.lost) == ([seven, seven + 1], [])
 
 
 def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
@@ -160,6 +163,26 @@ def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
     rings.take(1)
     assert not one.lost
     assert sorted(two.given) == [1, 2]
+
+
+def test_a_connection_that_fails_when_it_is_judged_again_costs_no_other() -> None:
+    one, two = Reader(), Reader()
+    rings = Rings(
+        {1: one, 2: two},
+        [validation(1, 5), message(2, 1), message(1, 6)],
+        [message(1, 5)],
+    )
+    take = one.on_cdc_untrusted
+
+    def fails(data: bytes) -> None:
+        take(data)
+        if cdc.decode_untrusted(data).producer_flags:
+            raise ProtocolError("its cursors make no sense")
+
+    one.on_cdc_untrusted = fails  # type: ignore[method-assign]
+    rings.take(1)
+    assert one.given == [5, 6]
+    assert (two.given, two.lost) == ([1], [])
 
 
 def test_the_rest_of_a_link_that_ends_is_found() -> None:

@@ -466,6 +466,25 @@ class TestAnnouncements:
         assert memory.view[0] == 0
         memory.close()
 
+    def test_the_key_page_tells_what_is_registered_and_nothing_else(
+        self, attacker: Attacker, victim: End
+    ) -> None:
+        """A slot without a region is 0, which is nobody's RKey."""
+        attacker.connect(victim)
+        assert attacker.victim_ring is not None
+        keys = attacker.victim_ring.view[KEY_PAGE:].cast("I")
+        before = keys.tolist()
+        memories = [Memory(4096) for _ in range(2)]
+        first, second = (victim.pd.register(memory) for memory in memories)
+        assert set(keys) - set(before) == {first.rkey, second.rkey}
+        first.close()
+        assert set(keys) - set(before) == {second.rkey}
+        second.close()
+        assert keys.tolist() == before
+        keys.release()
+        for memory in memories:
+            memory.close()
+
     def test_a_region_at_the_end_of_the_address_space(
         self, attacker: Attacker, victim: End
     ) -> None:

@@ -22,6 +22,7 @@ PROPOSAL92 = next(item.data for item in vectors.captured("clc") if item.data[4] 
 ACCEPT = vectors.CLC["Accept, first contact"][1]
 CONFIRM = vectors.CLC["Confirm"][1]
 DECLINE = vectors.CLC["Decline"][1]
+TOP = (1 << 64) - 255 * (64 << 10)  # of an RMB of 255 elements at the end of memory
 DECLINE44 = vectors.CLC["Decline, 44 bytes from a Linux of version 2"][1]
 
 
@@ -89,6 +90,14 @@ def test_every_other_length_is_refused(message: clc.Message, data: st.DataObject
     raw = message.encode()
     short = raw[: data.draw(st.integers(0, len(raw) - 1))]
     for other in (short, raw + data.draw(st.binary(min_size=1, max_size=20))):
+        with pytest.raises(ProtocolError):
+            clc.decode_untrusted(other)
+
+
+@pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
+def test_the_eye_catcher_at_another_length_is_no_end(message: clc.Message, data: bytes) -> None:
+    cut, longer = data[:-8] + clc.EYE_CATCHER, data[:-4] + bytes(4) + clc.EYE_CATCHER
+    for other in (cut, longer):
         with pytest.raises(ProtocolError):
             clc.decode_untrusted(other)
 
@@ -258,6 +267,11 @@ def _accept(**changes: Any) -> clc.Message:
     return dataclasses.replace(vectors.CLC["Accept, first contact"][0], **changes)
 
 
+def test_an_element_may_end_where_memory_ends() -> None:
+    raw = _accept(buffer_size_code=2, rmb_address=TOP, rmbe_index=255).encode()
+    assert clc.decode_untrusted(raw).encode() == raw
+
+
 @pytest.mark.rfc("A.2.2/5")
 def test_version_0_is_refused_by_the_header_alone() -> None:
     for low in range(16):
@@ -282,6 +296,10 @@ def test_version_0_is_refused_by_the_header_alone() -> None:
         (lambda: _accept(qp_number=0), "QP number 0"),
         (lambda: _accept(rmbe_index=256), "rmbe_index is 256"),
         (lambda: _accept(rmb_address=(1 << 64) - 1), "beyond the end of memory"),
+        (
+            lambda: _accept(buffer_size_code=2, rmb_address=TOP + 1, rmbe_index=255),
+            "beyond the end of memory",
+        ),
         (lambda: clc.Decline(peer_id=bytes(8), diagnosis=1 << 32), "diagnosis is"),
         (
             lambda: clc.Decline(peer_id=bytes(8), diagnosis=0, more_diagnosis=(1 << 32, 0, 0, 0)),
