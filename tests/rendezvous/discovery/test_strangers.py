@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 import trio_smc
 from trio_smc import Config, FallbackReason, Mode, SmcStream
@@ -90,6 +91,9 @@ async def test_a_stranger_gets_what_the_program_says_and_nothing_else(
                     nursery.start_soon(accept)
                     ends.append(await stack.open_stream(HOST, port))
             assert {each.mode for each in ends} == {Mode.SMC_R}
+            # From now on the stranger is who accepts, however late it comes to that.
+            listener._scope.cancel()
+            await trio.testing.wait_all_tasks_blocked()
             with way(plain, tell):
                 stream = await stack.open_stream(HOST, port)
                 assert stream.fallback is not None
