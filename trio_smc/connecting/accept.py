@@ -249,11 +249,9 @@ class Arrival:
             return self._plain
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
-            if agreed and not self._claim.begins_with_clc():
-                # Who announced it has lost the port to somebody else, and says so presently or
-                # connects when that one is done.
-                self._claim.mistaken()
-                agreed = False
+            # Who announced it may have lost the port to somebody else, and says so presently or
+            # connects when that one is done.
+            agreed = agreed and self._claim.is_right()
         else:
             # Looked at and not just believed: with the TCP option, the client does not know when
             # the option of the SYN-ACK was lost on the way.

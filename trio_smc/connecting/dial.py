@@ -374,13 +374,15 @@ async def _connect_bound(
             raise _unusable(source, error) from error
         await _announce(stack, attempt, config)
         announced = attempt.announcement
-        nobody = not isinstance(announced, Announcement)
-        lost = not isinstance(announced, Announcement) or announced.is_too_late()
-        if not lost and await _connected(stack, attempt, address):
+        if (
+            isinstance(announced, Announcement)
+            and not announced.is_too_late()
+            and await _connected(stack, attempt, address)
+        ):
             return True
         attempt.renew()
         tries += 1
-        if nobody or tries == _PORTS_TRIED:
+        if not isinstance(announced, Announcement) or tries == _PORTS_TRIED:
             break
     return False
 

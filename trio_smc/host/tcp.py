@@ -43,7 +43,7 @@ def unread_bytes(sock: trio.socket.SocketType | int) -> int:
     return _queue(sock, termios.FIONREAD)
 
 
-def unsent_bytes(sock: trio.socket.SocketType | int) -> int:
+def unsent_bytes(sock: trio.socket.SocketType) -> int:
     """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
     return _queue(sock, termios.TIOCOUTQ)
 

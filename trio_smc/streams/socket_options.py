@@ -602,7 +602,6 @@ SNDBUF_LOCKED: Final = 1
 """In `Inherited.locks`: somebody set SO_SNDBUF."""
 _RCVBUF_LOCKED: Final = 2
 _SO_BUF_LOCK: Final = 72
-_TCP_USER_TIMEOUT: Final = 18
 
 
 class Inherited(NamedTuple):
@@ -622,9 +621,11 @@ class Inherited(NamedTuple):
 
 def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
     """What somebody set on ``sock``, or on the listening socket that it comes from."""
+    if sys.platform != "linux":
+        return Inherited(0, 0, 0)  # every connection is TCP
     return Inherited(
         _get(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-        _get(sock, socket.IPPROTO_TCP, _TCP_USER_TIMEOUT),
+        _get(sock, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
         _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK),
     )
 
@@ -649,6 +650,6 @@ def receive_buffer_for(
 
 def _get(sock: trio.socket.SocketType | socket.socket, level: int, option: int) -> int:
     try:
-        return sock.getsockopt(level, option) if sys.platform == "linux" else 0
+        return sock.getsockopt(level, option)
     except OSError:
         return 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 __all__ = [
     "EID_SIZE",
@@ -40,7 +40,6 @@ class Value:
     """
 
     __slots__ = ()
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def _values(self) -> tuple[Any, ...]:
         return tuple([getattr(self, name) for name in _names(cast(Any, type(self)))])

@@ -224,25 +224,30 @@ class Claim:
             self.announced.refuse(reason)
             self._settle()
 
-    def begins_with_clc(self) -> bool:
-        """Whether the bytes that are there may be CLC; they stay unread.
+    def is_right(self) -> bool:
+        """Whether the bytes that are there, and stay unread, may be CLC.
+
+        Otherwise it is the connection of somebody else, who had the port before the client, and
+        what the client has announced waits for its own connection.
 
         Raises OSError: there are none, or the connection was reset.
         """
+        right = False
+        try:
+            right = self._begins_with_clc()
+        finally:
+            if not right:
+                self._settle()
+                if not self.withdrawn:
+                    self._publication.claims.restore(self.announced)
+        return right
+
+    def _begins_with_clc(self) -> bool:
         if self._accepted is None:
             raise OSError(errno.ENOTCONN, "only the addresses of the connection are known")
         # Trio's `recv` takes a pass of the scheduler.
         first = self._accepted.recv(len(EYE_CATCHER), socket.MSG_PEEK)
         return bool(first) and EYE_CATCHER.startswith(first)
-
-    def mistaken(self) -> None:
-        """It is the connection of somebody else, who had the port before the client.
-
-        What the client has announced waits for its own connection.
-        """
-        self._settle()
-        if not self.withdrawn:
-            self._publication.claims.restore(self.announced)
 
     def _hear(self) -> None:
         if not self._publication.hear_all(self.announced.client):
@@ -379,9 +384,8 @@ class Claims:
         if claim is None:
             return False
         with contextlib.suppress(OSError):
-            if claim.begins_with_clc():
-                return False  # it was the announced one
-        claim.mistaken()
+            if claim.is_right():
+                return False
         return key in self.pending
 
     def lost(self, client: Client) -> None:
