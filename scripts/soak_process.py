@@ -19,7 +19,7 @@ import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,8 @@ from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import Fault, FaultPlan
 
 PATIENCE = 60.0
-"""Seconds after which a conversation counts as hung."""
+"""Seconds after which a conversation counts as hung; in which its process ran, that is."""
+_TICK = 0.25
 BY_TRANSPORT = {
     "plain": KINDS,
     "tls": ("stream", "request", "half-close"),
@@ -234,6 +235,43 @@ class Log(logging.Handler):
         return [f"{each.created - now:.1f} s: {each.getMessage()}" for each in self._records]
 
 
+class Patience:
+    """Deadlines by the time for which this process ran: one that was stopped has not waited."""
+
+    def __init__(self) -> None:
+        self._ran = 0.0
+        self._waiting: list[tuple[float, trio.CancelScope, trio.lowlevel.Task, list[str]]] = []
+
+    async def tick(self) -> None:
+        while True:
+            await trio.sleep(_TICK)
+            self._ran += _TICK
+            for until, scope, task, waits in self._waiting:
+                if self._ran > until and not scope.cancel_called:
+                    waits += where(task)
+                    scope.cancel()
+
+    @contextlib.contextmanager
+    def move_on_after(self, seconds: float) -> Iterator[list[str]]:
+        """As Trio's, but yields a list that gets what was being waited for."""
+        with trio.CancelScope() as scope:
+            waiting = (self._ran + seconds, scope, trio.lowlevel.current_task(), list[str]())
+            self._waiting.append(waiting)
+            try:
+                yield waiting[-1]
+            finally:
+                self._waiting.remove(waiting)
+
+
+def where(task: trio.lowlevel.Task) -> list[str]:
+    """What a task and those below it wait for: one line each, the innermost frame last."""
+    waits = " < ".join(
+        f"{frame.f_code.co_name}:{line}" for frame, line in reversed([*task.iter_await_frames()])
+    )
+    below = [each for nursery in task.child_nurseries for each in nursery.child_tasks]
+    return [waits, *(line for each in below for line in where(each))]
+
+
 @dataclass(kw_only=True)
 class Process:
     """What the process does.
@@ -241,6 +279,7 @@ class Process:
     Attributes:
       lanes: of each transport, conversations at once with each process it is told.
       gone: processes with which no further conversation begins.
+      patience: how long a conversation may take.
     """
 
     name: str
@@ -255,6 +294,7 @@ class Process:
     numbers: int = 0
     talking: int = 0
     gone: set[int] = field(default_factory=set)
+    patience: Patience = field(default_factory=Patience)
     stopping: trio.Event = field(default_factory=trio.Event)
 
     # -- conversations -------------------------------------------------------------------
@@ -324,18 +364,19 @@ class Process:
     async def talk(self, transport: str, conversation: Conversation, other: int) -> None:
         """Have one conversation and say how it ended."""
         began, how = trio.current_time(), "hung"
-        with trio.move_on_after(PATIENCE):
+        with self.patience.move_on_after(PATIENCE) as waits:
             how = await outcome(conversation)
         moment = f"{conversation.number} ({conversation.kind}): {conversation.moment}"
-        self.tell(other, transport, how, conversation.moved, moment, began)
+        self.tell(other, transport, how, conversation.moved, moment, began, waits)
         if how != "done":
             await trio.aclose_forcefully(conversation.stream)
 
     def tell(
-        self, other: int, transport: str, how: str, moved: int, moment: str, began: float
-    ) -> None:
+        self, other: int, transport: str, how: str, moved: int, moment: str, began: float,
+        waits: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Say how a conversation ended."""
-        log = [] if how == "done" else self.log.told()
+        log = [] if how == "done" else [*waits, *self.log.told()]
         say(event="ended", other=other, transport=transport, how=how, bytes=moved, moment=moment,
             seconds=trio.current_time() - began, log=log)  # fmt: skip
 
@@ -432,6 +473,7 @@ async def main(
             name=name, id=id, seed=seed, scale=scale, lanes=lanes, stack=stack, rnics=rnics,
             contexts=contexts, log=log,
         )  # fmt: skip
+        nursery.start_soon(process.patience.tick)
         ports = {}
         for transport in BY_TRANSPORT:
             listeners: list[SmcListener] = await stack.open_listeners(0, host=HOST)
