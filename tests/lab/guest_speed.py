@@ -5,7 +5,7 @@ prints a line for each run, and in the end the medians beside TCP's and the kern
 was not what it is to be measured for is an error: smc_diag tells of the kernel's,
 ``--require-smc`` of ours.
 
-"profile": instead, once, where the client's time goes under `trio-smc run`, by cProfile.
+"profile": instead, once, where the client's time goes during round trips under `trio-smc run`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ SETTINGS = (
 )
 OURS = "trio_smc"
 WAYS = ("TCP", "AF_SMC", OURS, f"{OURS} woken without its thread")
-PROFILED = 40
-"""Lines of a profile."""
 
 
-def command(way: str, *, profiled: bool = False) -> tuple[list[str], dict[str, str]]:
+def command(way: str) -> tuple[list[str], dict[str, str]]:
     """How the program runs so: words before its arguments, and environment."""
     environment = dict(os.environ)
     if way == "AF_SMC":
@@ -51,8 +49,7 @@ def command(way: str, *, profiled: bool = False) -> tuple[list[str], dict[str, s
     wake = "auto" if way == OURS else "trio"
     settings.write_text(f'{SETTINGS}wake = "{wake}"\n', encoding="utf-8")
     run = [PYTHON, "-m", "trio_smc.tools", "run", "--require-smc", "--config", str(settings), "--"]
-    profiler = ["-m", "cProfile", "-s", "tottime"] if profiled else []
-    return [*run, PYTHON, *profiler, *PROGRAM[1:]], environment
+    return [*run, *PROGRAM], environment
 
 
 def kernel_modes() -> set[str]:
@@ -75,7 +72,8 @@ async def serve(way: str, port: int, control: Control) -> None:
 async def ask(
     way: str, peer: str, port: int, control: Control, *, profiled: bool = False
 ) -> dict[str, float]:
-    words, environment = command(way, profiled=profiled)
+    words, environment = command(way)
+    words += ["ask", peer, str(port), *(["profile"] if profiled else [])]
     modes: set[str] = set()
 
     async def watch() -> None:
@@ -87,14 +85,12 @@ async def ask(
     async with trio.open_nursery() as nursery:
         if way == "AF_SMC":
             nursery.start_soon(watch)
-        done = await trio.run_process(
-            [*words, "ask", peer, str(port)], env=environment, capture_stdout=True
-        )
+        done = await trio.run_process(words, env=environment, capture_stdout=True)
         nursery.cancel_scope.cancel()
     if way == "AF_SMC":
         assert modes == {"SMCR"}, modes
-    told, _, profile = done.stdout.decode().partition("\n")
-    for line in profile.splitlines()[: PROFILED if profiled else 0]:
+    *profile, told = done.stdout.decode().splitlines()
+    for line in profile:
         say(line)
     figures: dict[str, float] = json.loads(told)
     return figures
