@@ -73,7 +73,7 @@ async def ask(
     way: str, peer: str, port: int, control: Control, *, profiled: bool = False
 ) -> dict[str, float]:
     words, environment = command(way)
-    words += ["ask", peer, str(port), *(["profile"] if profiled else [])]
+    words = [*words, "ask", peer, str(port), *(["profile"] if profiled else [])]
     modes: set[str] = set()
 
     async def watch() -> None:
