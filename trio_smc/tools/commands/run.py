@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report", action="store_true",
-        help="print at the end how many connections were SMC-R, how many TCP and why, and bytes",
+        help="print at the end how many connections were SMC-R, how many TCP and why; bytes",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="settings in a TOML file")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")

@@ -162,7 +162,7 @@ def _headings(counted: _Counted) -> list[str]:
 
 
 def _value(key: tuple[Any, ...], value: int) -> str:
-    return size(value) if key[0].startswith("bytes") else str(value)
+    return size(value) if "bytes" in key[0] else str(value)
 
 
 def _time(seconds: float) -> str:
