@@ -18,7 +18,7 @@ help:
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
-	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look, --programs'
+	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
