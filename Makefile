@@ -8,7 +8,7 @@ SEED ?=
 TIME ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test pythons programs interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
+.PHONY: help demo example test test-compiled pythons programs wheels interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo 'make test       the tests (at most five minutes)'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
+	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
+	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
 	@echo 'make lint       ruff and the import rules between rooms'
@@ -55,11 +57,17 @@ example: ready-dev
 test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+test-compiled: ready-docs
+	@$(BIN)/python -m scripts.wheels --test -n $(JOBS) $(ARGS)
+
 pythons:
 	@$(PYTHON) -m scripts.pythons $(ARGS)
 
 programs: ready-browser
 	@$(BIN)/python -m pytest --full -m others tests/programs $(ARGS)
+
+wheels:
+	@$(PYTHON) -m scripts.wheels $(ARGS)
 
 interop: ready-dev
 	@$(BIN)/python -m tests.lab.setup

@@ -4,10 +4,10 @@
 
 Interpreters are those on the path and those of pyenv, the newest of each minor version; each has an
 environment of its own in build/pythons. With --debian13 (as root, and with debootstrap) a root
-directory of Debian 13 is made there as well, and the tests run in it, on its Python and with its
-programs; it gets a copy of this tree, and sees what --share names of this machine (pip's settings,
-a mirror of packages). TESTS go to pytest; without any the whole suite runs. The exit code is 1
-when anything failed. Standard library only.
+directory of Debian 13 is made there as well; `make demo` and the tests run in it, on its Python and
+with its programs; it gets a copy of this tree, and sees what --share names of this machine (pip's
+settings, a mirror of packages). TESTS go to pytest; without any the whole suite runs. The exit
+code is 1 when anything failed. Standard library only.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -
         if not _run(made):
             return False
         (root / "ready").touch()
-    _copy_tree(root / "work")
+    copy_tree(root / "work")
     mounts = []
     for each in (*SHARED, *shared):
         place = root / each.relative_to("/")
@@ -128,12 +128,13 @@ def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -
             place.touch()
         mounts.append(shlex.join(["mount", "--rbind", str(each), str(place)]))
     inside = shlex.join(["python3", "-m", "scripts.pythons", *tests])
-    enter = shlex.join(["exec", "chroot", str(root), "sh", "-c", f"cd /work && {inside}"])
+    command = f"cd /work && make demo && {inside}"
+    enter = shlex.join(["exec", "chroot", str(root), "sh", "-c", command])
     # Mounts in a namespace of their own end with it, however this ends.
     return _run(["unshare", "--mount", "sh", "-c", " && ".join([*mounts, enter])])
 
 
-def _copy_tree(tree: Path) -> None:
+def copy_tree(tree: Path) -> None:
     """Copy what belongs to the project, for a repository of its own: some tests ask git."""
     for old in tree.glob("*"):
         if old.is_dir() and old.name != "build":  # where its environment is

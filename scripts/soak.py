@@ -169,10 +169,8 @@ class Soak:
             certificate = authority.issue_cert("localhost")
             certificate.private_key_and_cert_chain_pem.write_to_path(self._directory / "server.pem")
             self._start = trio.current_time()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._chaos.run)
-                async with trio.open_nursery() as processes:
-                    await self._live(processes)
+            async with trio.open_nursery() as chaos, trio.open_nursery() as processes:
+                await self._live(processes, chaos)
         self.judge()
         return self.seen
 
@@ -180,12 +178,13 @@ class Soak:
         """Seconds since the start."""
         return trio.current_time() - self._start
 
-    async def _live(self, nursery: trio.Nursery) -> None:
+    async def _live(self, nursery: trio.Nursery, chaos: trio.Nursery) -> None:
         try:
             server = await self._open("server", nursery)
             client = await self._open("client", nursery, faults=3.0)
             await self._connect(client, server)
             self._start = trio.current_time()
+            chaos.start_soon(self._chaos.run)  # not before: a slow machine would not look at it
             async with trio.open_nursery() as lives:
                 lives.start_soon(self._sample, lives.cancel_scope)
                 lives.start_soon(self._kill_again_and_again, nursery, [server, client])

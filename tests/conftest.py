@@ -8,9 +8,11 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -74,13 +76,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full, deselect (and so count in the summary) what only --full runs."""
-    if config.getoption("--full"):
-        return
-    long = [item for item in items if any(item.get_closest_marker(name) for name in _LONG)]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in set(long)]
+    """Deselect (and so count in the summary) what only --full runs, or only a pure build."""
+    others = () if config.getoption("--full") else _LONG
+    if trio_smc.__compiled__:
+        others = (*others, "pure")
+    left = [item for item in items if any(item.get_closest_marker(name) for name in others)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -103,6 +106,25 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         hangs.fail_if_hung(item)
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Pytest's; what replaces compiled code, which would have no effect, fails."""
+    if trio_smc.__compiled__:
+        patch: Any = monkeypatch.setattr
+
+        def patch_or_fail(target: object, *arguments: Any, **options: Any) -> None:
+            owner = getattr(target, "__objclass__", target)
+            if not isinstance(owner, ModuleType):
+                kind = owner if isinstance(owner, type) else type(owner)
+                owner = sys.modules[kind.__module__]
+            if (getattr(owner, "__file__", None) or "").endswith(".so"):
+                pytest.fail("replaces compiled code: the test needs the mark `pure`")
+            patch(target, *arguments, **options)
+
+        patch(monkeypatch, "setattr", patch_or_fail)
+    return monkeypatch
 
 
 @pytest.fixture

@@ -36,7 +36,10 @@ def _hasty(self: GroupMover) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Connection, "_validate_untrusted", _credulous), (GroupMover, "catch_up", _hasty)],
+    [
+        pytest.param(Connection, "_validate_untrusted", _credulous, marks=pytest.mark.pure),
+        (GroupMover, "catch_up", _hasty),
+    ],
 )
 def test_a_broken_failover_is_noticed_and_its_schedule_replays(
     owner: type,

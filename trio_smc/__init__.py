@@ -28,6 +28,7 @@ from trio_smc._stack import Stack, stacks
 from trio_smc.config.config import Config
 from trio_smc.config.file import load_config
 from trio_smc.connecting.listener import SmcListener
+from trio_smc.datapath import cursor as _cursor
 from trio_smc.rendezvous.discovery.option_setup import set_up_tcp_option, tear_down_tcp_option
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
@@ -77,6 +78,8 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+__compiled__: bool = _cursor.__file__.endswith(".so")
+"""Whether this is a build whose hot modules are compiled; see docs/operating.md."""
 
 # A program that did not ask for logs gets none: without a handler warnings go to stderr.
 logging.getLogger("trio_smc").addHandler(logging.NullHandler())

@@ -54,8 +54,8 @@ class Stack:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.runtime = Runtime(config)
-        self.peer_id = self.runtime.groups.peer_id
+        self.runtime: Runtime = Runtime(config)
+        self.peer_id: bytes = self.runtime.groups.peer_id
         _STACKS[next(_NUMBERS)] = self
 
     @property

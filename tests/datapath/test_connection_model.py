@@ -92,6 +92,7 @@ MUTATIONS: dict[str, tuple[type, str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_model_notices(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong = MUTATIONS[name]

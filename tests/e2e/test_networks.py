@@ -182,6 +182,40 @@ async def test_a_port_that_leads_elsewhere(networks: Networks, containers: Conta
     assert told[1].seconds < 1.0, "it is not tried again at once"
 
 
+@pytest.mark.parametrize("rule", ["redirect to :{other}", "dnat to 10.77.0.1:{other}"])
+async def test_a_port_that_is_redirected_within_one_network(
+    networks: Networks, containers: Containers, rule: str
+) -> None:
+    """The announced connection gets to a stranger, who echoes what it got: no CLC message."""
+    pod = networks.new()
+    networks.bridge((pod, "10.77.0.1/24"))
+    async with (
+        containers.server(pod, "server") as port,
+        containers.server(pod, "stranger", plain=True) as other,
+    ):
+        nft(
+            pod,
+            "type nat hook output priority -100 ;",
+            f"tcp dport {port} {rule.format(other=other)}",
+        )
+        places = [("127.0.0.1", port), ("10.77.0.1", port)]
+        told = await containers.connect(pod, *places, handshake_timeout=1.0)
+    assert [each.what for each in told] == [("tcp", "peer-not-capable", "stranger")] * 2
+
+
+async def test_a_port_that_is_redirected_to_the_server(
+    networks: Networks, containers: Containers
+) -> None:
+    """Both ends know the connection by other addresses."""
+    pod = networks.new()
+    networks.bridge((pod, "10.77.0.1/24"))
+    async with containers.server(pod, "server") as port:
+        rule = f"tcp dport {port ^ 1} redirect to :{port}"
+        nft(pod, "type nat hook output priority -100 ;", rule)
+        [told] = await containers.connect(pod, ("10.77.0.1", port ^ 1), handshake_timeout=1.0)
+    assert told.what == ("tcp", "peer-not-capable", "server")
+
+
 async def test_two_networks_with_the_same_addresses(
     networks: Networks,
     containers: Containers,

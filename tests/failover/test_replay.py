@@ -638,6 +638,7 @@ def test_random_moves(seed: int) -> None:
     assert result.departures > 100
 
 
+@pytest.mark.pure  # a method of a compiled class is not replaced
 def test_the_campaign_notices_a_replay_of_what_the_peer_has_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,7 +1,8 @@
 """What the lab's guests run: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED]`` (its first part),
-``streams``, ``ours``, ``hostile`` or ``kernel SUITE [STEP...]``.
+``streams``, ``ours``, ``hostile``, ``speed [profile]`` or
+``kernel SUITE [STEP...]``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.setup import STOCK
 
-__all__ = ["contract", "hostile", "ours", "streams", "verbs", "with_kernel"]
+__all__ = ["contract", "hostile", "ours", "speed", "streams", "verbs", "with_kernel"]
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -80,6 +81,16 @@ def hostile() -> Finished:
     return run_pair("hostile", commands, seconds=500)
 
 
+def speed(*words: str) -> Finished:
+    """`tests.lab.guest_speed`: trio_smc beside the kernel's AF_SMC and TCP, or its profile."""
+    commands = (
+        "rxe 0 eth0\necho 1 > /sys/module/smc/parameters/lab_gids\n"
+        "[ $ROLE = server ] && control=10.9.2.2 || control=10.9.2.1\n"
+        f"exec {PYTHON} -m tests.lab.guest_speed $ROLE $PEER4 $control {' '.join(words)}\n"
+    )
+    return run_pair("speed", commands, seconds=900)
+
+
 def with_kernel(suite: str, *steps: str) -> Finished:
     """A suite of `tests.lab.guest_interop` between two guests, or in one ("quick")."""
     file = demo_file()
@@ -129,6 +140,8 @@ def _main() -> int:
         done = with_kernel(*rest)
     elif what in ("ours", "hostile"):
         done = ours() if what == "ours" else hostile()
+    elif what == "speed":
+        done = speed(*rest)
     else:
         seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
         if what == "verbs":

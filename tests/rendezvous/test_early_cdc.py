@@ -12,20 +12,22 @@ from tests.api.api_peers import ASSUME, PATIENCE, address_of, plain_client, plai
 from trio_smc import SmcStream, Stack, open_stack
 from trio_smc.datapath.connection import Connection
 
-
-class Liar(Connection):
-    """Claims bytes far behind the peer's element as soon as it may say a word."""
-
-    __slots__ = ()
-
-    def established(self) -> None:
-        super().established()
-        self.messenger.peer_first += 1 << 30
-        self.messenger.owe()
+pytestmark = pytest.mark.pure  # compiled classes have no such subclasses
 
 
 def lies(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connections that ``stack`` opens from now on are liars'."""
+
+    class Liar(Connection):
+        """Claims bytes far behind the peer's element as soon as it may say a word."""
+
+        __slots__ = ()
+
+        def established(self) -> None:
+            super().established()
+            self.messenger.peer_first += 1 << 30
+            self.messenger.owe()
+
     open_connection = stack.runtime.groups.open_connection
 
     def open_lying(*arguments: Any) -> Connection:

@@ -23,7 +23,7 @@ class Timer:
     __slots__ = ("callback", "when")
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
+        self.when: float = when
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:

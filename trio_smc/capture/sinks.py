@@ -79,7 +79,7 @@ class FileCapture:
         self._news = threading.Event()
         self._ending = threading.Event()
         self._failed = False
-        self.dropped = 0
+        self.dropped: int = 0
         self._observer = Capture(self._append, payload)
         self._thread = threading.Thread(target=self._run, name="trio_smc capture", daemon=True)
         self._thread.start()

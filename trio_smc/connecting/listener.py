@@ -104,7 +104,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._released = trio.Event()
-        self.publication = self._publish()
+        self.publication: Publication = self._publish()
         stack.add_listener(self)
         if not to_serve:
             stack.nursery.start_soon(self._run)

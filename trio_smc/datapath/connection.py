@@ -26,7 +26,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from typing import TYPE_CHECKING, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.statistics import STREAM_COUNTERS, StreamStatistics
@@ -82,17 +83,20 @@ class Host(Protocol):
         """For observers: the connection's state machine has moved."""
 
 
-class _Nobody:
-    """In the place of all that a released connection would call: it and they are no cycle."""
-
-    def _hears(self, *_: object) -> None:
-        pass
-
-    connection_closed = set_timer = reset_tcp = close_tcp = state_changed = _hears
-    owe_cdc = tell_soon = overwritten = on_cdc_complete = on_room = _hears
+def _hears(*_: object) -> None:
+    """Who hears it does nothing."""
 
 
-_NOBODY = _Nobody()
+# In the place of all that a released connection would call: it and they are no cycle.
+_NOBODY: Final[Any] = SimpleNamespace(
+    **dict.fromkeys(
+        (
+            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed", "owe_cdc",
+            "tell_soon", "overwritten", "on_cdc_complete", "on_room",
+        ),
+        _hears,
+    )
+)  # fmt: skip
 # The machine that all released connections share: CLOSED is never left, and asks nothing.
 _CLOSED = Machine(CONNECTION, _NOBODY, state="CLOSED")
 
@@ -169,9 +173,9 @@ class Connection:
         self._rmbe = rmbe
         self._host = host
         self._close_timeout = close_timeout
-        self.receiver = Receiver(rmbe, self)
-        self.messenger = Messenger(self, self.receiver, flush_later)
-        self.sender = Sender(self.messenger, chunks=chunks, copy_limit=copy_limit)
+        self.receiver: Receiver = Receiver(rmbe, self)
+        self.messenger: Messenger = Messenger(self, self.receiver, flush_later)
+        self.sender: Sender = Sender(self.messenger, chunks=chunks, copy_limit=copy_limit)
         self.error: OSError | None = None
         self.on_readable: Callable[[], None] | None = None
         self.on_urgent: Callable[[], None] | None = None
@@ -188,15 +192,15 @@ class Connection:
         self._released = False
         self._spare_unread = False
         self._tcp_ended = False
-        self.write_closed = False
-        self.sent_closed = False
-        self.got_closed = False
-        self.eof_pending = False
-        self.close_pending = False
-        self.peer_rmbe_known = False
-        self.cdcs_received = 0
-        self.stale_cdcs = 0
-        self.failovers = 0
+        self.write_closed: bool = False
+        self.sent_closed: bool = False
+        self.got_closed: bool = False
+        self.eof_pending: bool = False
+        self.close_pending: bool = False
+        self.peer_rmbe_known: bool = False
+        self.cdcs_received: int = 0
+        self.stale_cdcs: int = 0
+        self.failovers: int = 0
 
     def __repr__(self) -> str:
         return f"<Connection {self._alert_token:#010x} {self.state}>"

@@ -185,34 +185,34 @@ class Messenger:
         receiver: Receiver,
         flush_later: Callable[[Callable[[], None]], None] | None,
     ) -> None:
-        self.poster = poster
+        self.poster: Poster = poster
         self._receiver = receiver
         self.channel: Channel | None = None
         self.holder: Holder | None = None
-        self.rkey = 0
-        self.peer_token = 0
-        self.peer_usable = 1
-        self.peer_first = 0
-        self.produced = 0
-        self.announced = 0
-        self.sequence = 0
-        self.completed = 0
-        self.flags = 0
-        self.silent = False
-        self.blocked = False
-        self.urgent_goal = 0
-        self.urgent_end = 0
+        self.rkey: int = 0
+        self.peer_token: int = 0
+        self.peer_usable: int = 1
+        self.peer_first: int = 0
+        self.produced: int = 0
+        self.announced: int = 0
+        self.sequence: int = 0
+        self.completed: int = 0
+        self.flags: int = 0
+        self.silent: bool = False
+        self.blocked: bool = False
+        self.urgent_goal: int = 0
+        self.urgent_end: int = 0
         self._urgent_sequence = 0  # of the CDC message that told U last
-        self.owed = False
-        self.waiting = False
-        self.first = True
-        self.patient = False
+        self.owed: bool = False
+        self.waiting: bool = False
+        self.first: bool = True
+        self.patient: bool = False
         self.flush_later = flush_later
-        self.flush_pending = False
+        self.flush_pending: bool = False
         self.tell_later: Callable[[Callable[[], None]], None] | None = None
         self._tell_pending = False
-        self.cdcs_sent = 0
-        self.coalesced = 0
+        self.cdcs_sent: int = 0
+        self.coalesced: int = 0
 
     @property
     def all_told(self) -> bool:

@@ -130,24 +130,24 @@ class Receiver:
     )
 
     def __init__(self, rmbe: Rmbe, owner: ReceiverOwner) -> None:
-        self.owner = owner
+        self.owner: ReceiverOwner = owner
         self.error: OSError | None = None
         self._rmbe = rmbe
         self._ring_start = 0  # the count at which the ring began
-        self.received = 0
-        self.received_wrap = 0
+        self.received: int = 0
+        self.received_wrap: int = 0
         self.lay_out()
-        self.consumed = 0
-        self.told = 0
-        self.done = False
-        self.purged = False
-        self.open = False
-        self.watchful = False
+        self.consumed: int = 0
+        self.told: int = 0
+        self.done: bool = False
+        self.purged: bool = False
+        self.open: bool = False
+        self.watchful: bool = False
         self._tell_all = False  # the peer waits for each cursor update: R, P or U
-        self.writer_waits = False
+        self.writer_waits: bool = False
         self._hidden = 0  # 1: an urgent byte is the last one received, and is to be skipped
-        self.urgent_mark = 0
-        self.urgent_inline = False
+        self.urgent_mark: int = 0
+        self.urgent_inline: bool = False
         self._urgent_flags = 0  # P and U of the last CDC message
         self._urgent_byte: int | None = None
 
@@ -157,7 +157,7 @@ class Receiver:
         self.first = self.received_offset = rmbe.first
         self._eye_catcher = bool(rmbe.first)
         self._ring = rmbe.data
-        self.usable = rmbe.usable
+        self.usable: int = rmbe.usable
         self._least_update = max(1, -(-rmbe.usable // 10))
 
     # --- what the application sees -----------------------------------------------------------

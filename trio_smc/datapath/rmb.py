@@ -91,22 +91,22 @@ class Rmbe:
                  "offset", "rmb", "served", "size", "usable", "warm")  # fmt: skip
 
     def __init__(self, rmb: Rmb, index: int) -> None:
-        self.rmb = rmb
-        self.index = index
-        self.size = rmb.element_size
-        self.offset = (index - 1) * rmb.element_size
-        self.in_use = False
-        self.served = False
-        self.warm = 0
+        self.rmb: Rmb = rmb
+        self.index: int = index
+        self.size: int = rmb.element_size
+        self.offset: int = (index - 1) * rmb.element_size
+        self.in_use: bool = False
+        self.served: bool = False
+        self.warm: int = 0
         self._to_wipe = range(0)
         self.lay_out()
 
     def lay_out(self) -> None:
         """Divide it into eye catcher and ring, as its RMB says."""
         memory = self.rmb.memory
-        self.first = len(EYE_CATCHER) if self.rmb.eye_catcher else 0
-        self.usable = self.size - self.first
-        self.data = memory.slice(self.offset + self.first, self.usable)
+        self.first: int = len(EYE_CATCHER) if self.rmb.eye_catcher else 0
+        self.usable: int = self.size - self.first
+        self.data: memoryview[int] = memory.slice(self.offset + self.first, self.usable)
         self._eye_catcher = memory.slice(self.offset, self.first)
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
@@ -162,8 +162,8 @@ class Rmb:
             raise ValueError("the elements do not fit into the memory")
         self.memory = memory
         self.element_size = element_size
-        self.eye_catcher = eye_catcher
-        self.elements = tuple(Rmbe(self, index) for index in range(1, count + 1))
+        self.eye_catcher: bool = eye_catcher
+        self.elements: tuple[Rmbe, ...] = tuple(Rmbe(self, index) for index in range(1, count + 1))
 
     def give_eye_catchers(self) -> None:
         """The RFC's layout from now on; nothing has been written into the elements."""
@@ -182,8 +182,8 @@ class RmbPool:
     """
 
     def __init__(self) -> None:
-        self.allocated = 0
-        self.reused = 0
+        self.allocated: int = 0
+        self.reused: int = 0
         self._free: dict[Rmb, list[Rmbe]] = {}
         self._soiled: deque[Rmbe] = deque()
         self._warm = 0  # of the elements that are not in use

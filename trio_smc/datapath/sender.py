@@ -98,7 +98,7 @@ class Sender:
 
     def __init__(self, messenger: Messenger, *, chunks: bool, copy_limit: int) -> None:
         self._messenger = messenger
-        self.address = 0
+        self.address: int = 0
         self._chunk = 0 if chunks else -1  # set by set_peer
         self._copy_limit = copy_limit
         self._corked = False
@@ -106,15 +106,15 @@ class Sender:
         self._record: deque[tuple[int, int, memoryview]] = deque()
         self._resume = 1
         self._wanted = 0  # bytes the blocked writer has left
-        self.borrowed = 0
-        self.delivered = 0
-        self.flush_when_delivered = False
+        self.borrowed: int = 0
+        self.delivered: int = 0
+        self.flush_when_delivered: bool = False
         self.send_limit: int | None = None
-        self.sendable = False
-        self.taken = 0
+        self.sendable: bool = False
+        self.taken: int = 0
         self.taken_wrap = self.taken_offset = 0
-        self.writes = 0
-        self.window_stalls = 0
+        self.writes: int = 0
+        self.window_stalls: int = 0
 
     def set_peer(self, alert_token: int, element_size: int, first: int) -> None:
         """What the peer's element is like: its size in bytes, and where its ring starts in it."""

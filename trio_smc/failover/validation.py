@@ -41,7 +41,7 @@ class Backlog:
     __slots__ = ("_messages", "link")
 
     def __init__(self, link: Link) -> None:
-        self.link = link
+        self.link: Link = link
         self._messages: deque[bytes] = deque()
 
     @property

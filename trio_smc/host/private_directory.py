@@ -122,7 +122,7 @@ class PrivateDirectory:
 
     def __init__(self, descriptor: int, group: int | None = None) -> None:
         """See `open` and `below`.  ``descriptor``: the open directory, from now on this one's."""
-        self.descriptor = descriptor
+        self.descriptor: int = descriptor
         self.group = group
 
     @classmethod

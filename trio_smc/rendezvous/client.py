@@ -61,7 +61,7 @@ class ClientNegotiation(Negotiation):
         if not isinstance(message, clc.Accept) or self.machine.state != "PROPOSED":
             raise ProtocolError(f"SMC {type(message).__name__} out of turn")
         self._peer = message
-        self.first_contact = message.first_contact
+        self.first_contact: bool = message.first_contact
         self._decline_version = 1 if message.v2 is None else 2
         first = message.v2 is not None and message.first_contact
         direct = self._rnic.is_direct(message.gid) if first else None

@@ -198,12 +198,12 @@ class Negotiation(ABC):
     _peer: clc.Accept | clc.Confirm  # set before the event that says so
 
     def __init__(self, table: Table, host: NegotiationHost, receive_buffer: int) -> None:
-        self.machine = Machine(table, self)
+        self.machine: Machine = Machine(table, self)
         self.outgoing: list[bytes] = []
         self.outcome: Established | FellBack | Failed | None = None
         self.changed: Callable[[], None] = lambda: None
         self.sock: object | None = None  # for observers: whose rendezvous this is
-        self.first_contact = False
+        self.first_contact: bool = False
         self._host = host
         self._receive_buffer = receive_buffer
         self._group: LinkGroup | None = None

@@ -65,7 +65,7 @@ class Memory:
         if size <= 0:
             raise ValueError("size must be positive")
         self.size = size
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd: int = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -73,7 +73,7 @@ class Memory:
         except BaseException:
             os.close(self.fd)
             raise
-        self.view = memoryview(self._map)
+        self.view: memoryview[int] = memoryview(self._map)
         self._slices: list[memoryview] = []
 
     def slice(self, start: int, length: int) -> memoryview:
@@ -151,7 +151,7 @@ class PeerMemory:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._map = _mapped(fd, size)
-        self.view = memoryview(self._map)
+        self.view: memoryview[int] = memoryview(self._map)
         self._casts: list[memoryview] = []
 
     @classmethod

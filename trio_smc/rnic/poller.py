@@ -31,8 +31,8 @@ class Poller:
     """
 
     def __init__(self, rnic: Rnic, wake: Callable[[], None]) -> None:
-        self.pending = False
-        self.wakeups = 0
+        self.pending: bool = False
+        self.wakeups: int = 0
         self._wake = wake
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -43,17 +43,17 @@ class Poller:
         self._epoll.register(self._stop, select.EPOLLIN)
         # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
         self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
-        self._thread = threading.Thread(
+        self._worker = threading.Thread(
             target=self._run, name=f"trio_smc poller {rnic.name}", daemon=True
         )
-        self._thread.start()
+        self._worker.start()
 
     def stop(self) -> None:
         """End the thread and wait for it.  Idempotent."""
         if self._stop < 0:
             return
         os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        self._worker.join()
         self._epoll.close()
         os.close(self._stop)
         self._stop = -1

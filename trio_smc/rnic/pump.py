@@ -119,8 +119,8 @@ class Pump:
         self.waiting = 0
         self.awake = 0
         self.broken: BaseException | None = None
-        self.passes = 0
-        self.wakeups = 0
+        self.passes: int = 0
+        self.wakeups: int = 0
         self._spinning = AdaptiveSpin(spin, patience=8, seldom=64)
         # When the wait for the next completion began, by `time.perf_counter_ns`; 0: nobody waits.
         self._waiting_since = 0

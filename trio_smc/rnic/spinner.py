@@ -123,7 +123,7 @@ class Spinner:
     __slots__ = ("_drain", "_spin", "sleeping")
 
     def __init__(self, seconds: float, drain: Look) -> None:
-        self.sleeping = 0
+        self.sleeping: int = 0
         self._spin = AdaptiveSpin(seconds, patience=4, seldom=256)
         self._drain = drain
 

@@ -56,17 +56,17 @@ class Endpoint:
     def __init__(self, stack: EndpointOwner, group: LinkGroup, rmbe: Rmbe) -> None:
         self._stack = stack
         self._timer: Timer | None = None
-        self.group = group
-        self.rmbe = rmbe
+        self.group: LinkGroup = group
+        self.rmbe: Rmbe = rmbe
         self.sock: trio.socket.SocketType | None = None
         """The TCP connection, once it belongs to SMC-R; None before and after."""
-        self.reset = False
+        self.reset: bool = False
         """The TCP connection is to end by RST, or has; it may not have been adopted yet."""
-        self.closed_by_user = False
+        self.closed_by_user: bool = False
         """Its stream was closed; what is left to do happens here."""
-        self.lingers = True
+        self.lingers: bool = True
         """SO_LINGER is on, for all that is known here."""
-        self.abandoned = False
+        self.abandoned: bool = False
         """Closed because its stream was forgotten or its stack left; nobody waits for it."""
 
     def adopt(self, sock: trio.socket.SocketType) -> None:

@@ -99,16 +99,16 @@ class GroupTable:
         short_connections: ShortConnections, ended: Callable[[], None],
     ) -> None:  # fmt: skip
         eids = _eids(config)
-        self.ueids = None if eids is None else tuple(map(eid_name, eids))
-        self.offer = Offer(eids=eids, host=_host_name()) if eids else None
+        self.ueids: tuple[str, ...] | None = None if eids is None else tuple(map(eid_name, eids))
+        self.offer: Offer | None = Offer(eids=eids, host=_host_name()) if eids else None
         self.pump = pump
         self.timers = timers
         self.observer: Observer | None = None
         self.groups: list[LinkGroup] = []
         self.endpoints: dict[object, Endpoint] = {}
         self.tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
-        self.handshakes = Counter[str]()
-        self.link_gone = trio.lowlevel.ParkingLot()
+        self.handshakes: Counter[str] = Counter[str]()
+        self.link_gone: Any = trio.lowlevel.ParkingLot()
         self._config = config
         self._rnics = rnics
         self._short_connections = short_connections
@@ -118,7 +118,7 @@ class GroupTable:
         self._closed_totals = [0] * len(STREAM_COUNTERS)
         self._tcp_totals = 0, 0
         self._counts: Counter[str] = Counter()
-        self.peer_id = rnics.new_peer_id()
+        self.peer_id: bytes = rnics.new_peer_id()
 
     # --- RNICs -----------------------------------------------------------------------------
 

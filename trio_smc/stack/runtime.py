@@ -174,16 +174,16 @@ class Runtime:
 
     def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
         self.config = config
-        self.pump = Pump(spin=config.spin, wake=config.wake)
-        self.timers = Timers(clock, self._timer_is_earlier)
-        self.spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
-        self.short_connections = ShortConnections(clock)
-        self.discovery = Discovery(
+        self.pump: Pump = Pump(spin=config.spin, wake=config.wake)
+        self.timers: Timers = Timers(clock, self._timer_is_earlier)
+        self.spinner: Spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
+        self.short_connections: ShortConnections = ShortConnections(clock)
+        self.discovery: Discovery = Discovery(
             config.private_directory(), self.spinner, self.short_connections.forget
         )
-        self.tcp_option = TcpOption(Path(config.tcp_option))
+        self.tcp_option: TcpOption = TcpOption(Path(config.tcp_option))
         self.attached: list[Attached] = []
-        self.closing = False
+        self.closing: bool = False
         self.failure: Exception | None = None
         self.unclosed: list[str] = []
         self._scope = trio.CancelScope(shield=True)
@@ -197,11 +197,13 @@ class Runtime:
         self._forked = False
         self._hurried = False  # no wait of `shut_down` is worth it any more
         self._supported = sys.platform == "linux"
-        self.rnic_set = StackRnics(config, self.discovery, self.pump, self._rnic_changed)
+        self.rnic_set: StackRnics = StackRnics(
+            config, self.discovery, self.pump, self._rnic_changed
+        )
         if self._supported:
             self.rnic_set.open()
         try:
-            self.groups = GroupTable(
+            self.groups: GroupTable = GroupTable(
                 config, self.rnic_set, self.pump, self.timers, self.short_connections,
                 self._has_ended,
             )  # fmt: skip

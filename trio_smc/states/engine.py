@@ -99,15 +99,15 @@ class Table:
         edges: Mapping[tuple[str, str], tuple[Edge, ...]],
         values: Mapping[str, int],
     ) -> None:
-        self.name = name
-        self.initial = initial
-        self.states = states
-        self.events = events
-        self.edges = edges
-        self.values = values
+        self.name: str = name
+        self.initial: str = initial
+        self.states: tuple[str, ...] = states
+        self.events: tuple[str, ...] = events
+        self.edges: Mapping[tuple[str, str], tuple[Edge, ...]] = edges
+        self.values: Mapping[str, int] = values
         left = {state for (state, _), row in edges.items() if any(not e.ignored for e in row)}
-        self.stopped = frozenset(stopped)
-        self.final = frozenset(states) - left
+        self.stopped: frozenset[str] = frozenset(stopped)
+        self.final: frozenset[str] = frozenset(states) - left
         self._rows: dict[tuple[str, str], tuple[_Row, ...]] = {
             pair: tuple(
                 (

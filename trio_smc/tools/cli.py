@@ -76,7 +76,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG.strip(),
         formatter_class=_Formatter,
     )
-    whole.add_argument("--version", action="version", version=f"%(prog)s {trio_smc.__version__}")
+    build = "compiled" if trio_smc.__compiled__ else "pure"
+    version = f"%(prog)s {trio_smc.__version__} ({build})"
+    whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in load():
         one = commands.add_parser(

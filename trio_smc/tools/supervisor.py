@@ -74,12 +74,12 @@ class Tree:
     """
 
     def __init__(self, *, require: bool) -> None:
-        self.complaint = ""
+        self.complaint: str = ""
         self.ended = False
         self.stacks: dict[tuple[int, str], dict[str, Any] | None] = {}
         self._open: set[tuple[int, str]] = set()
         self.hooked: set[int] = set()
-        self.used_trio = False
+        self.used_trio: bool = False
         self._require = require
         self._suspects: set[int] = set()
 

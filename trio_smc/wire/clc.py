@@ -857,7 +857,7 @@ class ClcReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self.wanted = HEADER_SIZE
+        self.wanted: int = HEADER_SIZE
 
     @property
     def halfway(self) -> bool:

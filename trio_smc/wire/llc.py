@@ -470,7 +470,7 @@ class Framing(ABC):
 
     def __init__(self) -> None:
         self._classes = {self._MARK | cls.TYPE: cls for cls in (*_BOTH, *self._ONLY)}
-        self.types = frozenset(self._classes)
+        self.types: frozenset[int] = frozenset(self._classes)
 
     def encode(self, message: LlcMessage | OptionalMessage) -> bytes:
         """The message on the wire.

@@ -379,6 +379,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
 
 
+@pytest.mark.pure
 @pytest.mark.rfc("3.5.3/1", "2.1/1")
 @pytest.mark.usefixtures("small")
 def test_with_255_rmbs_a_server_opens_a_parallel_group_and_a_client_falls_back() -> None:

@@ -255,6 +255,7 @@ def test_the_last_links_loss_frees_everything(end: int, tells_death: bool) -> No
         assert not server.connections
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("leave", [False, True])
 def test_the_end_of_many_connections_takes_many_turns(
     monkeypatch: pytest.MonkeyPatch, leave: bool

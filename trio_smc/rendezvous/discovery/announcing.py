@@ -77,7 +77,7 @@ class Server:
 
     def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
         self.connection = connection
-        self.entry = entry  # device and inode of the directory, name there
+        self.entry: tuple[int, int, str] = entry  # device and inode of the directory, name there
         self.announced: set[Announcement] = set()
 
     @property
@@ -114,13 +114,13 @@ class Announcement:
     ) -> None:
         self._owner = owner
         self._acceptor: Server | None = None
-        self.elsewhere = elsewhere
-        self.key = key
-        self.number = number
-        self.required = required
-        self.wanted = False
+        self.elsewhere: Lookup | None = elsewhere
+        self.key: bytes = key
+        self.number: bytes = number
+        self.required: bool = required
+        self.wanted: bool = False
         self.asked: list[Server] = []  # who may still say that it is theirs
-        self.answered = False
+        self.answered: bool = False
         self.reason: FallbackReason | None = FallbackReason.PEER_NOT_CAPABLE
 
     async def accepted(self, deadline: float) -> FallbackReason | None:
@@ -219,10 +219,10 @@ class Lookup:
     __slots__ = ("reason", "servers", "stamps", "until")
 
     def __init__(self, servers: list[Server], stamps: list[directory.Stamp]) -> None:
-        self.servers = servers
+        self.servers: list[Server] = servers
         self.stamps = stamps
-        self.until = math.inf
-        self.reason = FallbackReason.PEER_NOT_CAPABLE
+        self.until: float = math.inf
+        self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 
     def disprove(self) -> None:
         """The servers were asked in vain."""

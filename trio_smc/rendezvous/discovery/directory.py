@@ -91,7 +91,7 @@ class NewSocket:
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
             root = PrivateDirectory.open(private, create=True)
-            self.group = root.group
+            self.group: int | None = root.group
             try:
                 self._directory = root.below(self._path, create=True)
                 try:

@@ -117,7 +117,7 @@ class Probe:
         except BaseException:
             self.listener.close()
             raise
-        self.said = messages.listening(connection, port, self._nonce)
+        self.said: bytes = messages.listening(connection, port, self._nonce)
 
     def answer(self) -> None:
         """Let in who waits: the client itself is shown what it asked for, others nothing.
@@ -169,11 +169,11 @@ class Claim:
         self, publication: Publication, announced: Announced, accepted: socket.socket | None = None
     ) -> None:
         self._publication = publication
-        self.announced = announced
+        self.announced: Announced = announced
         self._accepted = accepted
         self._settled = False
         self._told = False
-        self.withdrawn = False
+        self.withdrawn: bool = False
 
     @property
     def required(self) -> bool:
@@ -420,7 +420,7 @@ class Publication:
         self._clients: dict[int, Client] = {}  # by descriptor
         self._probes: dict[int, Client] = {}  # by descriptor of the probe's listener
         self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
-        self.claims = Claims()
+        self.claims: Claims = Claims()
         self._timers = Timers(trio.current_time, self._timer_is_earlier)
         self._listener: socket.socket | None = None
         # Who says something; and who comes or goes, which is what the task sleeps for.

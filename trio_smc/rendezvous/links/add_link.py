@@ -65,9 +65,9 @@ class LinkAdding:
         self._demand = demand
         self._deletion = deletion
         self.new: Link | None = None
-        self.number = -1
-        self.answered = group.client
-        self.continuations = Continuations(group, exchange, setup, rkeys, self)
+        self.number: int = -1
+        self.answered: bool = group.client
+        self.continuations: Continuations = Continuations(group, exchange, setup, rkeys, self)
         self._address = AddressWait(group.timers)
         self._asked_on: Link | None = None
         self._given_up: set[int] = set()

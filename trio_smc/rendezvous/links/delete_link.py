@@ -207,7 +207,7 @@ class LinkDeletion:
         self._group = group
         self._exchange = exchange
         self._demand = demand
-        self.requests = DeletionRequests(group)
+        self.requests: DeletionRequests = DeletionRequests(group)
         # The server's: those that wait, and the one under way.
         self._queue: dict[int, Wanted] = {}
         self._current: Wanted | None = None

@@ -53,15 +53,18 @@ class Exchanges:
 
     def __init__(self, group: Group, rkeys: Rkeys) -> None:
         self._group = group
-        self.machine = Machine(LLC_EXCHANGE, self)
+        self.machine: Machine = Machine(LLC_EXCHANGE, self)
         self.carrier: Link | None = None
         self._timer: Timer | None = None
         self._chosen = False  # the next exchange, whose event the machine has not seen yet
-        self.setup = LinkSetup(group, self, rkeys)
-        self.demand = LinkDemand(group, self)
-        self.deletion = LinkDeletion(group, self, self.demand)
-        self.adding = LinkAdding(group, self, self.setup, rkeys, self.demand, self.deletion)
-        self.rkey_exchanges = told = RkeyExchanges(group, self, rkeys)
+        self.setup: LinkSetup = LinkSetup(group, self, rkeys)
+        self.demand: LinkDemand = LinkDemand(group, self)
+        self.deletion: LinkDeletion = LinkDeletion(group, self, self.demand)
+        self.adding: LinkAdding = LinkAdding(
+            group, self, self.setup, rkeys, self.demand, self.deletion
+        )
+        told = RkeyExchanges(group, self, rkeys)
+        self.rkey_exchanges: RkeyExchanges = told
         # The machine's actions of these names.
         self.send_rkeys = told.send_rkeys
         self.stop_rkeys_timer = told.stop_rkeys_timer

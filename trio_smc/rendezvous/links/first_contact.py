@@ -79,10 +79,10 @@ class LinkSetup:
         self._group = group
         self._exchange = exchange
         self._rkeys = rkeys
-        self.may_fall_back = True
-        self.our_turn = not group.client
-        self.max_links = group.terms.max_links
-        self.failure = GroupFailure.LINK_LOST
+        self.may_fall_back: bool = True
+        self.our_turn: bool = not group.client
+        self.max_links: int = group.terms.max_links
+        self.failure: GroupFailure = GroupFailure.LINK_LOST
         self.error: ProtocolError | None = None
 
     def connect_first(self, peer: PeerQueuePair) -> Link:

@@ -121,27 +121,27 @@ class LinkGroup:
         self.config = config
         self.timers = timers
         self.host = host
-        self.links = Links()
-        self.peer_rmbs = PeerRmbs()
-        self.own_rmbs = OwnRmbs(self)
-        self.rkeys = Rkeys(self, self.own_rmbs)
+        self.links: Links = Links()
+        self.peer_rmbs: PeerRmbs = PeerRmbs()
+        self.own_rmbs: OwnRmbs = OwnRmbs(self)
+        self.rkeys: Rkeys = Rkeys(self, self.own_rmbs)
         self.exchanges = exchanges = Exchanges(self, self.rkeys)
         self.setup = exchanges.setup
         self.demand = exchanges.demand
         self.adding = exchanges.adding
         self.deletion = exchanges.deletion
         self.rkey_exchanges = exchanges.rkey_exchanges
-        self.idle_links = IdleLinks(self, self.demand, self.deletion)
+        self.idle_links: IdleLinks = IdleLinks(self, self.demand, self.deletion)
         self.connections = GroupConnections(self, self.idle_links.connection_placed)
         self.first_contact: FirstContact | None = None
-        self.machine = Machine(LINK_GROUP, self)
+        self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
         self._ending_for = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._ending: Timer | None = None
         self._termination_link: Link | None = None
         self._settled: list[Callable[[], None]] = []
-        self.mover = host.new_mover(self)
+        self.mover: Mover = host.new_mover(self)
 
     def __repr__(self) -> str:
         role = "client" if self.client else "server"

@@ -147,11 +147,11 @@ class PeerQueuePair:
     __slots__ = ("gid", "mac", "mtu", "psn", "qp_number")
 
     def __init__(self, *, gid: bytes, mac: bytes, qp_number: int, mtu: int, psn: int) -> None:
-        self.gid = gid
-        self.mac = mac
-        self.qp_number = qp_number
-        self.mtu = mtu
-        self.psn = psn
+        self.gid: bytes = gid
+        self.mac: bytes = mac
+        self.qp_number: int = qp_number
+        self.mtu: int = mtu
+        self.psn: int = psn
 
     @property
     def port(self) -> PeerPort:
@@ -263,12 +263,14 @@ class Link:
 
     def __init__(self, group: LinkOwner, number: int, rnic: Rnic) -> None:
         """Make the queue pair and take it to INIT.  Raises RnicError."""
-        self.group = group
-        self.number = number
-        self.rnic = rnic
+        self.group: LinkOwner = group
+        self.number: int = number
+        self.rnic: Rnic = rnic
         self.pd = rnic.alloc_pd()
         try:
-            self.qp = rnic.create_qp(self.pd, max(RECEIVE_SIZE, group.terms.framing.largest))
+            self.qp: QueuePair = rnic.create_qp(
+                self.pd, max(RECEIVE_SIZE, group.terms.framing.largest)
+            )
             try:
                 self.qp.to_init()
             except BaseException:
@@ -277,24 +279,24 @@ class Link:
         except BaseException:
             self.pd.close()
             raise
-        self.psn = secrets.randbits(24)
-        self.user_id = secrets.randbits(32)
-        self.peer_user_id = 0
+        self.psn: int = secrets.randbits(24)
+        self.user_id: int = secrets.randbits(32)
+        self.peer_user_id: int = 0
         self.peer: PeerQueuePair | None = None
-        self.heard = False
+        self.heard: bool = False
         self._quiet_looks = 0
-        self.doubted = False
-        self.failing = False
+        self.doubted: bool = False
+        self.failing: bool = False
         self.reason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
-        self.empty_since = group.timers.now()
-        self.machine = Machine(LINK, self)
+        self.empty_since: float = group.timers.now()
+        self.machine: Machine = Machine(LINK, self)
         self._timer: Timer | None = None
         self._test_data = b""
         self._echo = b""
         self._connection_of = group.connections
         self.backlog: Backlog | None = None
-        self.copies_on_post = rnic.copies_on_post
+        self.copies_on_post: bool = rnic.copies_on_post
         # What every message needs, looked up once.
         self._host = group.host
         self._post_send = self.qp.post_send

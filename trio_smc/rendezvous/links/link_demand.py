@@ -40,9 +40,9 @@ class LinkDemand:
     def __init__(self, group: Group, exchange: Exchange) -> None:
         self._group = group
         self._exchange = exchange
-        self.wanted = False
+        self.wanted: bool = False
         self.spared = False
-        self.notified = False
+        self.notified: bool = False
         self._delay = _FIRST_RETRY
         self._timer: Timer | None = None
         self._news = False

@@ -135,8 +135,8 @@ class OwnRmbs:
 
     def __init__(self, owner: RmbOwner) -> None:
         self._owner = owner
-        self.pool = RmbPool()
-        self.eye_catcher = owner.config.rmbe_eye_catcher
+        self.pool: RmbPool = RmbPool()
+        self.eye_catcher: bool = owner.config.rmbe_eye_catcher
         # Where new RMBs are registered, too.
         self._links: dict[int, Link] = {}
         # Registrations by RMB and link number: an RKey belongs to one protection domain.

@@ -110,9 +110,9 @@ class _Parts:
     __slots__ = ("left", "refused", "tokens")
 
     def __init__(self, number: int, message: llc.ConfirmRkey) -> None:
-        self.tokens = {number: RToken(message.rkey, message.address)}
-        self.left = message.other_tokens
-        self.refused = False
+        self.tokens: dict[int, RToken] = {number: RToken(message.rkey, message.address)}
+        self.left: int = message.other_tokens
+        self.refused: bool = False
 
     def add_untrusted(self, others: Iterable[llc.LinkRToken]) -> None:
         """Take what one message brings.  Raises ProtocolError when it names a link again."""

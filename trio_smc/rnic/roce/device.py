@@ -77,14 +77,14 @@ class VerbsRnic(Rnic):
     _context: Context
 
     def __init__(self, device: str, port: int = 1, gid_index: int | None = None) -> None:
-        self.name = device if port == 1 else f"{device}/{port}"
+        self.name: str = device if port == 1 else f"{device}/{port}"
         self.device = device
         self.port = port
         self._gid_index = gid_index
-        self.gid_is_fixed = gid_index is not None
+        self.gid_is_fixed: bool = gid_index is not None
         self._lib: Verbs | None = None
-        self.failed = False
-        self.port_active = False
+        self.failed: bool = False
+        self.port_active: bool = False
         self._known, self._known_until = b"", 0.0
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
@@ -122,16 +122,16 @@ class VerbsRnic(Rnic):
             port = self._context.query_port(self.port)
             table = lib.gids(self._context, self.port)
         self.port_active = port.state == lib.port_active
-        self.mtu = port.active_mtu
+        self.mtu: int = port.active_mtu
         gid = choose(table, self._gid_index)
         if gid is None:
             raise RnicError(errno.ENODATA, f"{self.name} has no such GID")
         self._gid = gid
-        self.gid = gid.value
-        self.routable = gid.kind == pyverbs.ROCE_V2 and is_mapped(gid.value)
+        self.gid: bytes = gid.value
+        self.routable: bool = gid.kind == pyverbs.ROCE_V2 and is_mapped(gid.value)
         netdev = socket.if_indextoname(gid.ifindex)
         address = Path(f"/sys/class/net/{netdev}/address").read_text(encoding="ascii")
-        self.mac = bytes.fromhex(address.strip().replace(":", ""))
+        self.mac: bytes = bytes.fromhex(address.strip().replace(":", ""))
 
     def close(self) -> None:
         if self._lib is None:

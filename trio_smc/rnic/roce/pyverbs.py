@@ -236,7 +236,7 @@ class Verbs:
         self.solicited: int = enums.IBV_SEND_SOLICITED
         self.inline: int = enums.IBV_SEND_INLINE
         self.port_active: int = enums.IBV_PORT_ACTIVE
-        self.fatal_events = {enums.IBV_EVENT_DEVICE_FATAL, enums.IBV_EVENT_CQ_ERR}
+        self.fatal_events: set[Any] = {enums.IBV_EVENT_DEVICE_FATAL, enums.IBV_EVENT_CQ_ERR}
 
     @contextmanager
     def refusals(self, what: str) -> Iterator[None]:

@@ -94,9 +94,9 @@ class Region(MemoryRegion):
         self._pd = pd
         memory.pinned = True  # else peers would write to pages that it has no more
         self._memory = memory  # pinned pages stay writable for peers: outlives the region
-        self.rkey = self._mr.rkey
-        self.address = memory.address
-        self.length = memory.size
+        self.rkey: int = self._mr.rkey
+        self.address: int = memory.address
+        self.length: int = memory.size
         pd.regions.add(self)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Domain(ProtectionDomain):
             self.pd = lib.pd(context)
         self.regions: set[Region] = set()
         self.pairs: set[RoceQueuePair] = set()
-        self.closed = False
+        self.closed: bool = False
 
     def register(self, memory: Memory) -> MemoryRegion:
         if self.closed:
@@ -167,9 +167,9 @@ class PostedSends:
         self._oldest = 0
         self._unheard = 0
         self._unheard_bytes = 0
-        self.next_id = 0
-        self.position = 0
-        self.free = size
+        self.next_id: int = 0
+        self.position: int = 0
+        self.free: int = size
 
     def check(self, length: int) -> None:
         """Raise QueueFull when there is no slot or no room for ``length`` bytes."""
@@ -242,8 +242,8 @@ class RoceQueuePair(QueuePair):
         except BaseException:
             self._memory.close()
             raise
-        self.qp_num = self._qp.qp_num
-        self.state = QpState.RESET
+        self.qp_num: int = self._qp.qp_num
+        self.state: QpState = QpState.RESET
         self._closed = False
         pd.pairs.add(self)
 

@@ -51,9 +51,9 @@ class Peer:
     __slots__ = ("hello", "regions", "ring")
 
     def __init__(self, hello: Hello, ring: SendRing, regions: PeerRegions) -> None:
-        self.hello = hello
-        self.ring = ring
-        self.regions = regions
+        self.hello: Hello = hello
+        self.ring: SendRing = ring
+        self.regions: PeerRegions = regions
 
     @classmethod
     def map_untrusted(cls, hello: Hello, fd: int, speaker: socket.socket | None) -> Peer:
@@ -96,7 +96,7 @@ class Contact:
     def __init__(self, rnic: Port, owner: ContactOwner) -> None:
         self.peer: Peer | None = None
         self.unsaid: deque[tuple[Message, list[int]]] = deque()
-        self.behind = False
+        self.behind: bool = False
         self._rnic = rnic
         self._owner = owner
         self._speaker: socket.socket | None = None
@@ -268,5 +268,9 @@ class Contact:
         if self._hearer is not None or self._speaker is None:
             raise ProtocolError("a second Hello")
         self._owner.offer(hello, self._speaker, fds)
-        if self._hearer is None:
+        if not self._is_heard():
             raise ProtocolError("somebody else says Hello")
+
+    def _is_heard(self) -> bool:
+        # A type checker goes on believing what it saw before `offer` called `accept`.
+        return self._hearer is not None

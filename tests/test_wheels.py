@@ -1,0 +1,55 @@
+"""What is published: the files of sdist and wheel, and who says that a build is compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trio_smc
+import trio_smc.datapath.sender
+from scripts import wheels
+from scripts.compiled_build import VARIABLE
+from scripts.pythons import ROOT
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The names in the sdist (".gz") and in the wheel (".whl"), built without a network."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return {each.suffix: wheels.contents(each) for each in tmp_path.iterdir()}
+
+
+def test_sdist_and_wheel_hold_what_belongs_there(made: dict[str, list[str]]) -> None:
+    assert wheels.strays(made[".gz"] + made[".whl"]) == []
+    sources = {str(each.relative_to(ROOT)) for each in ROOT.glob("trio_smc/**/*.py")}
+    assert sources | {"trio_smc/py.typed"} <= set(made[".whl"])
+    assert sources | {"README.md", "CHANGELOG.md", "scripts/compiled_build.py"} <= set(made[".gz"])
+
+
+def test_what_does_not_belong_there_is_noticed() -> None:
+    names = [
+        "trio_smc/wire/cdc.py",
+        "trio_smc/wire/cdc.cpython-311-x86_64-linux-gnu.so",
+        "trio_smc__mypyc.cpython-311-x86_64-linux-gnu.so",
+        f"trio_smc-{wheels.version()}.dist-info/METADATA",
+    ]
+    stray = ["trio_smc/wire/cdc.c", "build/trio_smc__mypyc.so", "trio_smc/nothing.cpython-311.so"]
+    assert wheels.strays(names + stray) == sorted(stray)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert trio_smc.__version__ == wheels.version()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {wheels.version()} (20" in changes  # and has a date
+
+
+def test_the_command_says_which_build_it_is() -> None:
+    command = [sys.executable, "-m", "trio_smc.tools", "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kind = "compiled" if Path(trio_smc.datapath.sender.__file__).suffix == ".so" else "pure"
+    assert said == f"trio-smc {trio_smc.__version__} ({kind})\n"
