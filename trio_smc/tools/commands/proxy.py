@@ -26,8 +26,8 @@ The proxy is for reach, not for speed.  A connection through it is slower than T
 TARGET: opening it opens two, each message wakes one more process, and each byte is received and
 sent once more.  At its end the proxy says how much it passed on and the processor time that took.
 
-LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; a host of IPv6 is written in brackets.  Port 0
-listens on any free port, which is printed.
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; IPv6 addresses are written in brackets.  Port
+0 listens on any free port, which is printed.
 """
 EPILOG = """
 Examples:
