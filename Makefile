@@ -20,7 +20,7 @@ help:
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
-	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short for a quick look, --programs'
+	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
 	@echo 'make lint       ruff and the import rules between rooms'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'

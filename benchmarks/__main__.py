@@ -10,6 +10,9 @@ the medians of so many separate runs, each with processes of its own.
 With --programs it compares unmodified programs instead, over TCP and under `trio-smc run`, where
 the scheduler puts them: see `benchmarks.unmodified`.
 
+With --proxy it says what a connection costs that goes through `trio-smc proxy`, or through two of
+them, beside TCP without one, where the scheduler puts the processes: there is one more than cores.
+
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 "limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
 "limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
@@ -35,7 +38,7 @@ import trio
 
 from benchmarks import limits, plot, report, unmodified
 from benchmarks.processes import Failed, Worker
-from benchmarks.transports import BASE, TRANSPORTS
+from benchmarks.transports import BASE, PROXIED, TRANSPORTS
 from benchmarks.workloads import WORKLOADS
 
 BASELINE = Path(__file__).with_name("baseline.json")
@@ -115,6 +118,7 @@ def parse() -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--programs", action="store_true", help="unmodified programs under trio-smc run")
+    option("--proxy", action="store_true", help="what trio-smc proxy costs, in --transports")
     option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
     option("--runs", type=int, help="separate runs, each with new processes; default 1; programs 5")
     option("--rounds", type=int, help="of each run; default 9; programs 3")
@@ -132,15 +136,18 @@ def parse() -> argparse.Namespace:
     option("--baseline", type=Path, help="ratios to print beside these")
     arguments = parser.parse_args()
     short, programs = arguments.short, arguments.programs
-    if programs and arguments.transports is not None:
+    if programs and (arguments.transports is not None or arguments.proxy):
         parser.error("--programs are compared over tcp and under trio-smc run")
     arguments.runs = arguments.runs or (5 if programs and not short else 1)
     arguments.rounds = arguments.rounds or (3 if programs or short else 9)
     arguments.seconds = arguments.seconds or (0.2 if programs or short else 0.7)
     arguments.baseline = arguments.baseline or (PROGRAMS_BASELINE if programs else BASELINE)
     if arguments.pin is None:
-        arguments.pin = two_cores and not programs
-    if arguments.transports is None:
+        arguments.pin = two_cores and not (programs or arguments.proxy)
+    if arguments.proxy:
+        known = [BASE, *PROXIED]
+        arguments.transports = arguments.transports or ",".join(known)
+    elif arguments.transports is None:
         arguments.transports = f"{BASE},smc-r" if short or programs else ",".join(installed(known))
     arguments.transports = arguments.transports.split(",")
     arguments.table = unmodified.WORKLOADS if programs else WORKLOADS

@@ -3,7 +3,7 @@
 A connection begins with nine bytes from the client, a letter and a size:
 E  echo: the server sends every `size` bytes back
 S  stream: the server reads pieces of at most `size` bytes to the end, then answers how many
-   bytes it got (8 bytes) and the processor time of its process since then (8 bytes, ns); the
+   bytes it got (8 bytes) and the `processor_time` of its side since then (8 bytes, ns); the
    client's clock stops at that answer
 T  time: the server answers when its handler began (8 bytes, ns of the clock of this host)
 """
@@ -14,7 +14,7 @@ import contextlib
 import struct
 import time
 
-from benchmarks.transports import Stream
+from benchmarks.transports import Stream, processor_time
 
 __all__ = ["COUNT", "MESSAGE", "REQUEST", "TIME", "answer", "exactly"]
 
@@ -54,7 +54,7 @@ async def answer(stream: Stream) -> None:
 
 async def _count(stream: Stream, size: int) -> None:
     total = 0
-    used = time.process_time_ns()
+    used = processor_time()
     while data := await stream.receive_some(size):
         total += len(data)
-    await stream.send_all(COUNT.pack(total, time.process_time_ns() - used))
+    await stream.send_all(COUNT.pack(total, processor_time() - used))

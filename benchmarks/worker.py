@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from benchmarks.answers import answer
-from benchmarks.transports import TRANSPORTS, Transport
+from benchmarks.transports import PROXIED, TRANSPORTS, Transport
 from benchmarks.workloads import WORKLOADS
 
 # Seconds beyond its timed part after which a workload counts as hung.
@@ -75,13 +75,14 @@ def main() -> None:
     """Run the role that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "client"))
-    parser.add_argument("transport", choices=TRANSPORTS)
+    known = TRANSPORTS | PROXIED
+    parser.add_argument("transport", choices=known)
     parser.add_argument("--core", type=int, default=None)
     arguments = parser.parse_args()
     if arguments.core is not None:
         os.sched_setaffinity(0, {arguments.core})
     role = serve if arguments.role == "serve" else client
-    transport = TRANSPORTS[arguments.transport]
+    transport = known[arguments.transport]
     transport.loop.run(role, transport)
 
 

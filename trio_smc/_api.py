@@ -84,12 +84,13 @@ async def find_stack() -> Stack:
 async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     """Open RNICs and link groups for the block; calls inside it use this stack.
 
-    Leaving it, by whatever way, closes its listeners; closes streams that are still open as the
-    system closes a socket (what was sent arrives, then the end; with unread data the connection
-    is reset), with a ResourceWarning for each; finishes what closed streams owe their peers within
-    ``shutdown_timeout`` seconds for all of them, or until Ctrl-C; terminates the link groups and
-    joins all threads.  Calls that use the stack and are under way then, or come later, raise
-    `trio.ClosedResourceError`.  An exception of the block comes out as it is.
+    However the block is left, this closes its listeners, and closes streams that are still open
+    as the system closes a socket (what was sent arrives, then the end; with unread data the
+    connection is reset), with a ResourceWarning for each.  It then finishes what closed streams
+    owe their peers, for at most ``shutdown_timeout`` seconds altogether or until Ctrl-C, terminates
+    the link groups and joins all threads.  Calls that use the stack and are still under way, or
+    come later, raise `trio.ClosedResourceError`.  An exception from the block is passed on
+    unchanged.
 
     Args:
       config: the stack's settings, and the default for the calls inside.
@@ -175,9 +176,9 @@ async def open_stream(
     local_address: str | None = None,
     config: Config | None = None,
 ) -> SmcStream:
-    """Connect to ``host`` and ``port``: over SMC-R where both ends can, else over TCP.
+    """Connect to ``host`` and ``port``: over SMC-R if both ends can, otherwise over TCP.
 
-    As `trio.open_tcp_stream`.
+    In all other respects like `trio.open_tcp_stream`.
 
     Args:
       host: name or address.

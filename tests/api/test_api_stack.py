@@ -17,6 +17,7 @@ import trio.testing
 
 import trio_smc
 from tests.api.api_peers import (
+    ASSUME,
     HOST,
     PATIENCE,
     QUICK,
@@ -33,6 +34,7 @@ from tests.api.api_peers import (
 )
 from trio_smc import (
     Config,
+    Fallback,
     LinkGroup,
     Mode,
     SmcListener,
@@ -40,7 +42,9 @@ from trio_smc import (
     SmcStream,
     SoftRnic,
     Stack,
+    StreamStatistics,
 )
+from trio_smc._base.reasons import Diagnosis
 
 
 @contextlib.asynccontextmanager
@@ -275,6 +279,37 @@ async def test_statistics_agree() -> None:
         assert here_all.fallbacks == {}
         assert there_all.fallbacks == {("local", "peer-not-capable"): 1}
     assert client.statistics() == here_all
+
+
+async def test_bytes_over_tcp_are_counted_without_the_handshakes() -> None:
+    nothing = Config(rnics=(), discovery="assume")
+    async with (
+        trio_smc.open_stack(ASSUME) as client,
+        trio_smc.open_stack(nothing) as server,
+    ):
+        [listener] = await server.open_listeners(0, host=HOST)
+        async with listener:
+            mine, other = await connect(client, listener)
+            assert mine.fallback == Fallback.from_peer(Diagnosis.NO_DEVICE)
+            assert mine.statistics() == other.statistics() == StreamStatistics()
+            await mine.send_all(bytes(1000))
+            await read_exactly(other, 1000)
+            await other.send_all(bytes(7))
+            await mine.send_eof()  # whose FIN is no byte
+            assert await other.receive_some() == b""
+            both = (
+                (client, mine, StreamStatistics(bytes_sent=1000, bytes_received=7)),
+                (server, other, StreamStatistics(bytes_sent=7, bytes_received=1000)),
+            )
+            await read_exactly(mine, 7)
+            for _ in ("open", "closed"):
+                for stack, stream, expected in both:
+                    assert stream.statistics() == expected
+                    counted = stack.statistics()
+                    assert counted.tcp_bytes_sent == expected.bytes_sent
+                    assert counted.tcp_bytes_received == expected.bytes_received
+                    assert (counted.bytes_sent, counted.bytes_received) == (0, 0)
+                await close_all(mine, other)
 
 
 async def test_statistics_are_frozen() -> None:

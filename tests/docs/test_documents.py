@@ -18,6 +18,7 @@ import trio
 
 from benchmarks import cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
+from benchmarks.transports import PROXIED
 from benchmarks.workloads import WORKLOADS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +159,17 @@ def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
     assert all(ratio > 0 for ratio in content["ratios"].values())
     assert not content["about"]["pinned"]
     assert all(f">{metric.name}<" in picture.read_text() for metric in metrics[::2])
+
+
+def test_the_benchmark_measures_what_a_proxy_costs(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.json"
+    options = ("--rounds=1", "--seconds=0.01", "--workloads=rtt,stream-64k")
+    run("-m", "benchmarks", "--proxy", *options, "--json", str(numbers))
+    content = json.loads(numbers.read_text())
+    metrics = [metric.name for name in ("rtt", "stream-64k") for metric in WORKLOADS[name].metrics]
+    assert set(content["ratios"]) == {f"{each} | {name}" for each in metrics for name in PROXIED}
+    assert all(ratio > 0 for ratio in content["ratios"].values())
+    assert not content["about"]["pinned"]
 
 
 def test_a_regression_beyond_spread_is_shown() -> None:

@@ -3,21 +3,28 @@
 A server answers each connection with its greeting, then with what it got; ``"plain"``: it is none
 of trio_smc; ``"onward"``: it is a proxy to there.  A client says what became of each connection, as
 JSON.
+
+With a ``"user"`` it is one of the user namespace that was given to it as a descriptor.  That one
+may not be able to read this tree, so it is entered when all has been imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import encodings.idna  # noqa: F401 - before the user changes, as the next
 import json
 import os
 import sys
 from typing import Any
 
+import pyroute2  # noqa: F401
 import trio
 
 import trio_smc
 from tests.e2e.bytes_by_position import Text
 
+CLONE_NEWUSER = 0x10000000  # linux/sched.h
 TEXT = Text(1).piece(0, 300_000)
 
 
@@ -104,15 +111,32 @@ async def client(settings: dict[str, Any], config: trio_smc.Config) -> None:
                         "reason": reason,
                         "greeting": greeting.decode(),
                         "pid": os.getpid(),
+                        "user": os.getuid(),
                         "seconds": seconds,
                     }
                 )
     tell(json.dumps(told))
 
 
+def become(settings: dict[str, Any]) -> None:
+    """Enter the user namespace, as its user, a member of these groups."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Of groups without a number inside one is a member only from before.
+    os.setgroups(settings["unknown"])
+    if libc.setns(settings["namespace"], CLONE_NEWUSER):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(settings["namespace"])
+    if not settings["unknown"]:
+        os.setgroups(settings["groups"])
+    os.setgid(settings["user"])
+    os.setuid(settings["user"])
+
+
 def main() -> None:
     """See the module."""
     settings = json.loads(sys.argv[1])
+    if "user" in settings:
+        become(settings)
     config = trio_smc.Config(
         directory=settings["directory"],
         handshake_timeout=settings.get("handshake_timeout", 10.0),

@@ -1,7 +1,8 @@
 """Network namespaces joined by bridges and routers, as containers have them, for one test.
 
 A namespace lives as long as the process that holds it, so nothing is left of one when a test ends
-or is killed.  Programs run in namespaces of processes, mounts and users of their own as well.
+or is killed.  Programs run in namespaces of processes, mounts and users of their own as well: as
+the root of one that knows nobody else, or as an ordinary user of a `UserNamespace`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import trio
 
@@ -63,6 +64,41 @@ class Network:
 
     def close(self) -> None:
         """Let go of it."""
+        self._holder.kill()
+        self._holder.wait()
+        self._told.close()
+
+
+class UserNamespace:
+    """A user namespace with numbers of its own for a user and some groups of the host.
+
+    Args:
+      user: the host's number of the user, which is `USER` inside.
+      groups: the host's numbers of groups that it is in, by the numbers inside.
+      unknown: others that it is in, for which there is no number inside.
+    """
+
+    USER = 1000
+
+    def __init__(self, user: int, groups: dict[int, int], *, unknown: Sequence[int] = ()) -> None:
+        self.groups, self.unknown = groups, unknown
+        self._holder = subprocess.Popen(
+            ["unshare", "--user", "sh", "-c", "echo up && exec sleep 1000"], stdout=subprocess.PIPE
+        )
+        assert self._holder.stdout is not None
+        self._told = self._holder.stdout
+        assert self._told.readline() == b"up\n"
+        here = Path(f"/proc/{self._holder.pid}")
+        (here / "uid_map").write_text(f"{self.USER} {user} 1\n")
+        known = {self.USER: user, **groups}
+        (here / "gid_map").write_text("".join(f"{a} {b} 1\n" for a, b in known.items()))
+        self.descriptor = os.open(here / "ns" / "user", os.O_RDONLY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
         self._holder.kill()
         self._holder.wait()
         self._told.close()
@@ -140,6 +176,7 @@ class Outcome:
       reason: of the latter.
       greeting: who it spoke with.
       pid: the client's process number, as it sees it.
+      user: its user's number, likewise.
       seconds: what connecting took.
     """
 
@@ -147,6 +184,7 @@ class Outcome:
     reason: str
     greeting: str
     pid: int
+    user: int
     seconds: float
 
     @property
@@ -160,40 +198,55 @@ class Containers:
 
     Args:
       base: a directory of the test's own.
+      group: whose members share the directory; None: its mode is 0700.
     """
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, group: int | None = None) -> None:
         self._base = base
         self.directory = base / "shared"
         self.directory.mkdir(0o700)
+        if group is not None:
+            os.chown(self.directory, 0, group)
+            self.directory.chmod(0o3770)
         self._count = 0
 
-    def command(self, network: Network, settings: dict[str, Any]) -> list[str]:
-        """The command that runs a program there, as process 1 in its own namespaces."""
+    def command(
+        self, network: Network, settings: dict[str, Any], users: UserNamespace | None = None
+    ) -> list[str]:
+        """The command that runs a program there, as process 1 in its own namespaces.
+
+        ``users``: that of users; None: a new one, of which it is root.
+        """
         self._count += 1
         place = self._base / f"place-{self._count}"
         place.mkdir()
         mounted = f"mount --bind {shlex.quote(str(self.directory))} {shlex.quote(str(place))}"
         program = [sys.executable, "-W", "error", "-m", "tests.e2e.container"]
+        if users is not None:
+            settings["user"] = users.USER
+            settings["groups"], settings["unknown"] = list(users.groups), users.unknown
+            settings["namespace"] = users.descriptor
         return [
             *network.enter(),
-            "unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child",
-            "--mount", "--mount-proc",
+            "unshare", *(["--user", "--map-root-user"] if users is None else []),
+            "--pid", "--fork", "--kill-child", "--mount", "--mount-proc",
             "sh", "-c", f'{mounted} && exec "$0" "$@"', *program,
             json.dumps({"directory": str(place), **settings}),
         ]  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def server(
-        self, network: Network, greeting: str, host: str = "0.0.0.0", port: int = 0, **more: Any
-    ) -> AsyncIterator[int]:
+        self, network: Network, greeting: str, host: str = "0.0.0.0", port: int = 0,
+        users: UserNamespace | None = None, **more: Any,
+    ) -> AsyncIterator[int]:  # fmt: skip
         """A server there that says who it is; its port."""
         settings = {"greeting": greeting, "host": host, "port": port, **more}
         process = await trio.lowlevel.open_process(
-            self.command(network, settings),
+            self.command(network, settings, users),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
+            pass_fds=_descriptors(users),
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -216,11 +269,19 @@ class Containers:
                 await process.stdout.aclose()
 
     async def connect(
-        self, network: Network, *there: tuple[str, int], **more: Any
-    ) -> list[Outcome]:
+        self, network: Network, *there: tuple[str, int], users: UserNamespace | None = None,
+        **more: Any,
+    ) -> list[Outcome]:  # fmt: skip
         """What a client there says of its connections to these addresses, one after the other."""
         with trio.fail_after(PATIENCE):
             done = await trio.run_process(
-                self.command(network, {"to": there, **more}), capture_stdout=True, cwd=_ROOT
+                self.command(network, {"to": there, **more}, users),
+                capture_stdout=True,
+                cwd=_ROOT,
+                pass_fds=_descriptors(users),
             )
         return [Outcome(**each) for each in json.loads(done.stdout)]
+
+
+def _descriptors(users: UserNamespace | None) -> list[int]:
+    return [] if users is None else [users.descriptor]

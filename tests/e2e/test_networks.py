@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.e2e.networks import Containers, Network, Networks, unable
+from tests.e2e.networks import Containers, Network, Networks, UserNamespace, unable
 
 pytestmark = pytest.mark.timeout(180)
 
 SMC_R = "smc-r", ""
 UNPROVEN = "tcp", "path-not-proven"
+OTHER_USER = "tcp", "other-user"
+SERVICE, CLIENT, GROUP = 64201, 64202, 64210
 AT_ONCE = 5.0
 """Seconds to connect for who announces nothing; who does, in vain, waits for twice as long."""
 
@@ -80,6 +83,45 @@ async def test_a_bridge_and_ipv6(networks: Networks, containers: Containers) -> 
     async with containers.server(there, "server", "::") as port:
         [told] = await containers.connect(here, ("fd77::1", port))
     assert told.what == (*SMC_R, "server")
+
+
+@pytest.fixture
+def of_a_group() -> Iterator[Containers]:
+    """Containers that share a group's directory, below one that every user may pass through."""
+    base = Path(tempfile.mkdtemp(prefix="smc-", dir="/tmp"))
+    base.chmod(0o711)
+    yield Containers(base, GROUP)
+    shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("network", ["own", "shared"])
+async def test_a_service_and_users_in_containers(
+    networks: Networks, of_a_group: Containers, network: str
+) -> None:
+    """Who is in the group speaks SMC-R, whatever number it has in whose user namespace."""
+    here = there = networks.new()
+    if network == "own":
+        here = networks.new()
+    networks.bridge((there, "10.77.0.1/24"), *[(here, "10.77.0.2/24")] * (here is not there))
+    outcomes = {}
+    with (
+        UserNamespace(SERVICE, {2000: GROUP}) as service,
+        UserNamespace(CLIENT, {3000: GROUP}) as member,
+        UserNamespace(CLIENT, {2000: GROUP + 1}) as stranger,
+        UserNamespace(CLIENT, {}, unknown=[GROUP]) as unknown,
+    ):
+        async with of_a_group.server(there, "server", users=service) as port:
+            for name, users in (("member", member), ("stranger", stranger), ("unknown", unknown)):
+                told = await of_a_group.connect(here, *[("10.77.0.1", port)] * 2, users=users)
+                assert {(each.pid, each.user) for each in told} == {(1, UserNamespace.USER)}
+                outcomes[name] = [each.what for each in told]
+    assert outcomes == {
+        "member": [(*SMC_R, "server")] * 2,
+        "stranger": [(*OTHER_USER, "server")] * 2,
+        "unknown": [(*OTHER_USER, "server")] * 2,
+    }
+    left = [each for each in of_a_group.directory.rglob("*") if not each.is_dir()]
+    assert left == []
 
 
 async def test_a_shared_network_as_in_a_pod(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -161,7 +162,15 @@ def test_a_database_client_and_the_stock_server(tmp_path: Path) -> None:
         front_port = wait_for(front, "listening on").split()[-1]
         said = run_client(tmp_path, DATABASE_CLIENT, front_port)
         wait_for(front, "passing on, smc-r")
+        front.send_signal(signal.SIGTERM)
+        passed = wait_for(front, "connections: ")
     assert said == "100000\n"
+    # What it passed on, and what that cost.
+    found = re.search(r"connections: (\d+); bytes: (\d.*B); .* both ends: (\d+\.\d\d) s", passed)
+    assert found
+    assert int(found[1]) >= 1
+    assert "KiB" in found[2]
+    assert float(found[3]) > 0
 
 
 def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
     assert [line.removeprefix("trio-smc run: ") for line in said.splitlines()] == [
         "10 connections of 1 processes",
         "       10 SMC-R, sent 9.8 KiB, received 9.8 KiB",
-        "        0 TCP",
+        "        0 TCP, sent 0 B, received 0 B",
     ]
 
 
@@ -148,7 +148,8 @@ def test_a_report_says_why_connections_are_tcp(tmp_path: Path) -> None:
     (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
     code, said = run(tmp_path, f"{TRIO}\ntrio.run(main)", "--report", "--config", "smc.toml")
     assert code == 0
-    assert re.search(r"^trio-smc run: +10 TCP$", said, re.MULTILINE)
+    # Both ends are in the program.
+    assert re.search(r"^trio-smc run: +10 TCP, sent 9.8 KiB, received 9.8 KiB$", said, re.MULTILINE)
     assert re.search(r"^trio-smc run: +\d+ local: not-permitted$", said, re.MULTILINE)
 
 
@@ -161,10 +162,10 @@ def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> 
     code, said = run(tmp_path, SHORT, "--report", "--require-smc")
     assert code == 0
     assert said.splitlines()[1].startswith("trio-smc run:        80 SMC-R, ")
-    assert said.splitlines()[2:] == ["trio-smc run:         0 TCP"]
+    assert said.splitlines()[2:] == ["trio-smc run:         0 TCP, sent 0 B, received 0 B"]
     code, said = run(tmp_path, SHORT, "--report")
     assert code == 0
-    assert re.search(r" [1-9]\d* TCP$", said, re.MULTILINE)
+    assert re.search(r" [1-9]\d* TCP, sent [1-9]", said)
     assert re.search(r" local: short-connections$", said, re.MULTILINE)
     (tmp_path / "smc.toml").write_text("learn_short = false")
     code, said = run(tmp_path, SHORT, "--report", "--config", "smc.toml")
@@ -189,6 +190,66 @@ trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
 """
 
 
+COUNTED = f"""{TRIO}
+async def ask(port):
+    for number in range(3):  # closed in three ways
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        await stream.send_all(bytes(200_000))
+        await stream.send_eof()
+        got = 0
+        async for data in stream:
+            got += len(data)
+        assert got == 200_000
+        if number == 0:
+            await stream.aclose()
+        elif number == 1:
+            stream.socket.close()
+        else:
+            trio.socket.socket(fileno=stream.socket.detach()).close()
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(bytes(300))
+        await stream.receive_some()
+        await trio.sleep(1.5)
+        print("counted", flush=True)
+        await trio.sleep_forever()
+
+async def answer():
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, serve, 0)
+        print(listeners[0].socket.getsockname()[1], flush=True)
+        await trio.lowlevel.wait_readable(0)
+        nursery.cancel_scope.cancel()
+
+trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+"""
+
+
+def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
+    """At both ends, however a connection ends, and of one that is open when its process ends."""
+    (tmp_path / "program.py").write_text(COUNTED)
+    (tmp_path / "smc.toml").write_text('deny = ["127.0.0.0/8"]')
+    program = [*RUN, "--report", "--config", "smc.toml", "--", sys.executable, "program.py"]
+    with subprocess.Popen(
+        program, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        with subprocess.Popen(
+            [*program, port],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as client:  # fmt: skip
+            assert client.stdout is not None
+            assert client.stdout.readline() == "counted\n"
+            client.send_signal(signal.SIGINT)
+            _, asked = client.communicate(timeout=PATIENCE)
+        _, answered = server.communicate("", timeout=PATIENCE)
+    for said in (asked, answered):
+        assert re.search(
+            r"^trio-smc run: +4 TCP, sent 586.2 KiB, received 586.2 KiB$", said, re.MULTILINE
+        ), said
+
+
 def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> None:
     """It would refuse TCP, and says so before anything is learned."""
     (tmp_path / "program.py").write_text(APART)
@@ -205,7 +266,7 @@ def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> N
         )  # fmt: skip
         assert asked.returncode == 0, asked.stderr
         assert re.search(r" 40 SMC-R, ", asked.stderr)
-        assert re.search(r" 0 TCP$", asked.stderr, re.MULTILINE)
+        assert re.search(r" 0 TCP, sent 0 B, received 0 B$", asked.stderr, re.MULTILINE)
 
 
 def test_two_workers_and_helpers_have_one_report(tmp_path: Path) -> None:

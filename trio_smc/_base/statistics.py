@@ -62,6 +62,9 @@ class StackStatistics:
     open_connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    tcp_bytes_sent: int = 0
+    """By connections that stay on TCP."""
+    tcp_bytes_received: int = 0
     writes: int = 0
     cdcs_sent: int = 0
     cdcs_received: int = 0

@@ -124,42 +124,44 @@ _STACK_FIELDS = frozenset(
 class Config:
     """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
 
-    Fields that belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
+    Some fields belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
     ``wake``, ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``,
-    ``capture``, ``capture_payload`` and the timers of links) raise ValueError when a call's own
-    config sets them otherwise than its stack's; left at their defaults they are the stack's.
+    ``capture``, ``capture_payload`` and the timers of links).  If the config of a single call sets
+    one of these to something else than its stack's, that raises ValueError; those that are left at
+    their defaults are the stack's.
 
     Attributes:
-      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, also those
-        that come later.
+      rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, including
+        ports that appear later.
       pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
         an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
-      directory: the user's private directory (mode 0700, owner checked), or one of a group (mode
-        3770) whose members trust each other with their connections: docs/security.md.  Software
-        RNICs, same-host discovery, control sockets.  None: ``$XDG_RUNTIME_DIR/trio-smc``, else
-        ``/tmp/trio-smc-UID``.  Processes of other network namespaces, as containers have, are peers
-        only in one that is named.
+      directory: the private directory, for software RNICs, same-host discovery and control
+        sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
+        members trust each other with their connections: docs/security.md.  None:
+        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.  Processes in other network
+        namespaces, such as containers, can be peers only if the directory is named.
       discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
         TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
-        "assume": every peer does; a listener looks at the first 4 bytes.  "tcp-option": only the
-        TCP option tells.
+        "assume": every peer is taken to; a listener looks at the first 4 bytes.  "tcp-option":
+        only by the TCP option.
       tcp_option: the directory where ``trio-smc setup`` has pinned what the TCP option needs.
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
         A client compares the host as it was named and as it was resolved; a listener compares
         its own address, as bound and as accepted, and the client's.
-      ueids: names by which hosts know that they may speak SMC-R version 2, over RoCE ports only: 8
-        at most, each 1 to 32 of A-Z, 0-9, "." and "-", the first a letter or a digit.  "kernel":
-        what ``smcr ueid`` has given to the Linux kernel, read when the stack opens.  None: version
-        1 only.  It is no secret.
+      ueids: names by which hosts know that they may speak SMC-R version 2, over RoCE ports only: at
+        most 8, each of 1 to 32 characters from A-Z, 0-9, "." and "-", the first a letter or a
+        digit.  "kernel": those that ``smcr ueid`` has given to the Linux kernel, read when the
+        stack opens.  Without any: version 1 only.  They are not secret.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
-        on software RNICs and 512 KiB elsewhere.  More than 512 KiB only on software RNICs.  There
-        memory is taken as it is first written, so only connections that have carried as much
-        take all of it; with rings of 1 MiB two processors work in each other's caches.
-      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; a
-        peer that has it brings it along in any case.
-      spin: how long to poll before the scheduler sleeps; 0 = off.  Where the last waits were
-        longer, but not four times as long, it polls for four times as long.
+        on software RNICs and 512 KiB elsewhere.  More than 512 KiB is possible only on software
+        RNICs.  There memory is allocated when it is first written, so a connection takes all of
+        it only after carrying that much; with smaller rings, such as 1 MiB, two processors work
+        in each other's caches.
+      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; if
+        the peer uses it, so does this side in any case.
+      spin: how long to poll before the scheduler sleeps; 0 = off.  If the last waits were longer,
+        but less than four times as long, it polls for four times as long.
       wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
         or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
         on software RNICs.
@@ -173,21 +175,21 @@ class Config:
       test_link_timeout: how long a TEST LINK reply may take.
       close_timeout: how long the peer may take to close its side (4.8.1).
       link_group_idle: how long a link group without connections is kept (3.5.4).
-      shutdown_timeout: how long a closing stack finishes what closed streams still owe; at most
-        as long again for calls under way to end, and for link groups.
-      max_handshakes: connections of one listener that wait for `accept`; further ones wait in
-        the TCP backlog.  Four times as many may be in a handshake; beyond that, those give way
-        whose clients have said nothing for a second.
-      handshake_limit: while more handshakes of one listener are under way, it takes further
-        connections as TCP at once; None: they wait their turn.
+      shutdown_timeout: how long a closing stack may take to finish what closed streams still owe;
+        and at most as long again for calls under way to end, and for link groups.
+      max_handshakes: how many connections of one listener may wait for `accept`; further ones wait
+        in the TCP backlog.  Four times as many may be in a handshake; beyond that, those whose
+        clients have said nothing for a second give way.
+      handshake_limit: while more than this many handshakes of one listener are under way, it
+        accepts further connections as TCP at once; None: they wait their turn.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
         ports of the service.  A client compares what it connects to; a listener compares its own
         address, and the client's with its own port.
-      deny: who may not, as those whose connections IPsec protects, which RDMA writes would pass
-        by (RFC 7609, 5); stronger than `allow`.
+      deny: who may not; stronger than `allow`.  For example peers whose connections are protected
+        by IPsec, which RDMA writes would bypass (RFC 7609, 5).
       learn_short: use TCP for peers whose connections were always short.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
-      control: answer the command ``trio-smc`` of the same user, by a socket in `directory`.
+      control: answer the same user's ``trio-smc`` commands, on a socket in `directory`.
       log_events: write decisions about modes, changes of links and aborts to the log
         ("trio_smc.events"), with fields for log collectors:
         docs/monitoring.md.

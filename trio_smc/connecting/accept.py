@@ -203,7 +203,9 @@ class Arrival:
             LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
             sock.close()
             return None
-        stream = TcpStream(sock, fallback, urgent_inline=config.urgent_inline)
+        stream = TcpStream(
+            sock, fallback, stack.groups.tcp_ended, urgent_inline=config.urgent_inline
+        )
         stack.groups.count_mode(stream, fallback)
         return stream
 

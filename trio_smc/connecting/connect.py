@@ -115,7 +115,9 @@ async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> S
         attempt.sock.close()
         stack.groups.count_mode(None, outcome)
         raise SmcUnavailable(outcome)
-    stream = TcpStream(attempt.sock, outcome, urgent_inline=config.urgent_inline)
+    stream = TcpStream(
+        attempt.sock, outcome, stack.groups.tcp_ended, urgent_inline=config.urgent_inline
+    )
     stack.groups.count_mode(stream, outcome)
     return stream
 

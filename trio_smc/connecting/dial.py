@@ -34,6 +34,7 @@ from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import is_same_host, plain_address, source_address
+from trio_smc.host.private_directory import is_named
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Lookup
 from trio_smc.stack.policy import Chooser, permitted_rnic
@@ -53,6 +54,7 @@ _PORTS_KNOWN = 10.0  # how long the system's range of ports is taken for granted
 _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
 _RANGE = struct.Struct("=I")  # the last in the upper half
+_DIRECTORY = FallbackReason.OTHER_USER, FallbackReason.DIRECTORY_UNUSABLE
 _Target = tuple[int, int, int, Any]  # family, type, protocol, address
 
 
@@ -552,5 +554,7 @@ async def _prove(
     """Who listens in other network namespaces of this host, where the software RNIC may be used."""
     permitted = permitted_rnic(stack, config, source, attempt.peer, attempt.named, near=True)
     if isinstance(permitted, FallbackReason):
-        return FallbackReason.PEER_NOT_CAPABLE
+        # A directory that was named, and cannot be used, is what keeps containers apart.
+        said = permitted in _DIRECTORY and is_named(config.private_directory())
+        return permitted if said else FallbackReason.PEER_NOT_CAPABLE
     return await stack.discovery.prove(source, attempt.peer, attempt.sock)

@@ -1,4 +1,5 @@
-"""TCP sockets: what is unread or unsent, and how to end one by a reset (tcp(7))."""
+"""TCP sockets: what is unread or unsent, what they carried, and how to end one by a reset
+(tcp(7))."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import trio
 
 __all__ = [
+    "carried_bytes",
     "close_with_reset",
     "resets_on_close",
     "unread_bytes",
@@ -24,6 +26,12 @@ if sys.platform == "linux":  # elsewhere every connection is TCP, and nobody ask
     import termios
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+_CARRIED = struct.Struct("=B127xQ8xI52xQQ")
+"""Of struct tcp_info (linux/tcp.h, since Linux 4.19): tcpi_state, bytes_received, notsent_bytes,
+bytes_sent, bytes_retrans."""
+_PEER_HAS_ENDED = {6, 7, 8, 9, 11}
+"""TIME_WAIT, CLOSE, CLOSE_WAIT, LAST_ACK, CLOSING (linux/tcp_states.h)."""
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -46,6 +54,22 @@ def unread_bytes(sock: trio.socket.SocketType | int) -> int:
 def unsent_bytes(sock: trio.socket.SocketType) -> int:
     """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
     return _queue(sock, termios.TIOCOUTQ)
+
+
+def carried_bytes(sock: trio.socket.SocketType) -> tuple[int, int]:
+    """Bytes that a TCP socket took for the peer, and bytes of the peer's that arrived.
+
+    (0, 0) where the kernel does not say.  Raises OSError when it is closed.
+    """
+    if sys.platform != "linux":
+        return 0, 0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CARRIED.size)
+    if len(info) < _CARRIED.size:
+        return 0, 0
+    state, received, not_sent, sent, sent_again = _CARRIED.unpack(info)
+    # A FIN has a sequence number, and counts as a byte that was received.
+    received -= received > 0 and state in _PEER_HAS_ENDED
+    return sent - sent_again + not_sent, received
 
 
 def _queue(sock: trio.socket.SocketType | int, request: int) -> int:

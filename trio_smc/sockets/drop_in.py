@@ -40,6 +40,7 @@ from trio_smc.connecting.listener import SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import flat
+from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -108,16 +109,19 @@ class DropInSocket(trio.socket.SocketType):
         listening: bool = False,
     ) -> None:
         self.plain = plain
-        self.stream = stream
         self._find_stack = find_stack
         self._stack: Stack | None = None
-        self._rdma = stream if isinstance(stream, RdmaStream) else None
         self._listener: SmcListener | None = None
         self._listening = listening
         self._publishing = trio.Lock()
         self._write_shut = self._closed = False
         self._late_port = 0
         self._ended: stdlib_socket.socket | None = None
+        self.stream: SmcStream | None = None
+        self._rdma: RdmaStream | None = None
+        self._tcp: TcpStream | None = None
+        if stream is not None:
+            self._take(stream)
 
     def __repr__(self) -> str:
         return f"<DropInSocket {self.stream or self.plain!r}>"
@@ -400,9 +404,8 @@ class DropInSocket(trio.socket.SocketType):
             raise _of_socket(error) from error
         plain = stream.socket
         name = plain.getpeername()
-        if not isinstance(stream, RdmaStream):
-            return cast(trio.socket.SocketType, plain), name
-        return DropInSocket(cast(Any, plain)._sock, self._find_stack, stream), name
+        sock = cast(Any, plain)._sock if isinstance(stream, RdmaStream) else plain
+        return DropInSocket(cast(trio.socket.SocketType, sock), self._find_stack, stream), name
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
@@ -414,12 +417,22 @@ class DropInSocket(trio.socket.SocketType):
             stack = await self._find_stack()
             stack.runtime.check_usable()
             config = _config_of(stack)
-            self.stream = await connect_socket(stack.runtime, self.plain, resolved, config)
+            self._take(await connect_socket(stack.runtime, self.plain, resolved, config))
         except trio.Cancelled:
             self.close()  # as Trio does, wherever it was cancelled
             raise
-        if isinstance(self.stream, RdmaStream):
-            self._rdma = self.stream
+
+    def _take(self, stream: SmcStream) -> None:
+        """It is connected."""
+        self.stream = stream
+        if isinstance(stream, RdmaStream):
+            self._rdma = stream
+        elif isinstance(stream, TcpStream):
+            self._tcp = stream
+            # For speed, the plain socket's own; closing it is counted here.
+            ours: Any = self
+            ours.send, ours.recv = self.plain.send, self.plain.recv
+            ours.recv_into = self.plain.recv_into
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -450,7 +463,7 @@ class DropInSocket(trio.socket.SocketType):
         elif self._rdma is not None:
             self._rdma.close()
         else:
-            self.plain.close()
+            (self._tcp or self.plain).close()
 
     def __enter__(self) -> Self:
         return self
@@ -464,6 +477,8 @@ class DropInSocket(trio.socket.SocketType):
         """Give the descriptor away: of plain TCP only."""
         if self._rdma is not None or self._listener is not None:
             unsupported()
+        if self._tcp is not None:
+            self._tcp.leave()
         return self.plain.detach()
 
     def dup(self) -> trio.socket.SocketType:

@@ -17,6 +17,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import reduce
 from itertools import islice
 from operator import add
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics, StreamStatistics
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
@@ -63,6 +64,9 @@ class OpenStream(Protocol):
     @property
     def socket(self) -> Any:
         """The TCP connection."""
+
+    def statistics(self) -> StreamStatistics:
+        """Its counters."""
 
     def close(self) -> None:
         """Close it, as close(2) does."""
@@ -112,6 +116,7 @@ class GroupTable:
         self._fallbacks: Counter[tuple[Origin, FallbackReason]] = Counter()
         self._agreed: Counter[Agreed] = Counter()
         self._closed_totals = [0] * len(STREAM_COUNTERS)
+        self._tcp_totals = 0, 0
         self._counts: Counter[str] = Counter()
         self.peer_id: bytes = rnics.new_peer_id()
 
@@ -282,6 +287,11 @@ class GroupTable:
         if self.observer is not None:
             self.observer.mode(connection, fallback)
 
+    def tcp_ended(self, stream: OpenStream) -> None:
+        """A stream over TCP is about to be closed."""
+        self.tcp_streams.discard(stream)
+        self._tcp_totals = _with_bytes(self._tcp_totals, stream)
+
     def statistics(self) -> StackStatistics:
         """The counters so far."""
         totals, endpoints = self._closed_totals, iter(self.endpoints.values())
@@ -289,10 +299,13 @@ class GroupTable:
         while some := [each.connection.counters() for each in islice(endpoints, _AT_ONCE)]:
             totals = [*map(sum, zip(totals, *some, strict=True))]
         pools = [group.own_rmbs.pool for group in self.groups]
+        tcp_sent, tcp_received = reduce(_with_bytes, self.tcp_streams, self._tcp_totals)
         return StackStatistics(
             **dict(zip(STREAM_COUNTERS, totals, strict=True)),
             connections=self._agreed.total(),
             agreed=MappingProxyType(dict(self._agreed)),
+            tcp_bytes_sent=tcp_sent,
+            tcp_bytes_received=tcp_received,
             open_connections=len(self.endpoints),
             unknown_tokens=self._counts["unknown_tokens"],
             buffers_allocated=self._counts["allocated"] + sum(pool.allocated for pool in pools),
@@ -328,6 +341,12 @@ class GroupTable:
         """Free all groups now, whatever their peers think."""
         for group in list(self.groups):
             group.end_now()
+
+
+def _with_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:
+    """Bytes sent and received, and those of ``stream``."""
+    counted = stream.statistics()
+    return totals[0] + counted.bytes_sent, totals[1] + counted.bytes_received
 
 
 def _eids(config: Config) -> tuple[bytes, ...] | None:

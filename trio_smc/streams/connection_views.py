@@ -136,7 +136,7 @@ class ConnectionView(ABC):
 
     @abstractmethod
     def statistics(self) -> StreamStatistics:
-        """Counters of the connection; all zero over TCP."""
+        """Counters of the connection; over TCP only its bytes are counted."""
 
     @abstractmethod
     def _socket(self) -> trio.socket.SocketType | None:

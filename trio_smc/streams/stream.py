@@ -150,7 +150,7 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     def statistics(self) -> StreamStatistics:
-        """Counters of this connection; all zero over TCP."""
+        """Counters of this connection; over TCP only its bytes are counted."""
 
     @abstractmethod
     async def receive_some_into(self, buffer: Buffer) -> int:

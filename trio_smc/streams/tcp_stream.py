@@ -7,17 +7,18 @@ import errno
 import select
 import socket as stdlib_socket
 from functools import cached_property
+from operator import sub
 from typing import TYPE_CHECKING, Final, Literal
 
 import trio
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
 from trio_smc.streams.stream import OVER, SmcStream, UrgentState, inline_error, some_bytes, writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -30,18 +31,33 @@ __all__ = [
 
 
 class TcpStream(SmcStream):
-    """Plain TCP, and why."""
+    """Plain TCP, and why.
+
+    Args:
+      sock: the TCP connection, whose handshake is over.
+      fallback: why it stays TCP.
+      ended: called once, before the socket is closed or given away.
+      urgent_inline: as `Config.urgent_inline`.
+    """
 
     mode = Mode.TCP
     link_group = None
     socket: trio.socket.SocketType
 
     def __init__(
-        self, sock: trio.socket.SocketType, fallback: Fallback, *, urgent_inline: bool = False
+        self,
+        sock: trio.socket.SocketType,
+        fallback: Fallback,
+        ended: Callable[[TcpStream], None],
+        *,
+        urgent_inline: bool = False,
     ) -> None:
         self.socket = sock
         self.fallback = fallback
+        self._ended: Callable[[TcpStream], None] | None = ended
         self._urgent = TcpUrgent(sock, urgent_inline)
+        self._handshake = _carried(sock)  # its CLC messages, which are nobody's data
+        self._carried = self._handshake
 
     @cached_property
     def _stream(self) -> trio.SocketStream:
@@ -86,12 +102,22 @@ class TcpStream(SmcStream):
 
     async def aclose(self) -> None:
         """As `trio.SocketStream.aclose`."""
-        self._urgent.closing()
+        self.leave()
         await self._stream.aclose()
 
     def statistics(self) -> StreamStatistics:
-        """All zero."""
-        return StreamStatistics()
+        """Bytes, as the kernel counts them."""
+        with contextlib.suppress(OSError):  # closed: what was counted last
+            self._carried = carried_bytes(self.socket)
+        sent, received = map(sub, self._carried, self._handshake)
+        return StreamStatistics(bytes_sent=sent, bytes_received=received)
+
+    def leave(self) -> None:
+        """Before the socket is closed, or its descriptor given away.  Idempotent."""
+        self._urgent.closing()
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            ended(self)
 
     def setsockopt(
         self, level: int, option: int, value: int | Buffer | None, length: int | None = None
@@ -113,13 +139,22 @@ class TcpStream(SmcStream):
 
     def close(self) -> None:
         """As close(2)."""
-        self._urgent.closing()
+        self.leave()
         self.socket.close()
 
     def abort(self) -> None:
         """Close with RST."""
-        self._urgent.closing()
+        self.leave()
         close_with_reset(self.socket)
+
+
+def _carried(sock: trio.socket.SocketType) -> tuple[int, int]:
+    """Bytes sent, and bytes received that have been taken from the socket, so far."""
+    try:
+        sent, received = carried_bytes(sock)
+        return sent, received - unread_bytes(sock) if received else 0
+    except OSError:
+        return 0, 0  # the peer is gone
 
 
 # See `SmcStream`.

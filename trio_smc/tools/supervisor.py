@@ -166,10 +166,10 @@ class Tree:
         refused = sum(each["refused"] for each in counted)
         processes = len({pid for pid, _ in self.stacks})
         yield f"{smc + reasons.total()} connections of {processes} processes"
-        sent, received = (sum(each[f"bytes_{way}"] for each in counted)
-                          for way in ("sent", "received"))  # fmt: skip
-        yield f"  {smc:>7} SMC-R, sent {size(sent)}, received {size(received)}"
-        yield f"  {reasons.total():>7} TCP"
+        for count, mode, prefix in ((smc, "SMC-R", ""), (reasons.total(), "TCP", "tcp_")):
+            sent, received = (sum(each[f"{prefix}bytes_{way}"] for each in counted)
+                              for way in ("sent", "received"))  # fmt: skip
+            yield f"  {count:>7} {mode}, sent {size(sent)}, received {size(received)}"
         for (origin, reason), count in reasons.most_common():
             yield f"    {count:>7} {origin}: {reason}"
         if refused:

@@ -27,7 +27,7 @@ Write every CLC, LLC and CDC message and every RDMA write of a running process i
 until Ctrl-C, until the process's stack is closed, or for --seconds.  Wireshark's SMC dissector
 and `trio-smc ladder` read it.
 
-Of RDMA writes the file has addresses and lengths, and as much of their data as --payload says.
+Of each RDMA write the file has address and length, and as much of its data as --payload says.
 """
 EPILOG = """
 Examples:

@@ -24,9 +24,9 @@ Draw the SMC-R messages and RDMA writes in FILE, a pcapng or pcap capture, as a 
 the manner of RFC 7609's figures: the client's peer on the left, the server's on the right, one
 arrow for each message.
 
-FILE may come from `trio-smc capture`, from trio_smc.Config(capture=...), or from tcpdump and
-others; soft-RoCE of a kernel is visible to tcpdump.  A capture of one of our stacks has that
-stack's own RDMA writes, and not its peer's.
+FILE may come from `trio-smc capture`, from trio_smc.Config(capture=...), or from a tool such as
+tcpdump, which sees the kernel's soft-RoCE.  A capture made by a stack of trio_smc has that stack's
+own RDMA writes, but not its peer's.
 """
 EPILOG = """
 Columns: seconds since the first message; the TCP connection, numbered from 1 in the order of the

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import trio
 
 import trio_smc
-from trio_smc.tools.output import ToolError, words
+from trio_smc.tools.output import ToolError, size, words
 
 NAME = "proxy"
 SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
@@ -20,8 +22,12 @@ Accept connections and pass each on to TARGET, bytes and ends of streams in both
 side is SMC-R where both ends can, the other plain TCP: a client of SMC-R reaches a server that
 knows only TCP, or a client that knows only TCP reaches a server over SMC-R.
 
-LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; a host of IPv6 is written in brackets.  Port 0
-listens on any free port, which is printed.
+The proxy is for reach, not for speed.  A connection through it is slower than TCP straight to
+TARGET: opening it opens two, each message wakes one more process, and each byte is received and
+sent once more.  At its end the proxy says how much it passed on and the processor time that took.
+
+LISTEN and TARGET are smc:HOST:PORT or tcp:HOST:PORT; IPv6 addresses are written in brackets.  Port
+0 listens on any free port, which is printed.
 """
 EPILOG = """
 Examples:
@@ -39,6 +45,14 @@ class _Address(NamedTuple):
     smc: bool
     host: str
     port: int
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What was passed on, in both directions together."""
+
+    connections: int = 0
+    count: int = 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,17 +85,25 @@ def _address(text: str) -> _Address:
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
-    async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
-        listeners = await _listeners(stack, listen)
-        for each in listeners:
-            name = each.socket.getsockname()
-            print(f"listening on {name[0]} port {name[1]}", flush=True)
-        handler = partial(_pass_on, stack, target)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.serve_listeners, handler, listeners)
-            with trio.open_signal_receiver(signal.SIGTERM) as signals:
-                async for _ in signals:
+    passed, begun = _Passed(), time.process_time()
+    # Around it all: a second signal must not keep the stack from removing its names.
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async with trio_smc.open_stack(trio_smc.Config(require_smc=require)) as stack:
+            listeners = await _listeners(stack, listen)
+            for each in listeners:
+                name = each.socket.getsockname()
+                print(f"listening on {name[0]} port {name[1]}", flush=True)
+            handler = partial(_pass_on, stack, target, passed)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(trio.serve_listeners, handler, listeners)
+                    await anext(signals)
                     nursery.cancel_scope.cancel()
+            finally:
+                LOGGER.info(
+                    "connections: %d; bytes: %s; processor time, beside that of both ends: %.2f s",
+                    passed.connections, size(passed.count), time.process_time() - begun,
+                )  # fmt: skip
 
 
 async def _listeners(stack: trio_smc.Stack, listen: _Address) -> list[Any]:
@@ -100,7 +122,10 @@ async def _connect(stack: trio_smc.Stack, target: _Address) -> trio.abc.HalfClos
 
 
 async def _pass_on(
-    stack: trio_smc.Stack, target: _Address, client: trio.abc.HalfCloseableStream
+    stack: trio_smc.Stack,
+    target: _Address,
+    passed: _Passed,
+    client: trio.abc.HalfCloseableStream,
 ) -> None:
     """One connection; what goes wrong with it ends it at both sides."""
     async with client:
@@ -110,13 +135,14 @@ async def _pass_on(
             LOGGER.info("%s port %d: %s", target.host, target.port, _why(error))
             _reset(client)
             return
+        passed.connections += 1
         smc = client if isinstance(client, trio_smc.SmcStream) else server
         LOGGER.info("passing on, %s", getattr(smc, "mode", "tcp"))
         async with server:
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_copy, client, server)
-                    nursery.start_soon(_copy, server, client)
+                    nursery.start_soon(_copy, client, server, passed)
+                    nursery.start_soon(_copy, server, client, passed)
             except* trio.BrokenResourceError:
                 # Half a connection is none: the other end must not take this for its end.
                 _reset(client)
@@ -131,9 +157,12 @@ def _why(error: OSError) -> str:
     return words(cause if isinstance(cause, OSError) else error)
 
 
-async def _copy(source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream) -> None:
+async def _copy(
+    source: trio.abc.HalfCloseableStream, target: trio.abc.HalfCloseableStream, passed: _Passed
+) -> None:
     while data := await source.receive_some(_PIECE):
         await target.send_all(data)
+        passed.count += len(data)
     await target.send_eof()
 
 

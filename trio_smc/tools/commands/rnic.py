@@ -34,7 +34,8 @@ are those of its GIDs, the VLANs and bonds on top of them, and those that the st
 (Config(pnet=...), docs/rnic.md) gives to it.  The software RNIC (kind "software")
 serves connections between processes of one host.
 
-What "auto" finds is found out by opening a stack for a moment, without a socket of its own.
+To find out what "auto" would find, the command opens a stack for a moment, without a control
+socket.
 """
 EPILOG = """
 Examples:

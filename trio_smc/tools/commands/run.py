@@ -17,19 +17,19 @@ NAME = "run"
 SUMMARY = "run an unmodified Trio or AnyIO program over SMC-R"
 DESCRIPTION = """
 Run PROGRAM, a Python program that uses Trio or AnyIO on Trio, so that its TCP connections use
-SMC-R wherever both ends can, as `trio_smc.enable()` does.  Its Python children get it too, as a
-server's worker processes.  Everything else about the program stays as it is.
+SMC-R wherever both ends can, as with `trio_smc.enable()`.  Its Python child processes, such as a
+server's workers, get it too.  Everything else about the program stays as it is.
 
 The Python that runs PROGRAM must have trio_smc installed.  Sockets that a program uses without
-Trio stay TCP.  When a process of PROGRAM opens connections by asyncio, has a Python without
-trio_smc, or when PROGRAM ends without having used Trio, one line on stderr says so; --require-smc
-makes it an error, and ends PROGRAM.
+Trio stay TCP.  One line on stderr says so when a process of PROGRAM opens connections by asyncio
+or has a Python without trio_smc, or when PROGRAM ends without having used Trio.  With
+--require-smc that is an error, and ends PROGRAM.
 
 Peers whose connections are always short get TCP (learn_short of trio_smc.Config), unless
 --require-smc or FILE says otherwise, or the peer requires SMC-R and is on this host.  One on
 another host refuses these: use --require-smc at both ends, or learn_short = false.
 
-PROGRAM is a child of this command, which passes signals on and ends as PROGRAM does.
+PROGRAM is a child process of this command, which passes signals on and ends as PROGRAM does.
 """
 EPILOG = """
 Examples:
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report", action="store_true",
-        help="print at the end how many connections were SMC-R, how many TCP and why, and bytes",
+        help="print at the end how many connections were SMC-R, how many TCP and why; bytes",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="settings in a TOML file")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM [ARGUMENT…]")

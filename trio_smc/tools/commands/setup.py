@@ -14,8 +14,8 @@ NAME = "setup"
 SUMMARY = "let users announce SMC-R by the TCP option (root)"
 DESCRIPTION = """
 Load the BPF program that puts the TCP option of RFC 7609 on the connections of processes that ask
-for it, and let the users of a group use it.  It lasts until `trio-smc teardown` or the next start
-of the system; run it from a start-up script.  Doing it again changes nothing but the group.
+for it, and let the users of a group use it.  It lasts until `trio-smc teardown` or the next boot,
+so run it at boot.  Running it again only changes the group.
 """
 EPILOG = """
 Examples:

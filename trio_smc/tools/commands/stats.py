@@ -20,17 +20,17 @@ from trio_smc.tools.output import agreed, print_json, show, size, table
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
 DESCRIPTION = """
-Show the counters of this user's running processes, one column for each stack, since the stack
-was opened, or with --interval what was added in each interval.
+Show the counters of this user's running processes, with one column for each stack: since the
+stack was opened, or with --interval what was added in each interval.
 
   connections        SMC-R connections opened, each by the version of SMC-R, and in version 2 with
                      release, UEID and route; open connections: those there are now
   fallbacks          connections that stay on TCP, by the side that decided it and the reason
+  bytes              over SMC-R; tcp bytes: over connections that stay on TCP, as the kernel counts
   writes             RDMA writes posted; cdcs: CDC messages (RFC 7609, A.4)
-  coalesced          CDC messages spared, because a later one carried the same news
+  coalesced          CDC messages not sent, because a later one carried the same news
   window stalls      how often a sender found the peer's window closed
-  buffers reused     RMB elements given out that had served a connection before, of those
-                     allocated
+  buffers reused     of the RMB elements allocated, those that had served a connection before
   handshakes failed  handshakes that ended the TCP connection; refused: closed by require_smc
 """
 EPILOG = """
@@ -162,7 +162,7 @@ def _headings(counted: _Counted) -> list[str]:
 
 
 def _value(key: tuple[Any, ...], value: int) -> str:
-    return size(value) if key[0].startswith("bytes") else str(value)
+    return size(value) if "bytes" in key[0] else str(value)
 
 
 def _time(seconds: float) -> str:

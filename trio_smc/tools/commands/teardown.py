@@ -13,7 +13,7 @@ __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 NAME = "teardown"
 SUMMARY = "undo setup: no TCP option any more (root)"
 DESCRIPTION = """
-Remove what `trio-smc setup` has made.  Connections that are open go on; new ones carry no option.
+Undo `trio-smc setup`.  Open connections go on; new ones do not carry the option.
 """
 EPILOG = """
 Exit codes: 0 when nothing is set up any more, 2 with one line on stderr when that cannot be done.

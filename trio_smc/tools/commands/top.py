@@ -26,7 +26,7 @@ Watch stacks and their busiest SMC-R connections, refreshed every --interval sec
 Ctrl-C.  Rates are per second over the last interval.  When the output is not a terminal each
 refresh is printed below the last one, with --json as a document of its own.
 
-TCP connections are counted, not measured: their bytes are the kernel's affair.
+TCP connections are only counted here; `trio-smc stats` has the bytes of all of them together.
 """
 EPILOG = """
 Examples:
