@@ -215,6 +215,15 @@ class TestHello:
         assert ended(again)
         assert state(victim.qp) is QpState.RTS
 
+    @pytest.mark.parametrize("qp_num", [None, 5], ids=["the same", "another name"])
+    def test_a_second_one_of_the_peer_ends_the_queue_pair(
+        self, attacker: Attacker, victim: End, qp_num: int | None
+    ) -> None:
+        sock = attacker.connect(victim)
+        socket.send_fds(sock, [attacker.hello(victim, qp_num=qp_num)], attacker.fds())
+        until(lambda: state(victim.qp) is QpState.ERR, victim)
+        assert ended(sock)
+
     @pytest.mark.parametrize("kind", ["eventfd", "null", "file", "unsealed", "short", "socket"])
     def test_descriptors_of_a_wrong_kind(
         self, attacker: Attacker, victim: End, kind: str, tmp_path: Path
