@@ -463,6 +463,20 @@ class TestAnnouncements:
         until(lambda: bool(victim.flushed), victim)
         assert state(victim.qp) is QpState.ERR
 
+    def test_a_region_that_was_never_announced(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        victim.qp.post_write(1, memoryview(b"x"), None, address=1 << 20, rkey=9)
+        until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim, seconds=5)
+
+    @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
+    def test_a_peer_that_hangs_up_on_one_of_its_sockets(
+        self, attacker: Attacker, victim: End, which: int
+    ) -> None:
+        attacker.connect(victim)
+        attacker.open[-2:][which].close()
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+
     def test_a_region_whose_key_is_not_on_the_key_page(
         self, attacker: Attacker, victim: End
     ) -> None:
