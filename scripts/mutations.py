@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("rendezvous/links/link.py", "rendezvous/links/group.py", "rendezvous/links/rkeys.py",
          "rendezvous/links/add_link.py", "rendezvous/links/delete_link.py",
          "rendezvous/links/exchanges.py", "rendezvous/links/peer_rmbs.py"),
-        ("tests/rendezvous/links",),
+        ("tests/rendezvous/links", "tests/rendezvous/test_version_2.py"),
     ),
     "failover": (
         ("failover/mover.py", "failover/replay.py", "failover/validation.py"),

@@ -64,6 +64,25 @@ async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str
 # --- the stack's side ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "pid"),
+    [
+        ("4711-a1b2", 4711),
+        ("4194304-x-y", 4194304),
+        ("4711", None),
+        ("4711-", None),
+        ("-a1b2", None),
+        ("notes-1", None),
+        ("\N{SUPERSCRIPT TWO}-a1b2", None),
+        ("\N{ARABIC-INDIC DIGIT FOUR}-a1b2", None),
+        ("9999999999-a1b2", None),
+    ],
+)
+def test_the_name_of_a_control_socket_tells_its_process(name: str, pid: int | None) -> None:
+    """Whatever else lies in the directory is passed over."""
+    assert control.pid_of_name(name) == pid
+
+
 async def test_an_answer_is_made_of_parts() -> None:
     async with a_stack() as (stack, path):
         [process, statistics, end] = await answer(path, GOOD)
