@@ -73,7 +73,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "control": (
         ("control/protocol.py", "control/server.py", "control/snapshot.py"),
-        ("tests/control", "tests/connecting/test_cleaner.py"),
+        ("tests/control", "tests/connecting/test_cleaner.py", "tests/tools/test_run.py"),
     ),
 }  # fmt: skip
 
