@@ -126,16 +126,16 @@ def mutations(modules: Iterable[str], copy: Path) -> list[MutationSpec]:
 
 
 def explained() -> set[tuple[str, str]]:
-    """Lines, and those that CONTRIBUTING.md says are as good in their place."""
-    text = (TREE / "CONTRIBUTING.md").read_text()
-    return set(re.findall(r"^\| `([^`]+)` → `([^`]+)` \|", text, re.MULTILINE))
+    """Lines, and those (or nothing) that CONTRIBUTING.md says are as good in their place."""
+    text = (TREE / "CONTRIBUTING.md").read_text().replace(r"\|", "|")
+    return set(re.findall(r"^\| `([^`]+)` → (?:`([^`]+)`|nothing) \|", text, re.MULTILINE))
 
 
 def _changed(diff: str) -> tuple[str, str]:
     """The line that was there, and the one in its place."""
     old = [line[1:].strip() for line in diff.splitlines() if re.match(r"-(?!-- )", line)]
     new = [line[1:].strip() for line in diff.splitlines() if re.match(r"\+(?!\+\+ )", line)]
-    return " ".join(old), " ".join(new)
+    return " ".join(filter(None, old)), " ".join(filter(None, new))
 
 
 def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> int:
