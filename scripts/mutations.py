@@ -1,12 +1,13 @@
 """Mutations of the protocol cores and of the trust boundaries that no test notices.
 
-    python -m scripts.mutations [ROOM ...] [--count N] [--seed N] [--minutes M]
+    python -m scripts.mutations [ROOM | MODULE ...] [--count N] [--seed N] [--minutes M]
 
 cosmic-ray (the extra "mutations") changes one thing in one place, `ROOMS` says which tests must
 notice, and what they let pass is printed.  It works in a copy of the tree.  Of all mutations of a
-room ``--count`` are drawn with the seed; a run ends after ``--minutes``.  Types, log messages and
-the texts of errors are nobody's behaviour: mutations there are left out.  The exit code is 1 when
-one survived that `CONTRIBUTING.md` does not explain.
+room, or of one of its modules ("wire/llc.py"), ``--count`` are drawn with the seed; a run ends
+after ``--minutes``.  Types, log messages and the texts of errors are nobody's behaviour, and
+``is`` for a comparison shows only which integers CPython shares: these mutations are left out.
+The exit code is 1 when one survived that `CONTRIBUTING.md` does not explain.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "links": (
         ("rendezvous/links/link.py", "rendezvous/links/group.py", "rendezvous/links/rkeys.py",
          "rendezvous/links/add_link.py", "rendezvous/links/delete_link.py",
-         "rendezvous/links/peer_rmbs.py"),
-        ("tests/rendezvous/links",),
+         "rendezvous/links/exchanges.py", "rendezvous/links/peer_rmbs.py"),
+        ("tests/rendezvous/links", "tests/rendezvous/test_version_2.py"),
     ),
     "failover": (
         ("failover/mover.py", "failover/replay.py", "failover/validation.py"),
@@ -71,8 +72,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/rendezvous/discovery",),
     ),
     "control": (
-        ("control/protocol.py", "control/server.py"),
-        ("tests/control", "tests/connecting/test_cleaner.py"),
+        ("control/protocol.py", "control/server.py", "control/snapshot.py"),
+        ("tests/control", "tests/connecting/test_cleaner.py", "tests/tools/test_run.py"),
     ),
 }  # fmt: skip
 
@@ -101,38 +102,50 @@ def behaviour(source: str) -> set[int]:
     return lines
 
 
-def mutations(room: str, copy: Path) -> list[MutationSpec]:
-    """All of a room."""
+_IDENTITY = re.compile(r"/ReplaceComparisonOperator_(Eq|NotEq|Lt|LtE|Gt|GtE)_(Is|IsNot)$")
+
+
+def asked(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Modules and their tests, of a room or of one module; None: there is no such thing."""
+    if name in ROOMS:
+        return ROOMS[name]
+    return next((((name,), tests) for modules, tests in ROOMS.values() if name in modules), None)
+
+
+def mutations(modules: Iterable[str], copy: Path) -> list[MutationSpec]:
+    """All of these modules."""
     found = []
-    for name in ROOMS[room][0]:
+    for name in modules:
         path = copy / "trio_smc" / name
         lines = behaviour(path.read_text())
         for item in _all_work_items([path], {}):
             [mutation] = item.mutations
-            if mutation.start_pos[0] in lines:
+            if mutation.start_pos[0] in lines and not _IDENTITY.search(mutation.operator_name):
                 found.append(mutation)
     return found
 
 
 def explained() -> set[tuple[str, str]]:
-    """Lines, and those that CONTRIBUTING.md says are as good in their place."""
-    text = (TREE / "CONTRIBUTING.md").read_text()
-    return set(re.findall(r"^\| `([^`]+)` → `([^`]+)` \|", text, re.MULTILINE))
+    """Lines, and those (or nothing) that CONTRIBUTING.md says are as good in their place."""
+    text = (TREE / "CONTRIBUTING.md").read_text().replace(r"\|", "|")
+    return set(re.findall(r"^\| `([^`]+)` → (?:`([^`]+)`|nothing) \|", text, re.MULTILINE))
 
 
 def _changed(diff: str) -> tuple[str, str]:
     """The line that was there, and the one in its place."""
     old = [line[1:].strip() for line in diff.splitlines() if re.match(r"-(?!-- )", line)]
     new = [line[1:].strip() for line in diff.splitlines() if re.match(r"\+(?!\+\+ )", line)]
-    return " ".join(old), " ".join(new)
+    return " ".join(filter(None, old)), " ".join(filter(None, new))
 
 
-def run_room(room: str, copy: Path, count: int, rng: random.Random, until: float) -> int:
-    """Try some mutations of a room; returns how many survived without a reason."""
-    every = mutations(room, copy)
+def run(name: str, copy: Path, count: int, rng: random.Random, until: float) -> int:
+    """Try some mutations of a room or module; returns how many survived without a reason."""
+    found = asked(name)
+    assert found is not None
+    modules, tests = found
+    every = mutations(modules, copy)
     chosen = rng.sample(every, min(count, len(every)))
-    tests = " ".join(ROOMS[room][1])
-    command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider {tests}"
+    command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider {' '.join(tests)}"
     reasons, tried, survivors, unexplained = explained(), 0, 0, 0
     for mutation in chosen:
         if time.monotonic() > until:
@@ -146,7 +159,7 @@ def run_room(room: str, copy: Path, count: int, rng: random.Random, until: float
             unexplained += not known
             place = f"{mutation.module_path.relative_to(copy)}:{mutation.start_pos[0]}"
             print(f"{place}{' (explained)' if known else ''}\n  - {old}\n  + {new}", flush=True)
-    print(f"{room}: {tried} of {len(every)} mutations tried, {survivors} survived", flush=True)
+    print(f"{name}: {tried} of {len(every)} mutations tried, {survivors} survived", flush=True)
     return unexplained
 
 
@@ -155,14 +168,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.mutations", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("rooms", nargs="*", metavar="ROOM", help="of " + ", ".join(ROOMS))
-    parser.add_argument("--count", type=int, default=50, help="of each room; default %(default)s")
+    parser.add_argument(
+        "names", nargs="*", metavar="ROOM | MODULE", help=f"of {', '.join(ROOMS)} and their modules"
+    )
+    parser.add_argument("--count", type=int, default=50, help="of each; default %(default)s")
     parser.add_argument("--minutes", type=float, default=60.0, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="random by default, and printed")
     arguments = parser.parse_args()
-    unknown = set(arguments.rooms) - set(ROOMS)
+    unknown = [name for name in arguments.names if asked(name) is None]
     if unknown:
-        parser.error(f"no such room: {', '.join(sorted(unknown))}")
+        parser.error(f"no such room or module: {', '.join(unknown)}")
     seed = arguments.seed
     if seed is None:
         seed = random.SystemRandom().getrandbits(32)
@@ -176,8 +191,8 @@ def main() -> int:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
         left = sum(
-            run_room(room, copy, arguments.count, random.Random(f"{seed} {room}"), until)
-            for room in arguments.rooms or ROOMS
+            run(name, copy, arguments.count, random.Random(f"{seed} {name}"), until)
+            for name in arguments.names or ROOMS
         )
     return 1 if left else 0
 

@@ -64,6 +64,25 @@ async def answer(path: Path, *pieces: bytes, end: bool = False) -> list[dict[str
 # --- the stack's side ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "pid"),
+    [
+        ("4711-a1b2", 4711),
+        ("4194304-x-y", 4194304),
+        ("4711", None),
+        ("4711-", None),
+        ("-a1b2", None),
+        ("notes-1", None),
+        ("\N{SUPERSCRIPT TWO}-a1b2", None),
+        ("\N{ARABIC-INDIC DIGIT FOUR}-a1b2", None),
+        ("9999999999-a1b2", None),
+    ],
+)
+def test_the_name_of_a_control_socket_tells_its_process(name: str, pid: int | None) -> None:
+    """Whatever else lies in the directory is passed over."""
+    assert control.pid_of_name(name) == pid
+
+
 async def test_an_answer_is_made_of_parts() -> None:
     async with a_stack() as (stack, path):
         [process, statistics, end] = await answer(path, GOOD)
@@ -393,6 +412,37 @@ async def test_what_a_stack_says_has_the_shape_that_is_asked_for() -> None:
             check_untrusted(json.loads(json.dumps(told[part])), shape, part)
         await stream.aclose()
         await other.aclose()
+
+
+async def test_what_a_stack_says_of_links_and_rnics() -> None:
+    """Groups have numbers that are not given twice; an RNIC's MTU is told in bytes."""
+    wanted = control.encode({"want": ["connections", "link_groups", "rnics"]})
+    table = (("eth0", "soft0"), ("eth1", "another"))
+    async with a_stack(pnet=table) as (stack, path):
+        for number in (1, 2):
+            [listener] = await stack.open_listeners(0, host="127.0.0.1")
+            stream = await stack.open_stream(*listener.socket.getsockname())
+            other = await listener.accept()
+            told = {m["part"]: m["data"] for m in await answer(path, wanted)}
+            groups = {group["role"]: group["number"] for group in told["link_groups"]}
+            assert sorted(groups.values()) == [2 * number - 1, 2 * number]
+            for each in told["connections"]:
+                assert each["link_group"] in groups.values()
+                assert each["link"] == 1
+            links = [link for group in stack.link_groups for link in group.links]
+            for rnic, said in zip(stack.rnics, told["rnics"], strict=True):
+                assert (said["name"], said["mtu"]) == (rnic.name, 4096)
+                assert said["pnet"] == [net for net, name in table if name == rnic.name]
+                assert said["links"] == sum(link.rnic is rnic for link in links)
+            assert sum(said["links"] for said in told["rnics"]) == len(links) > 0
+            for group in stack.runtime.groups.groups.copy():
+                group.terminate()
+            for end in (stream, other):
+                await trio.aclose_forcefully(end)
+            await listener.aclose()
+            with trio.fail_after(LIMIT):
+                while stack.link_groups:  # noqa: ASYNC110 - it tells nobody
+                    await trio.sleep(0.01)
 
 
 async def test_newer_parts_are_passed_over(runtime_directory: Path) -> None:

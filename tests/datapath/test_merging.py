@@ -244,6 +244,24 @@ def test_a_limit_holds_nothing_up_that_arrives_at_once(instant: Pair) -> None:
     assert instant.a.sender.unacknowledged == 0
 
 
+def test_borrowed_memory_is_given_back_when_a_later_message_arrives_at_once() -> None:
+    """It was written, and its message put off, on a link that does all at once: what is behind it
+    fills a chunk, is told of, and tells of it, too."""
+    pair = Pair((65536, 65536), copy_limit=100, merge=True)
+    pair.ab.instant = True
+    assert pair.a.send(memoryview(b"1")) == 1
+    buffer = bytearray(b"2" * 200)
+    assert pair.a.send(memoryview(buffer)) == 200
+    assert (pair.a.sender.borrowed, pair.a.sender.unacknowledged) == (200, 200)
+    assert pair.a.send(memoryview(b"3" * 16384)) == 16384
+    assert (pair.a.sender.borrowed, pair.a.sender.unacknowledged) == (0, 0)
+    buffer[:] = bytes(200)
+    pair.fail_link(0)
+    pair.settle()
+    assert pair.b.receiver.receive(1 << 16) == b"1" + b"2" * 200 + b"3" * 16384
+    pair.close()
+
+
 def test_changeable_memory_that_is_written_at_once_is_not_borrowed(instant: Pair) -> None:
     instant.a.sender.merge_messages(None)
     data = bytearray(b"written at once")

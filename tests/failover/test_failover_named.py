@@ -11,6 +11,7 @@ from tests.rendezvous.links.llc_wire import Stage
 from tests.rendezvous.rendezvous_pair import World, exchange
 from tests.rnic.memory_rnic import Fate, PlainQueuePair
 from trio_smc.datapath.connection import Connection
+from trio_smc.failover import replay
 from trio_smc.rendezvous.links.link import Link
 
 BOTH_ENDS = pytest.mark.parametrize("place", [0, 1])
@@ -325,6 +326,32 @@ def test_a_move_for_even_loads_that_is_not_worth_it_any_more(
     peers = stage.end(1 - place).connections
     readers = [each.receiver for each in peers if each.receiver.readable]
     assert [reader.receive(100) for reader in readers] == [DATA + DATA]
+
+
+@BOTH_ENDS
+def test_a_link_fails_while_one_of_its_connections_ends(world: World, place: int) -> None:
+    """That one is not moved any more; the others go on."""
+    stage = Stage(world, (2, 2))
+    calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(3))]
+    ending, link = stage.call.connections[place], stage.call.connections[place].channel
+    assert isinstance(link, Link)
+    others = [call for call in calls[1:] if call.connections[place].channel is link]
+    assert others
+    ending.send(memoryview(DATA))
+
+    def fail() -> None:
+        link.machine.send("failed")
+
+    replay.hold(ending, fail)
+    told = stage.end(place).record()
+    ending.links_lost()
+    assert (ending.state, link.state) == ("CLOSED", "DOWN")
+    moves = [what for kind, _, what in told.events if kind == "state" and what[2] == "move"]
+    assert len(moves) == len(others)
+    world.settle()
+    for call in others:
+        assert call.connections[place].failovers
+        assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 @BOTH_ENDS

@@ -215,6 +215,15 @@ class TestHello:
         assert ended(again)
         assert state(victim.qp) is QpState.RTS
 
+    @pytest.mark.parametrize("qp_num", [None, 5], ids=["the same", "another name"])
+    def test_a_second_one_of_the_peer_ends_the_queue_pair(
+        self, attacker: Attacker, victim: End, qp_num: int | None
+    ) -> None:
+        sock = attacker.connect(victim)
+        socket.send_fds(sock, [attacker.hello(victim, qp_num=qp_num)], attacker.fds())
+        until(lambda: state(victim.qp) is QpState.ERR, victim)
+        assert ended(sock)
+
     @pytest.mark.parametrize("kind", ["eventfd", "null", "file", "unsealed", "short", "socket"])
     def test_descriptors_of_a_wrong_kind(
         self, attacker: Attacker, victim: End, kind: str, tmp_path: Path
@@ -451,6 +460,20 @@ class TestAnnouncements:
         else:
             socket.send_fds(sock, [Revoke(rkey=1).encode()], [fd])
         os.close(fd)
+        until(lambda: bool(victim.flushed), victim)
+        assert state(victim.qp) is QpState.ERR
+
+    def test_a_region_that_was_never_announced(self, attacker: Attacker, victim: End) -> None:
+        attacker.connect(victim)
+        victim.qp.post_write(1, memoryview(b"x"), None, address=1 << 20, rkey=9)
+        until(lambda: victim.sent == [(1, WcStatus.REM_ACCESS_ERR)], victim, seconds=5)
+
+    @pytest.mark.parametrize("which", [0, 1], ids=["where it listens", "where it speaks"])
+    def test_a_peer_that_hangs_up_on_one_of_its_sockets(
+        self, attacker: Attacker, victim: End, which: int
+    ) -> None:
+        attacker.connect(victim)
+        attacker.open[-2:][which].close()
         until(lambda: bool(victim.flushed), victim)
         assert state(victim.qp) is QpState.ERR
 

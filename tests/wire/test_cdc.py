@@ -41,6 +41,17 @@ def test_fast_path_agrees_with_the_value(message: cdc.CdcMessage, data: bytes) -
 
 
 @pytest.mark.rfc("A.4/2")
+def test_flags_are_where_the_rfc_has_them() -> None:
+    """Figure 41: B, P, U, R and F from the first bit of byte 24 on, D, C and A of byte 25."""
+    producer = [
+        cdc.WRITER_BLOCKED, cdc.URGENT_PENDING, cdc.URGENT_PRESENT, cdc.UPDATE_REQUESTED,
+        cdc.FAILOVER_VALIDATION,
+    ]  # fmt: skip
+    assert producer == [0x80, 0x40, 0x20, 0x10, 0x08]
+    assert [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED, cdc.ABNORMAL_CLOSE] == [0x80, 0x40, 0x20]
+
+
+@pytest.mark.rfc("A.4/2")
 def test_captured() -> None:
     captured = vectors.captured("cdc")
     assert len(captured) == 29
@@ -87,10 +98,21 @@ def test_anything_else_is_a_protocol_error(data: bytes) -> None:
         vectors.CDC["no flags"][1][:-1],
         vectors.CDC["no flags"][1] + b"\0",
         b"\x01" + vectors.CDC["no flags"][1][1:],
+        b"\xff" + vectors.CDC["no flags"][1][1:],
         b"\xfe\x2b" + vectors.CDC["no flags"][1][2:],
+        b"\xfe\x2d" + vectors.CDC["no flags"][1][2:],
         b"\xfe\x2c" * 11,
     ],
-    ids=["empty", "43 bytes", "45 bytes", "an LLC type", "length byte 43", "22 bytes"],
+    ids=[
+        "empty",
+        "43 bytes",
+        "45 bytes",
+        "an LLC type",
+        "an unknown type",
+        "length byte 43",
+        "length byte 45",
+        "22 bytes",
+    ],
 )
 def test_malformed(data: bytes) -> None:
     for decode in (cdc.decode_untrusted, cdc.unpack_untrusted):

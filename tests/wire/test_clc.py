@@ -180,6 +180,24 @@ def test_nine_prefixes() -> None:
         clc.decode_untrusted(patch(body, 5, len(body).to_bytes(2, "big")))
 
 
+@pytest.mark.parametrize(("message", "data"), vectors.CLC.values(), ids=vectors.CLC)
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_a_reader_takes_what_belongs_to_a_message_and_no_more(
+    message: clc.Message, data: bytes, most: int
+) -> None:
+    """What follows on the TCP connection may be another message, or the application's."""
+    reader = clc.ClcReader()
+    rest = data + data + b"of the application"
+    for _ in range(2):
+        assert not reader.halfway
+        found = None
+        while found is None:
+            piece, rest = rest[: min(reader.wanted, most)], rest[min(reader.wanted, most) :]
+            found = reader.feed_untrusted(piece)
+        assert clc.decode_untrusted(found) == message
+    assert rest == b"of the application"
+
+
 @pytest.mark.parametrize("size", range(clc.HEADER_SIZE))
 def test_header_too_short(size: int) -> None:
     with pytest.raises(ProtocolError, match=f"header of {size} bytes"):

@@ -133,6 +133,16 @@ def test_length_byte() -> None:
     assert llc.decode_untrusted(b"\xbf\x2b" + bytes(42)).encode()[1] == 43
 
 
+def test_reasons_of_delete_link_are_those_of_the_rfc() -> None:
+    """A.3.4, of requests and of responses, and what Linux adds to them."""
+    reasons = [
+        "LOST_PATH", "OPERATOR", "PROGRAM", "PROTOCOL_VIOLATION", "ASYMMETRIC_NOT_NEEDED",
+    ]  # fmt: skip
+    known = {name: (place + 1) << 16 for place, name in enumerate(reasons)}
+    linux = {"UNKNOWN_LINK": 0x00100000, "UNKNOWN_LINK_GROUP": 0x00200000}
+    assert {each.name: each.value for each in llc.DeleteLinkReason} == known | linux
+
+
 def test_unknown_reasons_survive() -> None:
     data = b"\x04\x2c\x00\x80\x01\x00\x11\x22\x33" + bytes(35)
     message = llc.decode_untrusted(data)

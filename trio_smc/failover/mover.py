@@ -88,8 +88,7 @@ class GroupMover:
                 )
             return
         for connection in connections:
-            if not self._move(connection, link):
-                connection.links_lost()
+            self._move(connection, link)
 
     def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
         """The link goes in order: move its connections off while it still works.
@@ -163,8 +162,8 @@ class GroupMover:
         if connection.channel is link:
             if link.usable:
                 replay.stay(connection)  # it stays itself
-            elif not self._move(connection, link):
-                connection.links_lost()
+            else:
+                self._move(connection, link)
         departure.waiting.discard(connection)
         if not departure.waiting and self._departures.get(link) is departure:
             del self._departures[link]
@@ -176,27 +175,26 @@ class GroupMover:
             return
         if old.usable and (not new.usable or old.load - new.load < 2):
             replay.stay(connection)
-        elif not self._move(connection, old, new):
-            connection.links_lost()
+        else:
+            self._move(connection, old, new)
 
-    def _move(self, connection: Connection, old: Link, new: Link | None = None) -> bool:
-        """Let it send on ``new`` or else on the least loaded link but ``old``; False: none.
-
-        A connection that is over counts as moved.
+    def _move(self, connection: Connection, old: Link, new: Link | None = None) -> None:
+        """Let it send on ``new`` or else on the least loaded link but ``old``; it ends when there
+        is none.  Nothing for one that ends just now.
         """
         if connection.channel is None:
-            return True
+            return
         group = self._group
         if new is None or not new.usable:
             new = group.connections.link_for(connection, but=old)
         if new is None:
-            return False
+            connection.links_lost()
+            return
         LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
         replay.move(connection, *group.connections.move(connection, new))
         observer = group.host.observer
         if observer is not None:
             observer.state(connection, f"link {old.number}", f"link {new.number}", "move")
-        return True
 
 
 class _Departure:

@@ -17,6 +17,7 @@ from tests.rendezvous.discovery.world import (
     LONG,
     SHORT,
     Both,
+    Server,
     agree,
     announce,
     both_go,
@@ -245,3 +246,84 @@ async def test_a_client_that_never_stops(
 def local_name(connection: trio.socket.SocketType) -> tuple[str, int]:
     name: tuple[str, int] = connection.getsockname()
     return name
+
+
+def knock(server: Server) -> tuple[socket.socket, bytes]:
+    """A TCP connection made without any other task having a turn, and its four-tuple."""
+    client = socket.create_connection(server.address)
+    return client, messages.four_tuple(client.getsockname(), server.address)
+
+
+def search(server: Server) -> Search:
+    """The search for the announcement of who has just connected."""
+    accepted, _ = server.plain.accept()
+    with accepted:
+        key = messages.four_tuple(accepted.getpeername(), accepted.getsockname())
+    return Search(server.publication, key)
+
+
+async def test_an_announcement_behind_a_crowd_that_wants_to_be_let_in(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few are let in at a time, who waited when the TCP connection came has its turn."""
+    monkeypatch.setattr(publication, "_ACCEPTS_AT_ONCE", 2)
+    async with serving(private) as server:
+        with contextlib.ExitStack() as crowd:
+            for _ in range(5):
+                crowd.enter_context(dial(private))
+            announcer = crowd.enter_context(dial(private))
+            tcp, key = knock(server)
+            with tcp:
+                announcer.send(messages.announce(key))
+                looking = search(server)
+                while not looking.look():
+                    pass
+                assert looking.claim is not None
+                assert looking.claim.announced.key == key
+
+
+async def test_a_crowd_that_never_ends_does_not_keep_a_search_going(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes later than the backlog is long has not announced the connection."""
+    monkeypatch.setattr(publication, "_ACCEPTS_AT_ONCE", 2)
+    monkeypatch.setattr(publication, "BACKLOG", 5)
+    async with serving(private) as server:
+        with contextlib.ExitStack() as crowd:
+
+            def come(client: publication.Client) -> bool:
+                crowd.enter_context(dial(private))
+                assert len(server.publication._clients) < 50, "the search goes on for ever"
+                return True
+
+            crowd.enter_context(dial(private))
+            monkeypatch.setattr(server.publication, "hear_all", come)
+            tcp, _ = knock(server)
+            with tcp:
+                looking = search(server)
+                while not looking.look():
+                    pass
+                assert looking.claim is None
+
+
+async def test_a_handshake_that_is_over_keeps_nobody_from_waiting_awake(private: Path) -> None:
+    """While one waits asleep no other one spins (`rnic.spinner.Spinner.sleeping`)."""
+    async with serving(private) as server:
+        await agree(private, server, server.address)
+        assert server.publication.spinner.sleeping == 0
+
+
+async def test_what_a_forked_child_holds_of_a_client_that_went_wakes_nobody(private: Path) -> None:
+    """The child's copy keeps the socket open when the listener has closed its own."""
+    async with serving(private) as server:
+        raw = dial(private)
+        await trio.testing.wait_all_tasks_blocked()
+        [client] = server.publication._clients.values()
+        with client.connection.dup():
+            raw.send(b"no message")
+            await trio.testing.wait_all_tasks_blocked()
+            assert not server.publication._clients
+            raw.close()
+            for each in (server.publication._heard, server.publication._moves):
+                assert each is not None
+                assert each.poll(0) == []

@@ -196,6 +196,12 @@ async def test_no_descriptors_for_who_connects(private: Path, monkeypatch: Patch
         assert not server.publication._probes
 
 
+def test_who_has_gone_before_it_is_let_in_holds_nobody_up() -> None:
+    probe = publication.Probe(messages.four_tuple((HOST, 0), (HOST, 0)))
+    with probe.listener:
+        probe.answer()
+
+
 async def test_only_some_at_a_time(private: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(publication, "_MAX_PROBES", 1)
     async with serving(private) as server:

@@ -31,14 +31,14 @@ class Server:
     """A listening TCP socket and its publication."""
 
     def __init__(self, plain: socket.socket, publication: Publication) -> None:
-        self._plain = plain
+        self.plain = plain
         self.listening = trio.socket.from_stdlib_socket(plain)
         self.publication = publication
         self.address: tuple[str, int] = plain.getsockname()[:2]
 
     async def accept(self) -> tuple[trio.socket.SocketType, Claim | None]:
-        await trio.lowlevel.wait_readable(self._plain)
-        accepted, remote = self._plain.accept()
+        await trio.lowlevel.wait_readable(self.plain)
+        accepted, remote = self.plain.accept()
         connection = trio.socket.from_stdlib_socket(accepted)
         local = accepted.getsockname()[:2]
         found = self.publication.claim(local, remote[:2], accepted)

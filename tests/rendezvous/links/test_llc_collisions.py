@@ -119,6 +119,22 @@ def test_add_link_and_the_clients_delete_link(state: str, orderly: bool) -> None
         assert list(server.group.links) == list(client.group.links) == [1, 3]
 
 
+def test_the_clients_delete_link_names_a_higher_number_than_the_link_that_is_added() -> None:
+    """2.2.4: after 255 the numbers begin anew, and link 255 is not the one that is being added."""
+    with World() as world:
+        client, server = world.side(rnics=3), world.side(rnics=1)
+        world.connect(client, server)
+        server.group.links._last_number = 254
+        server.add_rnic()
+        world.settle()
+        assert list(server.group.links) == [1, 255]
+        server.add_rnic()
+        world.until(lambda: server.group.exchanges.state == "ADD_LINK_CONFIRM")
+        client.group.delete_link(255)
+        world.settle()
+        assert list(server.group.links) == list(client.group.links) == [1, 2]
+
+
 @pytest.mark.rfc("3.5.5.3.1/4", "3.5.5.3/1")
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("state", ADDING)
@@ -333,6 +349,54 @@ def test_the_clients_confirm_rkey_and_the_servers_delete_link() -> None:
         tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
         assert sorted(tokens) == [1]
         assert server.group.peer_rmbs.find(1, tokens[1].rkey) is not None
+
+
+@pytest.mark.rfc("2.3/2")
+def test_the_link_that_brought_delete_link_fails_before_the_reply() -> None:
+    """Data is on its way over the link that goes, so the reply has to wait; then it takes another
+    link."""
+    with World(tells_death=False) as world:
+        stage = Stage(world, (3, 3))
+        calls = [stage.call, *(world.connect(stage.client, stage.server) for _ in range(2))]
+        [call] = [each for each in calls if each.connections[0].channel.number == 3]  # type: ignore[union-attr]
+        stage.wire.log.clear()
+        stage.wire.watch(
+            r"S\d DELETE_LINK 3", lambda: call.connections[0].send(memoryview(b"on its way"))
+        )
+        stage.server.group.delete_link(3)
+        world.until(lambda: stage.client.group.exchanges.state == "DELETE_LINK")
+        assert stage.log == ["S1 DELETE_LINK 3"]
+        stage.client.group.links[1].machine.send("failed")
+        world.settle()
+        assert "C2 DELETE_LINK 3 reply" in stage.log
+        assert stage.links() == [2]
+        assert call.connections[1].receiver.receive(100) == b"on its way"
+        for each in calls:
+            assert exchange(world, each, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.rfc("2.3/2")
+def test_the_link_of_a_confirm_rkey_fails_while_another_is_deleted() -> None:
+    """The deletion, over a link that works, goes on; CONFIRM RKEY begins anew afterwards."""
+    with World(tells_death=False) as world:
+        client, server = world.side(rnics=3), world.side(rnics=3)
+        world.connect(client, server)
+        done: list[object] = []
+        client.group.request_element(BIG, done.append)
+        carrier = client.group.rkey_exchanges._rkeys_link
+        assert carrier is not None
+        others = [number for number in client.group.links if number != carrier.number]
+        server.group.delete_link(others[0])
+        world.until(lambda: client.group.exchanges.state == "DELETE_LINK")
+        carrier.machine.send("failed")
+        world.pass_time(1.0)
+        assert done
+        assert done[0] is not None
+        assert others[0] not in client.group.links
+        assert list(client.group.links) == list(server.group.links)
+        assert others[1] in client.group.links
+        tokens = client.group.own_rmbs.tokens(client.group.own_rmbs.pool.rmbs[-1])
+        assert set(tokens) == set(client.group.links)
 
 
 @pytest.mark.rfc("3.5.5.3.3/6", "3.5.5.3/1")

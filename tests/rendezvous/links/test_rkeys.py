@@ -3,6 +3,7 @@ answer, and what no peer may send (RFC 7609, 3.5.5.2, A.3.5-A.3.7, C.7.1)."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -257,6 +258,26 @@ def test_a_peer_that_is_always_changing_is_not_asked_for_ever() -> None:
         assert len(client.group.own_rmbs) == 1
 
 
+def test_each_try_waits_longer_than_the_one_before() -> None:
+    """A change of links may take long; the peer is not asked more and more often."""
+    with World() as world:
+        client, server, _ = with_links(world, 1)
+        server.group.exchanges.begin("add_link", server.group.links[1])
+        server.group.exchanges.stop_reply_timer()
+        tries: list[float] = []
+
+        def note(qp: PlainQueuePair, message: bytes) -> list[bytes]:
+            if message[0] == llc.MessageType.CONFIRM_RKEY and qp.rnic is client.rnic:
+                tries.append(world.clock.now)
+            return [message]
+
+        world.fabric.tamper = note
+        elements(client, 1)
+        world.pass_time(30.0)
+        first, second, third = (after - before for before, after in itertools.pairwise(tries))
+        assert 0 < first < second < third
+
+
 def test_a_link_that_came_up_while_the_reply_was_on_its_way_is_told_of() -> None:
     """The reply comes over link 1; what else happened came over another link before it."""
     with World() as world:
@@ -409,6 +430,22 @@ def test_an_echo_of_the_wrong_kind_costs_the_link() -> None:
             client.group.rkey_exchanges.on_reply_untrusted(
                 link, llc.DeleteRkey(reply=True, rkeys=(1,))
             )
+
+
+def test_an_echo_that_comes_over_another_link_costs_that_link() -> None:
+    """A.3.5: the reply travels over the link of its request."""
+    with World() as world:
+        client, _, _ = with_links(world, 2)
+        elements(client, 1)
+        request = client.group.rkey_exchanges._current
+        assert request is not None
+        carrier = client.group.rkey_exchanges._rkeys_link
+        [other] = [link for link in client.group.links.values() if link is not carrier]
+        echo = llc.ConfirmRkey(reply=True, other_tokens=0, rkey=1, address=1)
+        with pytest.raises(ProtocolError, match="without a request"):
+            client.group.rkey_exchanges.on_reply_untrusted(other, echo)
+        world.settle()
+        assert request.agreed, "its own echo counts"
 
 
 # --- ADD LINK CONTINUATION ----------------------------------------------------------------------

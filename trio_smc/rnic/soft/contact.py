@@ -137,8 +137,7 @@ class Contact:
 
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
         """Whether the socket took it."""
-        if self._speaker is None:
-            return False
+        assert self._speaker is not None
         try:
             socket.send_fds(self._speaker, [message.encode()], fds, _AT_ONCE)
         except BlockingIOError:
