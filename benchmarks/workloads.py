@@ -98,7 +98,7 @@ async def _stream_for(
         sent = 0
         start = time.perf_counter()
         used = time.process_time_ns()
-        while time.perf_counter() - start < seconds:
+        while not sent or time.perf_counter() - start < seconds:
             await stream.send_all(data)
             sent += len(data)
         await stream.send_eof()
@@ -137,7 +137,7 @@ async def _ask_for(transport: Transport, streams: list[Stream], seconds: float) 
 
     async def ask(stream: Stream) -> None:
         nonlocal done
-        while time.perf_counter() < start + seconds:
+        while not done or time.perf_counter() < start + seconds:
             await stream.send_all(message)
             await exactly(stream, MESSAGE)
             done += 1
@@ -208,7 +208,7 @@ async def short_lived(
 
     async def ask() -> None:
         nonlocal done
-        while time.perf_counter() < start + seconds:
+        while not done or time.perf_counter() < start + seconds:
             async with await transport.connect(at) as stream:
                 await stream.send_all(request)
                 await exactly(stream, MESSAGE)
