@@ -15,7 +15,7 @@ help:
 	@echo 'make demo       round trips, a file, processor time: SMC-R and TCP side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make test       the tests (at most five minutes)'
-	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too'
+	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'

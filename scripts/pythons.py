@@ -1,13 +1,14 @@
 """Run the tests on every Python that the project supports and that this machine has.
 
-    python3 -m scripts.pythons [--debian13 [--share PATH ...]] [TESTS ...]
+    python3 -m scripts.pythons [--debian SUITE ...] [--share PATH ...] [TESTS ...]
 
 Interpreters are those on the path and those of pyenv, the newest of each minor version; each has an
-environment of its own in build/pythons. With --debian13 (as root, and with debootstrap) a root
-directory of Debian 13 is made there as well; `make demo` and the tests run in it, on its Python and
-with its programs; it gets a copy of this tree, and sees what --share names of this machine (pip's
-settings, a mirror of packages). TESTS go to pytest; without any the whole suite runs. The exit
-code is 1 when anything failed. Standard library only.
+environment of its own in build/pythons. With --debian (as root, and with debootstrap) a root
+directory of that suite is made there as well, with what the Makefile wants beforehand and nothing
+else; `make demo` and `make test` run in it, on its Python and with its programs, in a copy of this
+tree. It sees what --share names of this machine (pip's settings, a mirror of packages).
+--debian13 is --debian trixie. TESTS go to pytest; without any the whole suite runs. The exit code
+is 1 when anything failed. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
-SUITE = "trixie"
-PACKAGES = "ca-certificates,git,graphviz,iproute2,make,nftables,python3-venv,redis-server,tshark"
+DEBIAN_13 = "trixie"
+PACKAGES = "ca-certificates,git,make,mount,python3"
 TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
 # What processes in a root directory need of the machine.
 SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
@@ -35,13 +36,28 @@ SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 when the tests passed everywhere."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--debian13", action="store_true", help="in a root of Debian 13, too")
+    parser.add_argument(
+        "--debian",
+        dest="suites",
+        metavar="SUITE",
+        action="append",
+        default=[],
+        help="in a root of that suite of Debian, too",
+    )
+    parser.add_argument(
+        "--debian13",
+        dest="suites",
+        action="append_const",
+        const=DEBIAN_13,
+        help=f"the same as --debian {DEBIAN_13}",
+    )
     parser.add_argument(
         "--share",
+        metavar="PATH",
         action="append",
         type=Path,
         default=[],
-        help="what that root sees of this machine",
+        help="what such a root sees of this machine",
     )
     parser.add_argument("tests", nargs="*", help="for pytest; default: all")
     options = parser.parse_args(arguments)
@@ -50,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for version, python in found.items():
         print(f"\n=== Python {version} ({python})", flush=True)
         outcomes[f"Python {version}"] = tested(python, PLACE / version, options.tests)
-    if options.debian13:
-        print("\n=== Debian 13", flush=True)
-        outcomes["Debian 13"] = tested_in_debian(PLACE / SUITE, options.share, options.tests)
+    for suite in options.suites:
+        print(f"\n=== Debian {suite}", flush=True)
+        outcomes[f"Debian {suite}"] = tested_in_debian(suite, options.share, options.tests)
     print("\n=== summary")
     for name, passed in outcomes.items():
         print(f"{name:16} {'passed' if passed else 'FAILED'}")
@@ -100,45 +116,56 @@ def tested(python: Path, environment: Path, tests: Sequence[str]) -> bool:
     return all(_run(step) for step in steps)
 
 
-def tested_in_debian(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
-    """Whether the tests pass in a root directory of Debian 13, which is made when it is missing."""
+def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -> bool:
+    """Whether the tests pass in a root directory of a suite, which is made when it is missing."""
     if os.geteuid() or not shutil.which("debootstrap"):
         print("needed: root, and Debian's package debootstrap")
         return False
+    root = PLACE / suite
     if not (root / "ready").exists():
         shutil.rmtree(root, ignore_errors=True)
-        made: list[str | Path] = [
-            "debootstrap",
-            "--variant=minbase",
-            f"--include={PACKAGES}",
-            SUITE,
-            root,
-        ]
-        if not _run(made):
+        if not _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite, root]):
             return False
+        # Packages that are installed there start no services.
+        policy = root / "usr" / "sbin" / "policy-rc.d"
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
         (root / "ready").touch()
     copy_tree(root / "work")
-    mounts = []
-    for each in (*SHARED, *shared):
+    return made_in(root, [*SHARED, *shared], tests)
+
+
+def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
+    """Whether ``make demo`` and ``make test`` work in /work of a root directory.
+
+    It becomes the root of a mount namespace of its own, with which the mounts end, however this
+    ends. In a mere chroot the kernel would refuse the user namespaces that some tests make.
+    """
+    outside = ".outside"
+    mounts = [(root, root)]
+    for each in shared:
         place = root / each.relative_to("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         if each.is_dir():
             place.mkdir(exist_ok=True)
         else:
             place.touch()
-        mounts.append(shlex.join(["mount", "--rbind", str(each), str(place)]))
-    inside = shlex.join(["python3", "-m", "scripts.pythons", *tests])
-    command = f"cd /work && make demo && {inside}"
-    enter = shlex.join(["exec", "chroot", str(root), "sh", "-c", command])
-    # Mounts in a namespace of their own end with it, however this ends.
-    return _run(["unshare", "--mount", "sh", "-c", " && ".join([*mounts, enter])])
+        mounts.append((each, place))
+    inside = f"cd /work && make demo && exec make test ARGS={shlex.quote(shlex.join(tests))}"
+    script = [
+        *(shlex.join(["mount", "--rbind", str(of), str(at)]) for of, at in mounts),
+        f"cd {shlex.quote(str(root))}",
+        f"mkdir -p {outside}",
+        f"pivot_root . {outside}",
+        f"umount -l /{outside}",
+        shlex.join(["exec", "chroot", ".", "sh", "-c", inside]),
+    ]
+    return _run(["unshare", "--mount", "sh", "-ec", "\n".join(script)])
 
 
 def copy_tree(tree: Path) -> None:
     """Copy what belongs to the project, for a repository of its own: some tests ask git."""
-    for old in tree.glob("*"):
-        if old.is_dir() and old.name != "build":  # where its environment is
-            shutil.rmtree(old)
+    shutil.rmtree(tree, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):

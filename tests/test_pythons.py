@@ -1,7 +1,9 @@
-"""Which interpreters `make pythons` takes."""
+"""Which interpreters `make pythons` takes, and its roots of other systems."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +66,51 @@ def test_one_that_fails_is_said_and_the_others_run(
         *("Python", "3.11", "passed" if passes else "FAILED"),
         *("Python", "3.12", "passed"),
     ]
+
+
+def test_each_suite_of_debian_is_a_root_of_its_own(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(make("bin", "python3.11", "echo 3 11 2").parent))
+    monkeypatch.setattr(Path, "home", lambda: Path("nowhere"))
+    monkeypatch.setattr(pythons, "tested", lambda *_: True)
+    ran: list[tuple[str, list[Path], list[str]]] = []
+
+    def tested(suite: str, shared: list[Path], tests: list[str]) -> bool:
+        ran.append((suite, shared, tests))
+        return suite != "trixie"
+
+    monkeypatch.setattr(pythons, "tested_in_debian", tested)
+    given = ["--debian", "forky", "--share", "/opt", "--debian13", "--share", "/srv", "tests/wire"]
+    assert pythons.main(given) == 1
+    rest = [Path("/opt"), Path("/srv")], ["tests/wire"]
+    assert ran == [("forky", *rest), ("trixie", *rest)]
+    summary = capsys.readouterr().out.partition("=== summary\n")[2]
+    assert summary.split()[3:] == ["Debian", "forky", "passed", "Debian", "trixie", "FAILED"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another root directory")
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_root_directory_is_one_in_which_user_namespaces_can_be_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    able = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
+    if able.returncode:
+        pytest.skip(f"no namespaces here: {able.stderr.decode().strip()}")
+    work = tmp_path / "work"
+    work.mkdir()
+    here = "ls -d /.outside/* 2>/dev/null; unshare --user echo of its own"
+    (work / "Makefile").write_text(
+        f"demo:\n\t@echo demo; {here}\ntest:\n\t@printf '%s\\n' $(ARGS); exit {code}\n"
+    )
+    programs = [Path("/", each) for each in ("bin", "dev", "lib", "lib64", "proc", "sbin", "usr")]
+    shared = [each for each in programs if each.exists()]
+    made = pythons.made_in(tmp_path, shared, ["tests/wire", "-k", "this or that"])
+    assert capfd.readouterr().out.splitlines() == [
+        *("demo", "of its own", "tests/wire", "-k", "this or that")
+    ]
+    assert made == (code == 0)
+    assert not list((tmp_path / "usr").iterdir())  # the mounts are gone
 
 
 def test_classifiers_workflow_and_command_name_the_same_versions() -> None:
