@@ -108,7 +108,7 @@ class FallbackReason(StrEnum):
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes' same-host discovery speak no common version."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
-    """This operating system has nothing that trio_smc could use."""
+    """This operating system has nothing that trio_smc could use, or Python runs without its GIL."""
     NOT_PERMITTED = "not-permitted"
     """`Config.allow` or `Config.deny` keeps this connection on TCP."""
     SHORT_CONNECTIONS = "short-connections"
@@ -257,7 +257,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
         Diagnosis.VERSION_MISMATCH,
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
-        "this operating system offers nothing that SMC-R could use",
+        "this operating system or this Python offers nothing that SMC-R could use",
         "run both ends on Linux on x86-64, by a Python that has its GIL",
         Diagnosis.CONFIGURATION,
     ),

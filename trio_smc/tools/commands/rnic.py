@@ -20,7 +20,7 @@ import trio
 import trio_smc
 from trio_smc.tools.client import take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
-from trio_smc.tools.output import ToolError, gid, print_json, show, table
+from trio_smc.tools.output import ToolError, gid, print_json, show, table, words
 
 NAME = "rnic"
 SUMMARY = 'list RNICs: of running stacks, those "auto" would find, and the machine\'s devices'
@@ -35,7 +35,7 @@ are those of its GIDs, the VLANs and bonds on top of them, and those that the st
 serves connections between processes of one host.
 
 To find out what "auto" would find, the command opens a stack for a moment, without a control
-socket.
+socket.  If that has no software RNIC, it says why.
 """
 EPILOG = """
 Examples:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
     }
     if not named:
-        found["auto"] = trio.run(_automatic, directory)
+        found["auto"], found["no_software_rnic"] = trio.run(_automatic, directory)
         found["devices"] = [dataclasses.asdict(port) for port in read_ports()]
         found["pyverbs"] = importlib.util.find_spec("pyverbs") is not None
     if options.json:
@@ -72,12 +72,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _automatic(directory: Path) -> list[dict[str, Any]]:
-    """What a new stack would have, in the shape of the control socket's "rnics"."""
+async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """What a new stack would have, in the shape of the control socket's "rnics".
+
+    Returned with why there is no software RNIC among them.
+    """
     config = trio_smc.Config(directory=directory, control=False)
     try:
         async with trio_smc.open_stack(config) as stack:
-            return [
+            found = [
                 {
                     "name": rnic.name,
                     "kind": rnic.kind,
@@ -92,6 +95,14 @@ async def _automatic(directory: Path) -> list[dict[str, Any]]:
             ]
     except OSError as error:
         raise ToolError(f"no stack can be opened: {error}") from None
+    if any(rnic["kind"] == "software" for rnic in found):
+        return found, None
+    by_name = dataclasses.replace(config, rnics=(trio_smc.SoftRnic(),))
+    try:
+        async with trio_smc.open_stack(by_name):
+            return found, None
+    except OSError as error:
+        return found, words(error)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -109,6 +120,8 @@ def _print(found: dict[str, Any]) -> None:
     if found["stacks"]:
         show("")
     show(table(heads, [_rnic(each, ports) for each in found["auto"]], 'What "auto" finds'))
+    if found["no_software_rnic"]:
+        show(f"No software RNIC: {found['no_software_rnic']}.")
     show("", *_devices(list(ports.values()), found["pyverbs"]))
 
 

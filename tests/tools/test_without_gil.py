@@ -1,0 +1,116 @@
+"""A free-threaded Python that runs without its GIL: TCP only, and every command says why.
+
+Where the Python that runs the tests has no such build, its processes are told that
+they have no GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_run import TRIO
+
+PATIENCE = 40
+WHY = "the software RNIC needs the GIL, which a free-threaded Python runs without"
+MESSAGE = "this operating system or this Python offers nothing that SMC-R could use"
+REMEDY = "run both ends on Linux on x86-64, by a Python that has its GIL"
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+BY_NAME = """
+import sys, trio, trio_smc, trio_smc.tools.cli
+assert not sys._is_gil_enabled()
+
+async def main():
+    try:
+        async with trio_smc.open_stack(trio_smc.Config(rnics=(trio_smc.SoftRnic(),))):
+            pass
+    except OSError as error:
+        print(error.strerror)
+
+trio.run(main)
+"""
+SERVER = """
+import sys, trio
+from functools import partial
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        serve = partial(trio.serve_tcp, trio.aclose_forcefully, 0, host="127.0.0.1")
+        listeners = await nursery.start(serve)
+        print(listeners[0].socket.getsockname()[1], flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)
+        nursery.cancel_scope.cancel()
+
+trio.run(main)
+"""
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    if FREE_THREADED:
+        return {**os.environ, "PYTHON_GIL": "0"}
+    stand_in = tmp_path / "stand-in" / "sitecustomize.py"
+    stand_in.parent.mkdir()
+    stand_in.write_text("import sys\nsys._is_gil_enabled = lambda: False\n")
+    path = os.pathsep.join(filter(None, (str(stand_in.parent), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+@pytest.fixture
+def python(environment: dict[str, str]) -> Python:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_the_software_rnic_refuses_and_says_why(python: Python) -> None:
+    """The import of everything leaves the GIL off: nothing compiled asks for it."""
+    done = python("-c", BY_NAME)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WHY}\n", "")
+
+
+def test_programs_run_over_tcp(python: Python) -> None:
+    command = ["-m", "trio_smc.tools", "run", "--report", "--", sys.executable, "-c"]
+    done = python(*command, f"{TRIO}\ntrio.run(main)")
+    assert done.returncode == 0, done.stderr
+    said = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
+    summary = ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B", "10 TCP"]
+    assert said[:3] == summary
+    assert "5 local: unsupported-platform" in said
+
+
+def test_programs_that_require_smc_end_with_the_reason(python: Python) -> None:
+    command = ["-m", "trio_smc.tools", "run", "--require-smc", "--", sys.executable, "-c"]
+    done = python(*command, f"{TRIO}\ntrio.run(main)")
+    assert done.returncode == 1
+    assert f"SMC-R is required: {MESSAGE}\n" in done.stderr
+
+
+def test_the_commands_say_why(python: Python, environment: dict[str, str]) -> None:
+    command = ["-m", "trio_smc.tools", "rnic"]
+    assert f"No software RNIC: {WHY}.\n" in python(*command).stdout
+    assert json.loads(python(*command, "--json").stdout)["no_software_rnic"] == WHY
+    with subprocess.Popen(
+        [sys.executable, "-m", "trio_smc.tools", "run", "--", sys.executable, "-c", SERVER],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        checked = python(
+            "-m", "trio_smc.tools", "check", "127.0.0.1", server.stdout.readline().strip()
+        )
+    assert checked.returncode == 1
+    assert f"SMC-R is not used: {MESSAGE}.\n" in checked.stdout
+    assert f"  remedy     {REMEDY}\n" in checked.stdout
