@@ -50,7 +50,7 @@ def containers(tmp_path: Path) -> Containers:
 def routed(networks: Networks) -> tuple[Network, Network, Network]:
     """Two networks with a router between them."""
     here, router, there = networks.new(), networks.new(), networks.new()
-    router.run("sysctl -q net.ipv4.ip_forward=1")
+    router.run("sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'")
     networks.link((here, "10.77.0.2/24"), (router, "10.77.0.1/24"))
     networks.link((there, "10.78.0.1/24"), (router, "10.78.0.2/24"))
     here.run("ip route add default via 10.77.0.1")
@@ -231,7 +231,7 @@ async def test_two_networks_with_the_same_addresses(
             serving = containers.server(there, name, "10.77.0.1", port, plain=plain)
             await servers.enter_async_context(serving)
             # So few that clients of different networks have the same ones.
-            here.run("sysctl -q net.ipv4.ip_local_port_range='40000 40011'")
+            here.run("sh -c 'echo 40000 40011 > /proc/sys/net/ipv4/ip_local_port_range'")
             clients.append(here)
 
         async def connect(client: Network) -> None:
