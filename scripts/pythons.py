@@ -141,7 +141,6 @@ def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
     It becomes the root of a mount namespace of its own, with which the mounts end, however this
     ends. In a mere chroot the kernel would refuse the user namespaces that some tests make.
     """
-    outside = ".outside"
     mounts = [(root, root)]
     for each in shared:
         place = root / each.relative_to("/")
@@ -155,9 +154,7 @@ def made_in(root: Path, shared: Sequence[Path], tests: Sequence[str]) -> bool:
     script = [
         *(shlex.join(["mount", "--rbind", str(of), str(at)]) for of, at in mounts),
         f"cd {shlex.quote(str(root))}",
-        f"mkdir -p {outside}",
-        f"pivot_root . {outside}",
-        f"umount -l /{outside}",
+        f"mount --move {shlex.quote(str(root))} /",
         shlex.join(["exec", "chroot", ".", "sh", "-c", inside]),
     ]
     return _run(["unshare", "--mount", "sh", "-ec", "\n".join(script)])
