@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def pyright(place: Path, *arguments: str) -> Any:
     done = subprocess.run(
         [*command, "--pythonpath", sys.executable, *arguments],
         cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # an editable installation it takes for none
         capture_output=True,
         text=True,
         check=False,

@@ -87,8 +87,8 @@ def test_programs_run_over_tcp(python: Python) -> None:
     done = python(*command, f"{TRIO}\ntrio.run(main)")
     assert done.returncode == 0, done.stderr
     said = [line.removeprefix("trio-smc run:").strip() for line in done.stderr.splitlines()]
-    summary = ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B", "10 TCP"]
-    assert said[:3] == summary
+    assert said[:2] == ["10 connections of 1 processes", "0 SMC-R, sent 0 B, received 0 B"]
+    assert said[2].startswith("10 TCP, sent ")
     assert "5 local: unsupported-platform" in said
 
 
