@@ -129,9 +129,9 @@ async def test_without_any_link_streams_break_on_both_sides(where: str) -> None:
             [set(error.split(" / ")) for error in answer["errors"]]
             for answer in await pair.both("finish", end=False)
         ]
-        # Either side may be the first to notice; the other one may see the end of TCP before
-        # that of its link.
-        assert [{no_link}] * 2 in errors
+        # Either side may be the first to notice, of each connection another one, as they end one by
+        # one; the other side may see the end of TCP before that of its link.
+        assert sum(no_link in error for each in errors for error in each) >= 2
         for each in errors:
             assert len(each) == 2
             assert all(error <= {no_link, reset} for error in each)
