@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +102,20 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def compare(figures: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Say the medians of each figure, and ours beside the others; nothing at the server."""
+    for name, by_way in figures.items():
+        medians = {way: statistics.median(values) for way, values in by_way.items()}
+        spread = ", ".join(
+            f"{way} {medians[way]:.0f} ({min(values):.0f}-{max(values):.0f})"
+            for way, values in by_way.items()
+        )
+        ratios = ", ".join(
+            f"{medians[OURS] / medians[way]:.2f} of {way}'s" for way in WAYS if way != OURS
+        )
+        say(f"speed {name}: {spread}; {OURS} {ratios}")
+
+
 async def main(role: str, peer: str, control_peer: str, profiled: bool) -> None:
     control = await Control.connect(role, control_peer, PATIENCE)
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -116,16 +131,8 @@ async def main(role: str, peer: str, control_peer: str, profiled: bool) -> None:
             say(f"{way}: " + ", ".join(f"{name} {value:.0f}" for name, value in seen.items()))
             for name, value in seen.items():
                 figures[name][way].append(value)
-    for name, by_way in figures.items() if not profiled else ():
-        medians = {way: statistics.median(values) for way, values in by_way.items()}
-        spread = ", ".join(
-            f"{way} {medians[way]:.0f} ({min(values):.0f}-{max(values):.0f})"
-            for way, values in by_way.items()
-        )
-        ratios = ", ".join(
-            f"{medians[OURS] / medians[way]:.2f} of {way}'s" for way in WAYS if way != OURS
-        )
-        say(f"speed {name}: {spread}; {OURS} {ratios}")
+    if not profiled:
+        compare(figures)
     say(f"{role}: ok speed")
 
 

@@ -172,13 +172,7 @@ def test_short_connections_become_tcp_unless_smc_is_required(tmp_path: Path) -> 
     assert re.search(r" 80 SMC-R, ", said)
 
 
-APART = f"""{TRIO}
-async def ask(port):
-    for _ in range(40):
-        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-            await stream.send_all(bytes(1000))
-            assert await stream.receive_some()
-
+EITHER_END = f"""{TRIO}
 async def answer():
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
@@ -186,11 +180,24 @@ async def answer():
         await trio.lowlevel.wait_readable(0)
         nursery.cancel_scope.cancel()
 
-trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+def run(ask):
+    # With a port as argument the client, otherwise the server.
+    trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
 """
 
 
-COUNTED = f"""{TRIO}
+APART = f"""{EITHER_END}
+async def ask(port):
+    for _ in range(40):
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(bytes(1000))
+            assert await stream.receive_some()
+
+run(ask)
+"""
+
+
+COUNTED = f"""{EITHER_END}
 async def ask(port):
     for number in range(3):  # closed in three ways
         stream = await trio.open_tcp_stream("127.0.0.1", port)
@@ -213,14 +220,7 @@ async def ask(port):
         print("counted", flush=True)
         await trio.sleep_forever()
 
-async def answer():
-    async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(trio.serve_tcp, serve, 0)
-        print(listeners[0].socket.getsockname()[1], flush=True)
-        await trio.lowlevel.wait_readable(0)
-        nursery.cancel_scope.cancel()
-
-trio.run(*((ask, int(sys.argv[1])) if sys.argv[1:] else (answer,)))
+run(ask)
 """
 
 
