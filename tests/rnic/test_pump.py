@@ -614,3 +614,98 @@ class TestSecondProcess:
         broom = SoftRnic("broom")
         broom.open(directory)
         broom.close()
+
+
+async def test_who_was_rung_for_runs_before_the_doorbell_is_read(
+    ends: tuple[End, End], wake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a sleep is done in the order in which somebody waits for it."""
+    a, b = ends
+    done: list[str] = []
+    quieten = b.rnic.quieten
+
+    def quieten_then(self: SoftRnic) -> bool:
+        done.append("read")
+        return quieten()
+
+    monkeypatch.setattr(SoftRnic, "quieten", quieten_then)
+    async with running(b.rnic) as pump:  # type: ignore[arg-type]
+        to_b = Sink(pump, b)
+        for count in range(1, 4):
+            await trio.sleep(NAP)
+            wakeups = pump.wakeups
+            timer = threading.Timer(NAP, lambda: a.qp.post_send(1, b"x"))
+            timer.start()
+            await to_b.wait(count)
+            done.append("ran")
+            timer.join()
+            await trio.sleep(NAP)
+            assert pump.wakeups - wakeups == 1
+    assert done == (["ran", "read"] * 3 if wake == "trio" else ["ran"] * 3)
+
+
+class TestSteppingAside:
+    """Where a spin is not worth it, a peer that has been sent something gets the processor."""
+
+    @pytest.fixture
+    def yields(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Times at which the processor was offered; each offer takes as long as `takes` says."""
+        times: list[float] = []
+
+        def sched_yield() -> None:
+            times.append(time.perf_counter())
+            time.sleep(self.takes)
+
+        monkeypatch.setattr("os.sched_yield", sched_yield)
+        return times
+
+    takes = 0.0
+
+    @pytest.fixture
+    def tired(self) -> Pump:
+        pump = Pump(spin=1e-6)
+        while not pump._spinning.tired:
+            pump._spinning.spin([bool], 0)
+        return pump
+
+    async def test_only_once_answered(self, tired: Pump, yields: list[float]) -> None:
+        assert not tired.try_spin()
+        assert not yields
+        assert not tired.try_spin(answered=True)
+        assert len(yields) == 1
+
+    async def test_not_while_another_task_can_run(self, tired: Pump, yields: list[float]) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.lowlevel.checkpoint)
+            assert not tired.try_spin(answered=True)
+        assert not yields
+
+    async def test_seldom_where_somebody_keeps_it(self, tired: Pump, yields: list[float]) -> None:
+        """A program that computes is no peer: each offer costs a whole turn of its."""
+        self.takes = 0.002
+        for _ in range(130):
+            assert not tired.try_spin(answered=True)
+        assert len(yields) == 2
+
+    async def test_it_sees_what_came_meanwhile(
+        self, ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, tired: Pump
+    ) -> None:
+        a, b = ends
+        tired.add(b.rnic)
+        to_b = Sink(tired, b)
+        monkeypatch.setattr("os.sched_yield", lambda: a.qp.post_send(1, b"x"))
+        assert tired.try_spin(lambda: bool(to_b.messages), answered=True)
+
+
+async def test_a_task_that_can_run_is_noticed_in_a_few_calls() -> None:
+    """Who spins asks for others now and then only."""
+    pump = Pump(spin=1e-6)
+    for _ in range(3):
+        pump.try_spin()
+    spins = spins_of(pump)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.lowlevel.checkpoint)
+        for _ in range(20):
+            pump._spinning._misses = 0
+            pump.try_spin()
+    assert 0 < len(spins) < 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
 from trio_smc.rnic.soft.device import SoftRnic
-from trio_smc.rnic.soft.messages import BELL
+from trio_smc.rnic.soft.messages import BELL, Revoke, receive, take_bell
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.verbs import QpState
 
@@ -189,3 +190,22 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
     a.close()
     until(lambda: bool(b.flushed), b)
     b.close()
+
+
+def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:
+    """Anything else is left for those who can take what comes with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        assert not take_bell(ours)
+        theirs.send(BELL)
+        assert take_bell(ours)
+        assert receive(ours) is None
+        theirs.send(BELL)
+        theirs.send(Revoke(rkey=7).encode())
+        assert not take_bell(ours)
+        assert receive(ours) == (BELL, [])
+        assert not take_bell(ours)
+        assert receive(ours) == (Revoke(rkey=7).encode(), [])
+        theirs.close()
+        assert not take_bell(ours)

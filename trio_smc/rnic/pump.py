@@ -19,6 +19,11 @@ Waking a sleeping thread costs more than everything else a small message costs, 
 (`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
 by another way.
 
+What ends a sleep is worked off in the order in which somebody waits for it: those whose data came
+run first, and the descriptor that told of it is read before the next wait.  And who has sent
+something and waits for the answer first lets others have the processor for a moment: the peer was
+perhaps woken on this one, as Linux likes it, and cannot begin before.
+
 When ``before_io_wait`` is called Trio has already computed how long to sleep.  If the drain woke a
 task, the wake eventfd is made readable, so that the wait ends at once.
 
@@ -53,6 +58,7 @@ _SLEEPLESS: Final = 32
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
+_BELIEVED: Final = 8
 
 
 class CompletionSink(Protocol):
@@ -75,6 +81,7 @@ class _Lane:
         "queue_pairs",
         "rest",
         "rnic",
+        "silent",
         "sinks",
         "watched",
     )
@@ -83,6 +90,7 @@ class _Lane:
         self.rnic = rnic
         self.fd = fd  # what Trio waits for; None: the thread waits for everything
         self.watched = False  # a task waits for it
+        self.silent = False  # it failed: nothing comes any more
         self.poll = rnic.poll
         self.arm = rnic.arm
         self.disarm = rnic.disarm
@@ -136,12 +144,15 @@ class Pump:
         self._turn: trio.lowlevel.Task | None = None
         self._yielded: set[trio.lowlevel.Task] = set()
         self._yielding: set[trio.lowlevel.Task] = set()
+        self._believed = 0  # calls of `try_spin` for which no other task is thought to be runnable
         self._put_off: deque[tuple[_Lane, Completion]] = deque()
         # What calls of `drain_queue_pair` have found and not dispatched yet; they nest.
         self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
         self._draining = False
         self._wake_fd = -1
         self._nursery: trio.Nursery
+        self._rang: list[_Lane] = []  # their descriptors ended a sleep, and are readable still
+        self._met = False  # the drain after that sleep has found what they rang for
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
         self._sleepless = 0  # passes without a sleep since then
@@ -312,7 +323,7 @@ class Pump:
         self._yielding.add(task)
         return True
 
-    def try_spin(self, ready: Callable[[], bool] | None = None) -> bool:
+    def try_spin(self, ready: Callable[[], bool] | None = None, *, answered: bool = False) -> bool:
         """Poll for a moment instead of parking a task; True if what it waits for came.
 
         Only for a sole waiter (`waiting` is 0) and with nothing else to run; otherwise, or with
@@ -320,22 +331,42 @@ class Pump:
 
         Args:
           ready: whether what the caller waits for is there; None: it waits for any completion.
+          answered: the peer has just been sent something, and may have been woken for it on this
+            processor.  Where a spin is not worth it, it gets the processor at least.
         """
         spinning = self._spinning
-        if not spinning.ns or self.waiting or spinning.tired:
+        tired = spinning.tired
+        if not spinning.ns or self.waiting or (tired and not answered):
+            return False
+        if self._has_company(sure=tired):
             return False
         if self._flushes:
             self._flush()
             if self.drain() and (ready is None or ready()):
                 return True
+        if tired:
+            spinning.step_aside()
+            return self.drain() and (ready is None or ready())
         self._waiting_since = time.perf_counter_ns()
         end = self._waiting_since + spinning.ns
-        while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
+        while self._spin(end):
             if ready is None or ready():
                 self._waiting_since = 0
                 return True
-            if time.perf_counter_ns() >= end:
+            if time.perf_counter_ns() >= end or trio.lowlevel.current_statistics().tasks_runnable:
                 break  # all that comes is for others
+        return False
+
+    def _has_company(self, *, sure: bool) -> bool:
+        """Whether other tasks can run.  To ask Trio costs a fourth of what a message costs, so
+        that nobody else could is believed for a few calls, unless it is to be ``sure``."""
+        self._believed -= 1
+        if self._believed >= 0 and not sure:
+            return False
+        if trio.lowlevel.current_statistics().tasks_runnable:
+            self._believed = 0
+            return True
+        self._believed = _BELIEVED
         return False
 
     def _spin(self, end: int) -> bool:
@@ -395,8 +426,13 @@ class Pump:
             self._nursery.start_soon(self._watch, lane, lane.fd)
 
     async def _watch(self, lane: _Lane, fd: int) -> None:
-        """Have Trio wait for the completions of an RNIC; the hook has drained when this wakes."""
-        while lane in self._lanes:
+        """Have Trio wait for the completions of an RNIC.
+
+        The hook has drained when this wakes.  If that found what had come, those who waited for
+        it run in this pass, some of them before this, and some after; so the descriptor is left
+        readable until they have run.
+        """
+        while lane in self._lanes and not lane.silent:
             lane.watched = True
             try:
                 await trio.lowlevel.wait_readable(fd)
@@ -405,15 +441,19 @@ class Pump:
             finally:
                 lane.watched = False
             self.wakeups += 1
-            if lane not in self._lanes:
-                return
+            if self._met:
+                self._rang.append(lane)
+                continue
             try:
-                if not lane.rnic.quieten():
-                    return
+                self._quieten(lane)
                 lane.look()  # at rings that were not looked at before, as they rang
             except Exception as problem:
                 self._break(problem)
                 return
+
+    def _quieten(self, lane: _Lane) -> None:
+        if lane in self._lanes and not lane.rnic.quieten():
+            lane.silent = True
 
     def _wake(self) -> None:
         """End Trio's wait, or prevent the next; from any thread."""
@@ -440,6 +480,8 @@ class Pump:
         """The hook: flush, drain, and before a sleep also spin and arm.  Raises nothing."""
         self.passes += 1
         try:
+            while self._rang:
+                self._quieten(self._rang.pop())
             if self._soon:
                 self._busy_passes += 1
                 if timeout > 0 or self._busy_passes >= _SOON:
@@ -498,7 +540,8 @@ class Pump:
             try:
                 for lane in self._lanes:
                     lane.disarm()
-                if self.drain() and self._waiting_since:
+                self._met = self.drain()
+                if self._met and self._waiting_since:
                     self._spinning.slept(time.perf_counter_ns() - self._waiting_since)
                     self._waiting_since = 0
             except Exception as problem:

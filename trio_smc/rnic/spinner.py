@@ -40,6 +40,10 @@ _ALIKE: Final = 4
 """So many waits in a row that a stretched spin would have met are taken for a habit."""
 
 
+_LONG_TURN_NS: Final = 1_000_000
+_SELDOM_ASIDE: Final = 64
+
+
 class AdaptiveSpin:
     """Looks for a moment, longer where that would be met, less often where nothing comes of it.
 
@@ -52,7 +56,7 @@ class AdaptiveSpin:
       ns: how long to look, in nanoseconds: ``seconds``, or four times that.
     """
 
-    __slots__ = ("_asked", "_misses", "_near", "_patience", "_seldom", "_tries", "ns")
+    __slots__ = ("_asked", "_crowded", "_misses", "_near", "_patience", "_seldom", "_tries", "ns")
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
         self.ns = self._asked = int(seconds * 1e9)
@@ -61,6 +65,7 @@ class AdaptiveSpin:
         self._seldom = seldom
         self._misses = 0
         self._tries = 0
+        self._crowded = 0  # so many times more nobody steps aside
 
     @property
     def tired(self) -> bool:
@@ -84,6 +89,19 @@ class AdaptiveSpin:
             return True
         self._tries += 1
         return self._tries % self._seldom == 0
+
+    def step_aside(self) -> None:
+        """Let a peer run now that waits for this processor, as it may have been woken on it.
+
+        What keeps the processor for long is no such peer; then this is seldom done.
+        """
+        if self._crowded:
+            self._crowded -= 1
+            return
+        before = time.perf_counter_ns()
+        os.sched_yield()
+        if time.perf_counter_ns() - before > _LONG_TURN_NS:
+            self._crowded = _SELDOM_ASIDE
 
     def spin(self, looks: Iterable[Look], end: int) -> Look | None:
         """Take one look after the other, round and round; returns the first that is fruitful.

@@ -139,6 +139,7 @@ class RdmaStream(SmcStream):
         self._receiving = False
         self._urgent_busy = False
         self._strict = config.checkpoints != "amortised"
+        self._produced = 0  # bytes that had been sent when the last wait ended
         self._misses = 0  # readers that found nothing since a turn of others brought something
         self._is_due = stack.pump.is_due
         self._options = StreamOptions(
@@ -603,8 +604,12 @@ class RdmaStream(SmcStream):
         if getattr(core, waiter) is None:
             return False
         if not pump.waiting:
-            pump.try_spin(lambda: getattr(core, waiter) is None)
+            pump.try_spin(
+                lambda: getattr(core, waiter) is None,
+                answered=core.messenger.produced != self._produced,
+            )
             if getattr(core, waiter) is None:
+                self._produced = core.messenger.produced
                 return False
 
         task = _current_task()
@@ -624,6 +629,7 @@ class RdmaStream(SmcStream):
             pump.awake -= 1
         finally:
             pump.waiting -= 1
+        self._produced = core.messenger.produced
         return True
 
     def _translated(self, error: OSError) -> Exception:

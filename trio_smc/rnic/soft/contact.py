@@ -27,6 +27,7 @@ from trio_smc.rnic.soft.messages import (
     close_all,
     decode_untrusted,
     receive,
+    take_bell,
 )
 from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import PeerRegions
@@ -147,12 +148,9 @@ class Contact:
             return False
         return True
 
-    def hear(self, *, glance: bool = False) -> None:
+    def hear(self) -> None:
         """Take in the peer's announcements; of very many only some, and the rest at a later
-        look.
-
-        ``glance``: only to the first ring, behind which there is nothing mostly.
-        """
+        look."""
         self.behind = False
         for _ in range(_MOST_HEARD):
             sock = self._hearer or self._speaker
@@ -163,8 +161,6 @@ class Contact:
             if data == BELL:
                 if fds:
                     close_all(fds)
-                if glance:
-                    return
                 continue
             try:
                 if not data:
@@ -245,12 +241,22 @@ class Contact:
     def _on_events(self, events: int) -> None:
         if self._owner.ring.dozes:
             self._rnic.rouse(self._owner.ring)
-        self.hear(glance=self._rnic.tells_again)
+        if events == select.EPOLLIN and self._is_bell():
+            return
+        self.hear()
         if events & _ENDED:
             self._rnic.gone.append(self._owner)
         elif self.unsaid:
             self.speak()
             self._rnic.stalled[self._owner] = None
+
+    def _is_bell(self) -> bool:
+        """The usual case: take a doorbell behind which there is nothing; False: look closer."""
+        sock = self._hearer or self._speaker
+        try:
+            return sock is not None and not self.behind and not self.unsaid and take_bell(sock)
+        except OSError:
+            return False
 
     def _on_message_untrusted(self, message: Message, fds: list[int]) -> None:
         if isinstance(message, Hello):

@@ -113,7 +113,6 @@ class SoftRnic(Rnic):
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
         self.restless: int = 0
         self.crowded: bool = False
-        self.tells_again: bool = False
         self._again: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
         self._many = False  # of them
@@ -191,7 +190,6 @@ class SoftRnic(Rnic):
         if self._rung is not None:
             self._rung.close()
             self._rung = None
-            self.tells_again = False
         os.close(self._self_wake)
         self.port_active = False
         self._open = False
@@ -313,7 +311,6 @@ class SoftRnic(Rnic):
         if self._rung is None:
             with refusals():
                 self._rung = select.epoll()
-            self.tells_again = True  # a call less for each ring that ends a sleep
             for fd, events in self._peers.items():
                 self._epoll.unregister(fd)
                 self._rung.register(fd, events)

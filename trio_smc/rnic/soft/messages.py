@@ -13,9 +13,12 @@ of a socket tells of the end of its speaker, be it in order or by SIGKILL.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import struct
+import termios
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,6 +37,7 @@ __all__ = [
     "close_all",
     "decode_untrusted",
     "receive",
+    "take_bell",
 ]
 
 
@@ -169,6 +173,18 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
         close_all(fds)
         return b"", []
     return data, fds
+
+
+_unread = array("i", [0])
+
+
+def take_bell(sock: socket.socket) -> bool:
+    """Take a doorbell, where that is all there is; False: nothing was taken, `receive` has to look.
+
+    All messages are longer, so a byte is one; reading it needs no room for descriptors.
+    """
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, _unread)
+    return _unread[0] == len(BELL) and len(sock.recv(len(BELL), socket.MSG_DONTWAIT)) == len(BELL)
 
 
 def close_all(fds: list[int]) -> None:

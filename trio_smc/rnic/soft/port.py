@@ -42,7 +42,6 @@ class Port(Protocol):
       gone: whose peers have ended.
       restless: how many of ``stalled`` wait for a moment: nobody sleeps meanwhile.
       crowded: so many have dialled that some still wait to be let in.
-      tells_again: what nobody took of a peer's socket will be reported once more.
     """
 
     gid: bytes
@@ -53,7 +52,6 @@ class Port(Protocol):
     gone: list[PortUser]
     restless: int
     crowded: bool
-    tells_again: bool
 
     def look(self) -> None:
         """Handle what the sockets have, without waiting."""
