@@ -13,11 +13,10 @@ of a socket tells of the end of its speaker, be it in order or by SIGKILL.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import struct
-import termios
+import sys
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,10 @@ from typing import Final
 from trio_smc._base.errors import ProtocolError
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_admitted
 from trio_smc.rnic.verbs import RnicError
+
+if sys.platform == "linux":  # elsewhere nobody comes here
+    import fcntl
+    import termios
 
 __all__ = [
     "BELL",
