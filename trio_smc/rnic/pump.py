@@ -58,7 +58,6 @@ _SLEEPLESS: Final = 32
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
-_BELIEVED: Final = 8
 
 
 class CompletionSink(Protocol):
@@ -144,7 +143,6 @@ class Pump:
         self._turn: trio.lowlevel.Task | None = None
         self._yielded: set[trio.lowlevel.Task] = set()
         self._yielding: set[trio.lowlevel.Task] = set()
-        self._believed = 0  # calls of `try_spin` for which no other task is thought to be runnable
         self._put_off: deque[tuple[_Lane, Completion]] = deque()
         # What calls of `drain_queue_pair` have found and not dispatched yet; they nest.
         self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
@@ -338,35 +336,23 @@ class Pump:
         tired = spinning.tired
         if not spinning.ns or self.waiting or (tired and not answered):
             return False
-        if self._has_company(sure=tired):
-            return False
         if self._flushes:
             self._flush()
             if self.drain() and (ready is None or ready()):
                 return True
         if tired:
+            if trio.lowlevel.current_statistics().tasks_runnable:
+                return False
             spinning.step_aside()
             return self.drain() and (ready is None or ready())
         self._waiting_since = time.perf_counter_ns()
         end = self._waiting_since + spinning.ns
-        while self._spin(end):
+        while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
                 self._waiting_since = 0
                 return True
-            if time.perf_counter_ns() >= end or trio.lowlevel.current_statistics().tasks_runnable:
+            if time.perf_counter_ns() >= end:
                 break  # all that comes is for others
-        return False
-
-    def _has_company(self, *, sure: bool) -> bool:
-        """Whether other tasks can run.  To ask Trio costs a fourth of what a message costs, so
-        that nobody else could is believed for a few calls, unless it is to be ``sure``."""
-        self._believed -= 1
-        if self._believed >= 0 and not sure:
-            return False
-        if trio.lowlevel.current_statistics().tasks_runnable:
-            self._believed = 0
-            return True
-        self._believed = _BELIEVED
         return False
 
     def _spin(self, end: int) -> bool:
@@ -441,12 +427,15 @@ class Pump:
             finally:
                 lane.watched = False
             self.wakeups += 1
+            if lane not in self._lanes:
+                return
             if self._met:
                 self._rang.append(lane)
                 continue
             try:
                 self._quieten(lane)
-                lane.look()  # at rings that were not looked at before, as they rang
+                if not lane.silent:
+                    lane.look()  # at rings that were not looked at before, as they rang
             except Exception as problem:
                 self._break(problem)
                 return
