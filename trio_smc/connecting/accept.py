@@ -8,7 +8,7 @@ import socket as stdlib_socket
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import trio
-from trio.socket import from_stdlib_socket
+from trio.socket import SocketType, from_stdlib_socket
 
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.connection import Connection
@@ -93,13 +93,13 @@ class Arrival:
         *,
         busy: bool,
     ) -> None:
-        self.sock = from_stdlib_socket(accepted)
+        self.sock: SocketType = from_stdlib_socket(accepted)
         self._unwrapped = accepted
         self._accepted = remote
         self._stack = stack
         self._config = config
         self._publication = publication
-        self.begun = trio.current_time()
+        self.begun: float = trio.current_time()
         self._search: Search | None = None
         self._claim: Claim | None = None
         self._plain: Fallback | None = None

@@ -207,7 +207,7 @@ class Messenger:
         self.waiting: bool = False
         self.first: bool = True
         self.patient: bool = False
-        self.flush_later = flush_later
+        self.flush_later: Callable[[Callable[[], None]], None] | None = flush_later
         self.flush_pending: bool = False
         self.tell_later: Callable[[Callable[[], None]], None] | None = None
         self._tell_pending = False

@@ -154,7 +154,8 @@ class Receiver:
     def lay_out(self) -> None:
         """Take the ring as the element has it: at first contact that comes late (A.3.1)."""
         rmbe = self._rmbe
-        self.first = self.received_offset = rmbe.first
+        self.first: int = rmbe.first
+        self.received_offset: int = rmbe.first
         self._eye_catcher = bool(rmbe.first)
         self._ring = rmbe.data
         self.usable: int = rmbe.usable

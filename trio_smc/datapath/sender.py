@@ -112,7 +112,8 @@ class Sender:
         self.send_limit: int | None = None
         self.sendable: bool = False
         self.taken: int = 0
-        self.taken_wrap = self.taken_offset = 0
+        self.taken_wrap: int = 0
+        self.taken_offset: int = 0
         self.writes: int = 0
         self.window_stalls: int = 0
 

@@ -59,7 +59,8 @@ class AdaptiveSpin:
     __slots__ = ("_asked", "_crowded", "_misses", "_near", "_patience", "_seldom", "_tries", "ns")
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
-        self.ns = self._asked = int(seconds * 1e9)
+        self.ns: int = int(seconds * 1e9)
+        self._asked = self.ns
         self._near = 0
         self._patience = patience
         self._seldom = seldom

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 import trio
 from trio.lowlevel import Abort, RaiseCancelT
 
-from trio_smc._base.reasons import Mode
+from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
@@ -108,7 +108,7 @@ class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
     mode = Mode.SMC_R
-    fallback = None
+    fallback: Fallback | None = None
     socket: SmcSocket
     _closed = True  # until there is something to close
     _deaf = True
@@ -124,7 +124,7 @@ class RdmaStream(SmcStream):
     ) -> None:
         """``accepted``: of a server, the peer's address as ``accept`` gave it."""
         self.socket = SmcSocket(sock, accepted)
-        self.link_group = link_group
+        self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
         # Held by themselves: each call asks them.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from trio_smc.streams.group_views import LinkGroupView
+
 
 __all__ = [
     "TcpStream",
@@ -41,7 +43,7 @@ class TcpStream(SmcStream):
     """
 
     mode = Mode.TCP
-    link_group = None
+    link_group: LinkGroupView | None = None
     socket: trio.socket.SocketType
 
     def __init__(
@@ -53,7 +55,7 @@ class TcpStream(SmcStream):
         urgent_inline: bool = False,
     ) -> None:
         self.socket = sock
-        self.fallback = fallback
+        self.fallback: Fallback | None = fallback
         self._ended: Callable[[TcpStream], None] | None = ended
         self._urgent = TcpUrgent(sock, urgent_inline)
         self._handshake = _carried(sock)  # its CLC messages, which are nobody's data

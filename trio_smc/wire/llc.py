@@ -530,8 +530,8 @@ class Framing(ABC):
 
 
 class _Version1(Framing):
-    version = 1
-    largest = MESSAGE_SIZE
+    version: ClassVar[int] = 1
+    largest: ClassVar[int] = MESSAGE_SIZE
     _MARK = 0
     _ONLY = (AddLinkContinuation, ConfirmRkeyContinuation)
 
@@ -545,8 +545,8 @@ class _Version1(Framing):
 
 
 class _Version2(Framing):
-    version = 2
-    largest = AddLink.LARGEST
+    version: ClassVar[int] = 2
+    largest: ClassVar[int] = AddLink.LARGEST
     _MARK = 0x20
     _ONLY = (RequestAddLink,)
 

@@ -76,7 +76,7 @@ class Server:
     __slots__ = ("announced", "connection", "entry")
 
     def __init__(self, connection: socket.socket, entry: tuple[int, int, str]) -> None:
-        self.connection = connection
+        self.connection: socket.socket = connection
         self.entry: tuple[int, int, str] = entry  # device and inode of the directory, name there
         self.announced: set[Announcement] = set()
 
@@ -220,7 +220,7 @@ class Lookup:
 
     def __init__(self, servers: list[Server], stamps: list[directory.Stamp]) -> None:
         self.servers: list[Server] = servers
-        self.stamps = stamps
+        self.stamps: list[directory.Stamp] = stamps
         self.until: float = math.inf
         self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 

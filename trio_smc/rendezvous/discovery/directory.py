@@ -95,7 +95,7 @@ class NewSocket:
             try:
                 self._directory = root.below(self._path, create=True)
                 try:
-                    self.listener = self._directory.listen(self._name, backlog)
+                    self.listener: socket.socket = self._directory.listen(self._name, backlog)
                 except BaseException:
                     self._directory.close()
                     raise
@@ -214,7 +214,7 @@ class Listeners:
         """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
         self._directory: PrivateDirectory | None = None
         self.waiting: list[str] = []
-        self.place = (0, 0)
+        self.place: tuple[int, int] = (0, 0)
         try:
             self._directory = root.below(f"{namespace}/{name}")
             found = os.fstat(self._directory.descriptor)

@@ -76,7 +76,7 @@ class Client:
     __slots__ = ("connection", "pending", "probe")
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        self.connection: socket.socket = connection
         self.pending: set[bytes] = set()  # what it announced, and nobody claimed
         self.probe: Probe | None = None
 
@@ -108,7 +108,7 @@ class Probe:
         self._source = plain_address(source)
         self._nonce = secrets.token_bytes(messages.NONCE_SIZE)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.listener = socket.socket(family, socket.SOCK_STREAM)
+        self.listener: socket.socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self.listener.setblocking(False)
             self.listener.bind((address, 0))

@@ -29,6 +29,8 @@ from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trio_smc._base.timers import Timer
     from trio_smc.rendezvous.links.context import Group
     from trio_smc.rendezvous.links.link import Link
@@ -66,14 +68,14 @@ class Exchanges:
         told = RkeyExchanges(group, self, rkeys)
         self.rkey_exchanges: RkeyExchanges = told
         # The machine's actions of these names.
-        self.send_rkeys = told.send_rkeys
-        self.stop_rkeys_timer = told.stop_rkeys_timer
-        self.end_rkeys = told.end_rkeys
-        self.redo_rkeys = told.redo_rkeys
-        self.fail_rkeys_link = told.fail_rkeys_link
-        self.fail_queued = told.fail_queued
-        self.answer_rkeys = told.answer_rkeys
-        self.put_off_rkeys = told.put_off_rkeys
+        self.send_rkeys: Callable[[], None] = told.send_rkeys
+        self.stop_rkeys_timer: Callable[[], None] = told.stop_rkeys_timer
+        self.end_rkeys: Callable[[], None] = told.end_rkeys
+        self.redo_rkeys: Callable[[], None] = told.redo_rkeys
+        self.fail_rkeys_link: Callable[[], None] = told.fail_rkeys_link
+        self.fail_queued: Callable[[], None] = told.fail_queued
+        self.answer_rkeys: Callable[[], None] = told.answer_rkeys
+        self.put_off_rkeys: Callable[[], None] = told.put_off_rkeys
 
     @property
     def state(self) -> str:

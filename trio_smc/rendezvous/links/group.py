@@ -53,7 +53,13 @@ from trio_smc.states.tables import LINK_GROUP
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
+    from trio_smc._base.statistics import Agreed
+    from trio_smc.rendezvous.links.add_link import LinkAdding
     from trio_smc.rendezvous.links.context import GroupData
+    from trio_smc.rendezvous.links.delete_link import LinkDeletion
+    from trio_smc.rendezvous.links.first_contact import LinkSetup
+    from trio_smc.rendezvous.links.link_demand import LinkDemand
+    from trio_smc.rendezvous.links.rkeys import RkeyExchanges
     from trio_smc.wire import clc
 
 __all__ = [
@@ -115,7 +121,7 @@ class LinkGroup:
         self.client = client
         self.peer_id = peer_id
         self.terms = terms
-        self.agreed = terms.agreed  # what every connection is counted under
+        self.agreed: Agreed = terms.agreed  # what every connection is counted under
         self.proposed = proposed
         self.rnic = rnic
         self.config = config
@@ -125,14 +131,17 @@ class LinkGroup:
         self.peer_rmbs: PeerRmbs = PeerRmbs()
         self.own_rmbs: OwnRmbs = OwnRmbs(self)
         self.rkeys: Rkeys = Rkeys(self, self.own_rmbs)
-        self.exchanges = exchanges = Exchanges(self, self.rkeys)
-        self.setup = exchanges.setup
-        self.demand = exchanges.demand
-        self.adding = exchanges.adding
-        self.deletion = exchanges.deletion
-        self.rkey_exchanges = exchanges.rkey_exchanges
+        exchanges = Exchanges(self, self.rkeys)
+        self.exchanges: Exchanges = exchanges
+        self.setup: LinkSetup = exchanges.setup
+        self.demand: LinkDemand = exchanges.demand
+        self.adding: LinkAdding = exchanges.adding
+        self.deletion: LinkDeletion = exchanges.deletion
+        self.rkey_exchanges: RkeyExchanges = exchanges.rkey_exchanges
         self.idle_links: IdleLinks = IdleLinks(self, self.demand, self.deletion)
-        self.connections = GroupConnections(self, self.idle_links.connection_placed)
+        self.connections: GroupConnections = GroupConnections(
+            self, self.idle_links.connection_placed
+        )
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0

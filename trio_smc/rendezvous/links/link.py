@@ -42,6 +42,7 @@ from trio_smc.datapath.messenger import Poster
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
+    ProtectionDomain,
     QueuePair,
     Rnic,
     RnicError,
@@ -266,7 +267,7 @@ class Link:
         self.group: LinkOwner = group
         self.number: int = number
         self.rnic: Rnic = rnic
-        self.pd = rnic.alloc_pd()
+        self.pd: ProtectionDomain = rnic.alloc_pd()
         try:
             self.qp: QueuePair = rnic.create_qp(
                 self.pd, max(RECEIVE_SIZE, group.terms.framing.largest)
@@ -287,7 +288,7 @@ class Link:
         self._quiet_looks = 0
         self.doubted: bool = False
         self.failing: bool = False
-        self.reason = llc.DeleteLinkReason.LOST_PATH
+        self.reason: llc.DeleteLinkReason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
         self.empty_since: float = group.timers.now()
         self.machine: Machine = Machine(LINK, self)

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.roce.pyverbs import Context, Cq, Gid, Mr, Qp, SendWr, Verbs, Wc
+from trio_smc.rnic.roce.pyverbs import Closable, Context, Cq, Gid, Mr, Qp, SendWr, Verbs, Wc
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
@@ -122,7 +122,7 @@ class Domain(ProtectionDomain):
         self._forget = forget
         self.lib = lib
         with lib.refusals("ibv_alloc_pd"):
-            self.pd = lib.pd(context)
+            self.pd: Closable = lib.pd(context)
         self.regions: set[Region] = set()
         self.pairs: set[RoceQueuePair] = set()
         self.closed: bool = False

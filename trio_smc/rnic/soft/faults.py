@@ -137,7 +137,7 @@ class FaultPlan:
         self.delay = delay
         self.flap = flap
         self.concerns = concerns
-        self.rng = random.Random(seed)
+        self.rng: random.Random = random.Random(seed)
         self._kinds = kinds
         self._every = every
         self._requests = 0
