@@ -70,7 +70,8 @@ async def find_stack() -> Stack:
         default = _DefaultStack()
         _default.set(default)
         trio.lowlevel.spawn_system_task(default.run)
-    await default.ready.wait()
+    if default.stack is None:
+        await default.ready.wait()
     if default.stack is None:
         # Descriptors may have run out; the next call tries again.
         if _default.get(None) is default:

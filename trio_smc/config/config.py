@@ -291,7 +291,7 @@ class Config:
         """
         if self.discovery != "auto":
             return self.discovery == "assume"
-        return any(is_listed(entry, addresses) for entry in self.assume)
+        return bool(self.assume) and any(is_listed(entry, addresses) for entry in self.assume)
 
     def permits(self, *addresses: tuple[str, int]) -> bool:
         """Whether the lists let a connection use SMC-R.

@@ -80,8 +80,8 @@ class Arrival:
     """
 
     __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
-                 "_publication", "_remote", "_rnic", "_search", "_stack", "_unwrapped", "begun",
-                 "sock")  # fmt: skip
+                 "_publication", "_remote", "_rnic", "_search", "_spoke", "_stack", "_unwrapped",
+                 "begun", "sock")  # fmt: skip
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class Arrival:
         self._claim: Claim | None = None
         self._plain: Fallback | None = None
         self._failure: Exception | None = None
+        self._spoke = False  # CLC messages were exchanged
         self._rnic: Rnic | FallbackReason = FallbackReason.PEER_NOT_CAPABLE
         try:
             self._greet(remote, busy)
@@ -198,15 +199,29 @@ class Arrival:
         if isinstance(fallback, RdmaStream):
             return fallback
         if config.require_smc:
-            stack.groups.count_mode(None, fallback)
+            stack.groups.count_tcp(None, fallback)
             stack.groups.handshakes["refused"] += 1
             LOGGER.warning("connection refused, SMC-R is required: %s", fallback.message)
             sock.close()
             return None
+        return self._tcp_stream(fallback)
+
+    def plain_stream(self) -> TcpStream | None:
+        """`stream` where there is nothing to wait for, as discovery is over: plain TCP."""
+        if self._plain is None or self._failure is not None or self._config.require_smc:
+            return None
+        return self._tcp_stream(self._plain)
+
+    def _tcp_stream(self, fallback: Fallback) -> TcpStream:
+        groups = self._stack.groups
         stream = TcpStream(
-            sock, fallback, stack.groups.tcp_ended, urgent_inline=config.urgent_inline
+            self.sock,
+            fallback,
+            groups.tcp_ended,
+            spoke=self._spoke,
+            urgent_inline=self._config.urgent_inline,
         )
-        stack.groups.count_mode(stream, fallback)
+        groups.count_tcp(stream, fallback)
         return stream
 
     async def _negotiate(self) -> RdmaStream | Fallback:
@@ -230,6 +245,7 @@ class Arrival:
             receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
         )
         negotiation.sock = sock
+        self._spoke = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
                 negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
@@ -299,7 +315,7 @@ def established_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     if options is not None:
         stream.inherit(options)
-    stack.groups.count_mode(stream, None, outcome.group.agreed)
+    stack.groups.count_smc(stream, outcome.group.agreed)
     if config.learn_short and peer is not None:
         stack.short_connections.opened(endpoint.connection, peer)
     return stream
@@ -321,7 +337,7 @@ def _ended_stream(
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
     stream.socket.keep_names()
     sock.close()
-    stack.groups.count_mode(stream, None, outcome.group.agreed)
+    stack.groups.count_smc(stream, outcome.group.agreed)
     return stream
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import socket as stdlib_socket
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -74,16 +75,21 @@ async def connect_stream(
 
 
 async def connect_socket(
-    stack: ConnectHost, sock: trio.socket.SocketType, address: Any, config: Config
+    stack: ConnectHost,
+    sock: trio.socket.SocketType,
+    address: Any,
+    config: Config,
+    bare: stdlib_socket.socket | None = None,
 ) -> SmcStream:
     """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
 
     Args:
       sock: not connected; bound or not, but not to an address without a port.
       address: resolved, as `socket.socket.connect` takes it.
+      bare: what ``sock`` wraps.
     """
     peer = (plain_address(address[0]), address[1])
-    attempt = Attempt(sock, peer, peer)
+    attempt = Attempt(sock, peer, peer, bare=bare)
     source = None if sock.getsockname()[1] == 0 else sock.getsockname()[0]
     await connect_attempt(stack, attempt, address, source, config)
     return await _negotiated(stack, attempt, config)
@@ -113,12 +119,16 @@ async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> S
         return outcome
     if config.require_smc:
         attempt.sock.close()
-        stack.groups.count_mode(None, outcome)
+        stack.groups.count_tcp(None, outcome)
         raise SmcUnavailable(outcome)
     stream = TcpStream(
-        attempt.sock, outcome, stack.groups.tcp_ended, urgent_inline=config.urgent_inline
+        attempt.sock,
+        outcome,
+        stack.groups.tcp_ended,
+        spoke=attempt.spoke,
+        urgent_inline=config.urgent_inline,
     )
-    stack.groups.count_mode(stream, outcome)
+    stack.groups.count_tcp(stream, outcome)
     return stream
 
 
@@ -137,7 +147,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         # Before ACCEPTED is taken, after which the server counts on a Proposal.
         if not attempt.offers:
             return Fallback.local(rnic)
-        return await _decline(stack, sock, rnic, config)
+        return await _decline(stack, attempt, rnic, config)
     if isinstance(announcement, Announcement):
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
@@ -147,6 +157,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
     )
     negotiation.sock = sock
+    attempt.spoke = True
     with stack.groups.handshake():
         proposal = _proposal(stack.groups.peer_id, rnic, here)
         offer = stack.groups.offer
@@ -165,14 +176,15 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
 
 
 async def _decline(
-    stack: ConnectHost, sock: trio.socket.SocketType, reason: FallbackReason, config: Config
+    stack: ConnectHost, attempt: Attempt, reason: FallbackReason, config: Config
 ) -> Fallback:
     """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
+    attempt.spoke = True
     with stack.groups.handshake():
         negotiation.decline(reason)
         outcome = await run_negotiation(
-            negotiation, sock, config.handshake_timeout, stack.timers, NEVER
+            negotiation, attempt.sock, config.handshake_timeout, stack.timers, NEVER
         )
         if isinstance(outcome, Established):
             raise RuntimeError("a negotiation was declined and succeeded")

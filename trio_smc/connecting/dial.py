@@ -80,7 +80,9 @@ class Attempt:
       offers: whether the TCP option is to tell.
       here: the address that it was announced to come from.
       elsewhere: the listeners of other network namespaces that the address is proven to lead to.
-      plain: the same socket when it was made here, so that nobody has set an option or bound it.
+      bare: the socket that ``sock`` wraps, where the caller knows it.
+      plain: the same when it was made here, so that nobody has set an option or bound it.
+      spoke: whether CLC messages went over it.
       cancelled: given up as the stack was closed.
     """
 
@@ -91,7 +93,9 @@ class Attempt:
     offers: bool = False
     here: str | None = None
     elsewhere: Lookup | None = None
+    bare: stdlib_socket.socket | None = None
     plain: stdlib_socket.socket | None = None
+    spoke: bool = False
     cancelled: bool = False
 
     def assumed(self, config: Config) -> bool:
@@ -120,7 +124,7 @@ class Attempt:
         if plain is None:
             raise RuntimeError("the socket is the caller's")
         self.withdraw()
-        self.plain = stdlib_socket.socket(plain.family, plain.type, plain.proto)
+        self.plain = self.bare = stdlib_socket.socket(plain.family, plain.type, plain.proto)
         self.sock.close()
         self.sock = from_stdlib_socket(self.plain)
 
@@ -243,7 +247,7 @@ async def _connect_one(
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.
     plain = stdlib_socket.socket(family, kind, protocol)
     peer = (plain_address(address[0]), address[1])
-    attempt = Attempt(from_stdlib_socket(plain), named, peer, plain=plain)
+    attempt = Attempt(from_stdlib_socket(plain), named, peer, bare=plain, plain=plain)
     await connect_attempt(stack, attempt, address, local, config)
     return attempt
 
@@ -253,18 +257,18 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
 
     There the connection is made as soon as the kernel was asked for it, and the next call says so.
     """
-    plain = attempt.plain
-    if plain is None:
+    bare = attempt.bare
+    if bare is None:
         with stack.call():
             await attempt.sock.connect(address)
         return
-    error = plain.connect_ex(address)
+    error = bare.connect_ex(address)
     if error == errno.EINPROGRESS:
-        error = plain.connect_ex(address)
+        error = bare.connect_ex(address)
     if error in (errno.EINPROGRESS, errno.EALREADY):
         with stack.call():
-            await trio.lowlevel.wait_writable(plain)
-        error = plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
+            await trio.lowlevel.wait_writable(bare)
+        error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
         raise OSError(error, f"cannot connect to {address!r}: {os.strerror(error)}")
 

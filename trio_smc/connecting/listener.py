@@ -136,7 +136,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             raise trio.BusyResourceError("another task is accepting")
         self._accepting = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._closed or self._ready or self._error is not None:
+                await trio.lowlevel.checkpoint()  # else the wait is one
             while not self._closed:
                 if self._ready:
                     self._release()
@@ -210,7 +211,16 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _run(self) -> None:
         with self._stack.busy(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
-                await self._accept_all(lambda arrival: nursery.start_soon(self._keep_one, arrival))
+
+                def begin(arrival: Arrival) -> None:
+                    stream = arrival.plain_stream()
+                    if stream is None:
+                        nursery.start_soon(self._keep_one, arrival)
+                    else:
+                        self._arrivals.remove(arrival)
+                        self._keep(stream)
+
+                await self._accept_all(begin)
 
     async def _keep_one(self, arrival: Arrival) -> None:
         stream = None
@@ -220,10 +230,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             if stream is None:
                 self._release()
         if stream is not None:
-            self._ready.append(stream)
-            self._arrived.set()
-            if self._closed:
-                stream.abort()
+            self._keep(stream)
+
+    def _keep(self, stream: SmcStream) -> None:
+        self._ready.append(stream)
+        self._arrived.set()
+        if self._closed:
+            stream.abort()
 
     async def _shake_hands(self, arrival: Arrival) -> SmcStream | None:
         try:

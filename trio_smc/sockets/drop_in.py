@@ -386,6 +386,8 @@ class DropInSocket(trio.socket.SocketType):
             LOGGER.debug("%r is not published: %s", self, error)
 
     async def _published(self) -> SmcListener:
+        if self._listener is not None:
+            return self._listener
         async with self._publishing:
             if self._listener is None:
                 stack = await self._find_stack()
@@ -417,7 +419,9 @@ class DropInSocket(trio.socket.SocketType):
             stack = await self._find_stack()
             stack.runtime.check_usable()
             config = _config_of(stack)
-            self._take(await connect_socket(stack.runtime, self.plain, resolved, config))
+            self._take(
+                await connect_socket(stack.runtime, self.plain, resolved, config, self._sock)
+            )
         except trio.Cancelled:
             self.close()  # as Trio does, wherever it was cancelled
             raise

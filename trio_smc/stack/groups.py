@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import trio
 
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics, StreamStatistics
+from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
 from trio_smc.rendezvous.links.group import LinkGroup
-from trio_smc.rendezvous.terms import HOST_SIZE, VERSION_1, Offer, Terms
+from trio_smc.rendezvous.terms import HOST_SIZE, Offer, Terms
 from trio_smc.rnic.verbs import QueuePair, Rnic
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.stack.rnics import RnicChange, StackRnics
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
-_VERSION_1: Final = VERSION_1.agreed
 
 _AT_ONCE: Final = 128
 """Connections whose counters are added up at once."""
@@ -65,8 +64,8 @@ class OpenStream(Protocol):
     def socket(self) -> Any:
         """The TCP connection."""
 
-    def statistics(self) -> StreamStatistics:
-        """Its counters."""
+    def carried(self) -> tuple[int, int]:
+        """Bytes it sent and received."""
 
     def close(self) -> None:
         """Close it, as close(2) does."""
@@ -272,18 +271,18 @@ class GroupTable:
         """Around a handshake: counts it, and whether it ended the TCP connection."""
         return _Handshake(self.handshakes)
 
-    def count_mode(
-        self, connection: OpenStream | None, fallback: Fallback | None, agreed: Agreed = _VERSION_1
-    ) -> None:
-        """A connection became SMC-R (None), in a link group that agreed on this, or stays TCP; no
-        connection: it was refused then."""
-        if fallback is None:
-            self._agreed[agreed] += 1
-        else:
-            self._fallbacks[fallback.origin, fallback.reason] += 1
-            LOGGER.debug("plain TCP: %s", fallback.message)
-            if connection is not None:
-                self.tcp_streams.add(connection)
+    def count_smc(self, connection: object, agreed: Agreed) -> None:
+        """A connection became SMC-R, in a link group that agreed on this."""
+        self._agreed[agreed] += 1
+        if self.observer is not None:
+            self.observer.mode(connection, None)
+
+    def count_tcp(self, connection: OpenStream | None, fallback: Fallback) -> None:
+        """A connection stays TCP; None: it was refused for that."""
+        self._fallbacks[fallback.origin, fallback.reason] += 1
+        LOGGER.debug("plain TCP: %s", fallback.message)
+        if connection is not None:
+            self.tcp_streams.add(connection)
         if self.observer is not None:
             self.observer.mode(connection, fallback)
 
@@ -345,8 +344,8 @@ class GroupTable:
 
 def _with_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:
     """Bytes sent and received, and those of ``stream``."""
-    counted = stream.statistics()
-    return totals[0] + counted.bytes_sent, totals[1] + counted.bytes_received
+    sent, received = stream.carried()
+    return totals[0] + sent, totals[1] + received
 
 
 def _eids(config: Config) -> tuple[bytes, ...] | None:

@@ -7,7 +7,6 @@ import errno
 import select
 import socket as stdlib_socket
 from functools import cached_property
-from operator import sub
 from typing import TYPE_CHECKING, Final, Literal
 
 import trio
@@ -39,6 +38,7 @@ class TcpStream(SmcStream):
       sock: the TCP connection, whose handshake is over.
       fallback: why it stays TCP.
       ended: called once, before the socket is closed or given away.
+      spoke: CLC messages went over it.
       urgent_inline: as `Config.urgent_inline`.
     """
 
@@ -52,13 +52,15 @@ class TcpStream(SmcStream):
         fallback: Fallback,
         ended: Callable[[TcpStream], None],
         *,
+        spoke: bool = False,
         urgent_inline: bool = False,
     ) -> None:
         self.socket = sock
         self.fallback: Fallback | None = fallback
         self._ended: Callable[[TcpStream], None] | None = ended
         self._urgent = TcpUrgent(sock, urgent_inline)
-        self._handshake = _carried(sock)  # its CLC messages, which are nobody's data
+        # Its CLC messages, which are nobody's data.
+        self._handshake = _carried(sock) if spoke else (0, 0)
         self._carried = self._handshake
 
     @cached_property
@@ -109,10 +111,15 @@ class TcpStream(SmcStream):
 
     def statistics(self) -> StreamStatistics:
         """Bytes, as the kernel counts them."""
+        sent, received = self.carried()
+        return StreamStatistics(bytes_sent=sent, bytes_received=received)
+
+    def carried(self) -> tuple[int, int]:
+        """Bytes sent and received, without those of the handshake."""
         with contextlib.suppress(OSError):  # closed: what was counted last
             self._carried = carried_bytes(self.socket)
-        sent, received = map(sub, self._carried, self._handshake)
-        return StreamStatistics(bytes_sent=sent, bytes_received=received)
+        (sent, received), (sent_before, received_before) = self._carried, self._handshake
+        return sent - sent_before, received - received_before
 
     def leave(self) -> None:
         """Before the socket is closed, or its descriptor given away.  Idempotent."""
