@@ -270,7 +270,8 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
             await trio.lowlevel.wait_writable(bare)
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
-        raise OSError(error, f"cannot connect to {address!r}: {os.strerror(error)}")
+        # In Trio's words: a program may know them.
+        raise OSError(error, f"Error connecting to {address!r}: {os.strerror(error)}")
 
 
 async def connect_attempt(
