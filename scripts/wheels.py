@@ -73,10 +73,12 @@ def wheels() -> list[Path]:
     _run([tools / "python", "-m", "pip", "install", "-q", *TOOLS])
     _run([tools / "python", "-m", "build", "--sdist", "--outdir", DIST, ROOT])
     [sdist] = DIST.iterdir()
-    _wheel(Path(sys.executable), sdist, DIST, {})
+    _wheel(tools / "python", sdist, DIST, {})
     for name, python in with_gil.items():
         print(f"\n=== compiled for Python {name}", flush=True)
-        _wheel(python, sdist, PLACE / name, COMPILED)
+        builder = PLACE / f"builder-{name}"
+        _run([python, "-m", "venv", builder])  # Debian's interpreters have no pip of their own
+        _wheel(builder / "bin" / "python", sdist, PLACE / name, COMPILED)
         [raw] = (PLACE / name).glob("*.whl")
         path = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
         _run([tools / "auditwheel", "repair", "--wheel-dir", DIST, raw], path)
@@ -97,7 +99,8 @@ def wheels() -> list[Path]:
 def contents(made: Path) -> list[str]:
     """The names of the files in an sdist or wheel, an sdist's without its own directory."""
     if made.suffix == ".whl":
-        return zipfile.ZipFile(made).namelist()
+        names = zipfile.ZipFile(made).namelist()
+        return [name for name in names if not name.endswith("/")]  # auditwheel adds directories
     with tarfile.open(made) as archive:
         names = [each.name.partition("/")[2] for each in archive if each.isfile()]
     return [each for each in names if each != "PKG-INFO"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_what_does_not_belong_there_is_noticed() -> None:
     ]
     stray = ["trio_smc/wire/cdc.c", "build/trio_smc__mypyc.so", "trio_smc/nothing.cpython-311.so"]
     assert wheels.strays(names + stray) == sorted(stray)
+
+
+def test_directories_in_a_wheel_are_no_files(tmp_path: Path) -> None:
+    made = tmp_path / "trio_smc-0-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.mkdir("trio_smc/wire")
+        archive.writestr("trio_smc/wire/cdc.py", "")
+    assert wheels.contents(made) == ["trio_smc/wire/cdc.py"]
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -113,7 +113,7 @@ class DropInSocket(trio.socket.SocketType):
         self._stack: Stack | None = None
         self._listener: SmcListener | None = None
         self._listening = listening
-        self._publishing = trio.Lock()
+        self._publishing: trio.Lock | None = None
         self._write_shut = self._closed = False
         self._late_port = 0
         self._ended: stdlib_socket.socket | None = None
@@ -388,6 +388,8 @@ class DropInSocket(trio.socket.SocketType):
     async def _published(self) -> SmcListener:
         if self._listener is not None:
             return self._listener
+        if self._publishing is None:
+            self._publishing = trio.Lock()
         async with self._publishing:
             if self._listener is None:
                 stack = await self._find_stack()
@@ -538,15 +540,11 @@ class DropInFactory(trio.abc.SocketFactory):
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
         """A new socket: a drop-in socket for TCP, Trio's own for anything else."""
-        sock = stdlib_socket.socket(
-            stdlib_socket.AF_INET if family is None else family,
-            stdlib_socket.SOCK_STREAM if type is None else type,
-            0 if proto is None else proto,
-        )
-        plain = _make_plain(sock)
-        if not _is_tcp(sock.family, sock.type, sock.proto):
-            return plain
-        return DropInSocket(plain, self._find_stack)
+        family = stdlib_socket.AF_INET if family is None else family
+        type = stdlib_socket.SOCK_STREAM if type is None else type
+        proto = 0 if proto is None else proto
+        plain = _make_plain(stdlib_socket.socket(family, type, proto))
+        return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
 
     def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
         """What stands for ``sock`` in Trio: see `trio.socket.from_stdlib_socket`.

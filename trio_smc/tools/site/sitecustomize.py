@@ -70,10 +70,10 @@ def _enable() -> None:
 
         import trio_smc
     except ImportError as error:
-        _tell("missing", executable=sys.executable, error=str(error))
+        heard = _tell("missing", executable=sys.executable, error=str(error))
         if _REQUIRED:
-            # The program would run over TCP.
-            sys.exit(f"trio-smc run: {error}")
+            # The program would run over TCP.  Who was told prints a line, and one is enough.
+            sys.exit(1 if heard else f"trio-smc run: {error}")
         return
     try:
         path = os.environ.get("TRIO_SMC_CONFIG")
@@ -156,10 +156,11 @@ def _tell_once(kind: str) -> None:
         _tell(kind)
 
 
-def _tell(kind: str, **more: str) -> None:
+def _tell(kind: str, **more: str) -> bool:
+    """Whether there was somebody to tell."""
     path = os.environ.get("TRIO_SMC_RUN")
     if not path:
-        return
+        return False
     # Neither `socket` nor `json`: this is part of the start of every Python program.
     import _socket
 
@@ -176,7 +177,8 @@ def _tell(kind: str, **more: str) -> None:
         finally:
             sock.close()
     except OSError:
-        pass
+        return False
+    return True
 
 
 def _run_hidden() -> None:
