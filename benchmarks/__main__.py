@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--programs", action="store_true", help="unmodified programs under trio-smc run")
+    option("--compiled", type=Path, metavar="TREE", help="programs: also with that copy's build")
     option("--proxy", action="store_true", help="what trio-smc proxy costs, in --transports")
     option("--short", action="store_true", help=f"3 rounds of 0.2 s, {BASE} and smc-r, for CI")
     option("--runs", type=int, help="separate runs, each with new processes; default 1; programs 5")
@@ -183,7 +184,7 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
     for _ in range(arguments.runs):
         if arguments.programs:
             cores = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
-            settings = arguments.rounds, arguments.seconds, cores
+            settings = arguments.rounds, arguments.seconds, cores, arguments.compiled
             runs.append(unmodified.measure(arguments.workloads, *settings))
             continue
         numbers, good = measure(arguments.transports, arguments.workloads, arguments, pin)

@@ -89,11 +89,11 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
     seen, used = comparisons[0].metrics[::2], comparisons[0].metrics[1::2]
     figure, axes = _figure(7, 1.3 + 0.36 * len(seen), 1, len(comparisons), share=True)
     for comparison, axis in zip(comparisons, axes[0], strict=True):
-        [name] = comparison.transports(seen[0])
-        thickness = 0.4
-        for row, (label, metrics) in enumerate(
-            (("time or rate", seen), ("processor time of both ends", used))
-        ):
+        name, *others = comparison.transports(seen[0])
+        bars = [(name, "time or rate", seen), (name, "processor time of both ends", used)]
+        bars += [(other, "time or rate, compiled", seen) for other in others]
+        thickness = 0.8 / len(bars)
+        for row, (name, label, metrics) in enumerate(bars):
             each = [comparison.ratios(metric, name) for metric in metrics]
             places = [place + (row + 0.5) * thickness for place in range(len(metrics))]
             _bars(axis, places, each, thickness, label)
@@ -102,11 +102,11 @@ def programs(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_xticks([0.25, 0.5, 1, 2, 4, 8])
         axis.set_xticklabels(["¼", "½", "1", "2", "4", "8"])
         axis.minorticks_off()
-        axis.set_yticks([place + thickness for place in range(len(seen))])
+        axis.set_yticks([place + 0.4 for place in range(len(seen))])
         axis.set_yticklabels([metric.name for metric in seen])
         axis.set_ylim(len(seen), -0.3)
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
-        axis.set_title(f"{name}, times better than {comparison.base}\nprocesses {pinned}")
+        axis.set_title(f"{bars[0][0]}, times better than {comparison.base}\nprocesses {pinned}")
         axis.legend(loc="lower right", fontsize=7)
     _save(figure, path)
 

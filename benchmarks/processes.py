@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,16 +24,28 @@ class Worker:
 
     Args:
       under: the words of a command that runs the process.
+      tree: the copy of this repository whose code it runs; None: this one.
     """
 
     def __init__(
-        self, module: str, *arguments: str, core: int | None, under: Sequence[str] = ()
+        self,
+        module: str,
+        *arguments: str,
+        core: int | None,
+        under: Sequence[str] = (),
+        tree: Path | None = None,
     ) -> None:
         command = [*under, sys.executable, "-m", module, *arguments]
         if core is not None:
             command += ["--core", str(core)]
+        path = {} if tree is None else {"PYTHONPATH": str(tree)}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=tree,
+            env={**os.environ, **path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ The programs are in `benchmarks.programs`.  Each has a server's and a client's p
 transport; a round runs each workload over one right after the other, in alternating order.  Under
 `trio-smc run` all connections are SMC-R or fail (``--require-smc``), but for the workload whose
 peers are learned to be short: that is the command as it is by default, and its connections end up
-as TCP.
+as TCP.  A compiled build may be measured beside the pure one, in the same rounds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
 from benchmarks.workloads import Metric
 
-__all__ = ["RUN", "WORKLOADS", "Workload", "measure"]
+__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "measure"]
 
 RUN: Final = "trio-smc run"
+COMPILED: Final = "trio-smc run, compiled"
 _COMMAND: Final = (sys.executable, "-m", "trio_smc.tools", "run")
 _STRICTLY: Final = (*_COMMAND, "--require-smc", "--")
 
@@ -100,19 +101,31 @@ def _certificates() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _clients(
-    program: str, under: Sequence[str], directory: Path, cores: tuple[int | None, int | None]
+    program: str,
+    under: Sequence[str],
+    directory: Path,
+    cores: tuple[int | None, int | None],
+    compiled: Path | None,
 ) -> Iterator[dict[str, Worker]]:
     """A program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
     with contextlib.ExitStack() as stack:
         found = {}
-        for transport, words in ((BASE, ()), (RUN, under)):
-            server = Worker(module, "serve", str(directory), core=there, under=words)
+        for transport in _transports(compiled):
+            words = () if transport == BASE else under
+            tree = compiled if transport == COMPILED else None
+            server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
             said = json.dumps(stack.enter_context(server).answer())
-            client = Worker(module, "client", str(directory), said, core=here, under=words)
+            client = Worker(
+                module, "client", str(directory), said, core=here, under=words, tree=tree
+            )
             found[transport] = stack.enter_context(client)
         yield found
+
+
+def _transports(compiled: Path | None) -> tuple[str, ...]:
+    return (BASE, RUN) if compiled is None else (BASE, RUN, COMPILED)
 
 
 def measure(
@@ -120,6 +133,7 @@ def measure(
     rounds: int,
     seconds: float,
     cores: tuple[int | None, int | None],
+    compiled: Path | None = None,
 ) -> report.Numbers:
     """Run all rounds once, one program after the other.
 
@@ -127,11 +141,14 @@ def measure(
       names: keys of `WORKLOADS`.
       seconds: of each measurement but those of whole files.
       cores: where client and server run; None: where the scheduler puts them.
+      compiled: a copy of this repository with a compiled build, for a third transport.
 
     Raises Failed.
     """
     numbers: dict[str, dict[str, list[float]]] = {
-        metric.name: {BASE: [], RUN: []} for name in names for metric in WORKLOADS[name].metrics
+        metric.name: {transport: [] for transport in _transports(compiled)}
+        for name in names
+        for metric in WORKLOADS[name].metrics
     }
     programs = dict.fromkeys((WORKLOADS[name].program, WORKLOADS[name].under) for name in names)
     with _certificates() as directory:
@@ -141,10 +158,10 @@ def measure(
                 for name in names
                 if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
             ]
-            with _clients(program, under, directory, cores) as clients:
+            with _clients(program, under, directory, cores, compiled) as clients:
                 for number in range(rounds):
                     for name in ours:
-                        for transport in (BASE, RUN) if number % 2 == 0 else (RUN, BASE):
+                        for transport in _transports(compiled)[:: -1 if number % 2 else 1]:
                             said = clients[transport].ask(
                                 workload=name.removesuffix("-learned"), seconds=seconds
                             )

@@ -84,16 +84,28 @@ def section(comparison: Comparison) -> str:
 
 def programs(comparison: Comparison) -> str:
     """The text with the table of the unmodified programs."""
+    heads = [
+        "program",
+        BASE,
+        f"`{unmodified.RUN}`",
+        *("times better", "range", "processor", "range"),
+    ]
+    if _has_compiled(comparison):
+        heads += ["compiled", "range"]
     lines = [
         how(comparison),
         "",
-        f"| program | {BASE} | `{unmodified.RUN}` | times better | range | processor | range |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
         *_programs(comparison),
         "",
         _LEGEND,
     ]
     return "\n".join(lines)
+
+
+def _has_compiled(comparison: Comparison) -> bool:
+    return unmodified.COMPILED in comparison.transports(comparison.metrics[0])
 
 
 def _programs(comparison: Comparison) -> Iterator[str]:
@@ -102,8 +114,11 @@ def _programs(comparison: Comparison) -> Iterator[str]:
         cells = [seen.name]
         both = [median(comparison.values(seen, name)) for name in (BASE, unmodified.RUN)]
         cells += [f"{short(value)} {seen.unit}" for value in both]
-        for metric in (seen, used):
-            each = comparison.ratios(metric, unmodified.RUN)
+        columns = [(seen, unmodified.RUN), (used, unmodified.RUN)]
+        if _has_compiled(comparison):
+            columns.append((seen, unmodified.COMPILED))
+        for metric, name in columns:
+            each = comparison.ratios(metric, name)
             cells += [f"**{median(each):.2f}**", f"{min(each):.2f} to {max(each):.2f}"]
         yield f"| {' | '.join(cells)} |"
 
