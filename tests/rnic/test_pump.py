@@ -16,7 +16,7 @@ import trio.testing
 from tests.rnic.contract import PATIENCE, End, connect, make_end
 from tests.rnic.soft_peer import Peer
 from trio_smc.rnic.poller import Poller
-from trio_smc.rnic.pump import _SLEEPLESS, _SOON, Pump
+from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
 
@@ -570,6 +570,106 @@ class TestLoop:
             assert not pump.try_spin(lambda: False)
             assert to_b.messages
             pump.unregister(b.rnic, b.qp)
+
+
+async def rest(pump: Pump) -> None:
+    """Until the pump has no hook, which no pass of the scheduler takes from it any more."""
+    pump.unused = True
+    for _ in range(_UNUSED + 2):
+        await trio.lowlevel.checkpoint()
+    before = pump.passes
+    for _ in range(3):
+        await trio.lowlevel.checkpoint()
+    assert pump.passes == before
+
+
+async def is_awake(pump: Pump) -> bool:
+    before = pump.passes
+    await trio.lowlevel.checkpoint()
+    return pump.passes > before
+
+
+class TestUnused:
+    async def test_it_rests_and_a_message_rouses_it(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[1]) as pump:
+            to_b = Sink(pump, b)
+            for number in range(3):
+                await rest(pump)
+                with trio.fail_after(PATIENCE):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(to_b.wait, number + 1)
+                        await trio.sleep(NAP)
+                        assert not await is_awake(pump)
+                        a.qp.post_send(number, b"%d" % number)
+                assert await is_awake(pump)
+            assert to_b.messages == [b"0", b"1", b"2"]
+
+    async def test_what_came_unnoticed_before_it_rests_is_not_lost(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[1]) as pump:
+            to_b = Sink(pump, b)
+            pump.unused = True
+            for number in range(3 * _UNUSED):
+                if number % 7 == 0:
+                    a.qp.post_send(number, b"x")
+                await trio.lowlevel.checkpoint()
+            await to_b.wait(-(-3 * _UNUSED // 7))
+
+    async def test_it_does_not_rest_while_it_is_used(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        async with running(*rnics) as pump:
+            for _ in range(2 * _UNUSED):
+                await trio.lowlevel.checkpoint()
+            assert await is_awake(pump)
+            pump.unused, pump.waiting = True, 1
+            for _ in range(2 * _UNUSED):
+                await trio.lowlevel.checkpoint()
+            assert await is_awake(pump)
+
+    async def test_work_and_queue_pairs_rouse_it(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        calls: list[int] = []
+        async with running(*rnics) as pump:
+            await rest(pump)
+            pump.flush_later(lambda: calls.append(1))
+            await trio.lowlevel.checkpoint()
+            assert calls == [1]
+            await rest(pump)
+            pump.flush_soon(lambda: calls.append(2))
+            await trio.sleep(NAP)
+            assert calls == [1, 2]
+            await rest(pump)
+            Sink(pump, ends[0])
+            assert await is_awake(pump)
+
+    async def test_an_event_of_the_rnic_rouses_it(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        events: list[RnicEvent] = []
+        told = trio.Event()
+
+        def on_event(event: RnicEvent) -> None:
+            events.append(event)
+            told.set()
+
+        async with running(*rnics) as pump:
+            rnics[0].on_event = on_event
+            await rest(pump)
+            rnics[0].fail()
+            with trio.fail_after(PATIENCE):
+                await told.wait()
+            assert await is_awake(pump)
+        assert events == [RnicEvent.PORT_DOWN]
+
+    async def test_it_ends_at_rest(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        async with running(*rnics) as pump:
+            await rest(pump)
+        assert pollers() == []
 
 
 class TestSecondProcess:

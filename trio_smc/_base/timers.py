@@ -67,14 +67,16 @@ class Timers:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
-    def run_due(self) -> None:
-        """Call everything that is due."""
-        now = self.now()
+    def run_due(self) -> bool:
+        """Call everything that is due; whether there was something."""
+        now, called = self.now(), False
         while self.next_deadline() <= now:
             timer = heapq.heappop(self._heap)[2]
             callback, timer.callback = timer.callback, None
             if callback is not None:
                 callback()
+                called = True
+        return called
 
     def run_all(self) -> None:
         """Call everything now: nobody will, later."""

@@ -28,7 +28,10 @@ When ``before_io_wait`` is called Trio has already computed how long to sleep.  
 task, the wake eventfd is made readable, so that the wait ends at once.
 
 A hook costs each pass of the scheduler something, called or not.  So ``after_io_wait`` is there
-only while the loop sleeps now and then, and gone after `_SLEEPLESS` passes without a sleep.
+only while the loop sleeps now and then, and gone after `_SLEEPLESS` passes without a sleep.  And a
+pump that is ``unused`` rests after `_UNUSED` passes: the RNICs are armed and no hook is left, so
+that a program whose connections are all TCP pays nothing.  Whoever is going to use it calls
+`rouse`; a doorbell or an RNIC's thread does the same.
 
 Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
 `flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
@@ -55,6 +58,7 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
+_UNUSED: Final = 64
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
@@ -115,6 +119,7 @@ class Pump:
       awake: those of them that were rescheduled and did not run yet; who does that adds 1, and
         each takes 1 off when it runs.  The last one drains before it parks again: what that finds
         for others makes them run without the wake eventfd, which costs more than a small message.
+      unused: nobody has a connection; kept by whoever knows, who calls `rouse` when that ends.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
       passes: of Trio's scheduler since `run` was called.
@@ -125,6 +130,7 @@ class Pump:
         self._wake_by = wake
         self.waiting = 0
         self.awake = 0
+        self.unused: bool = False
         self.broken: BaseException | None = None
         self.passes: int = 0
         self.wakeups: int = 0
@@ -151,6 +157,9 @@ class Pump:
         self._nursery: trio.Nursery
         self._rang: list[_Lane] = []  # their descriptors ended a sleep, and are readable still
         self._met = False  # the drain after that sleep has found what they rang for
+        self._before_wait = _BeforeWait(self)
+        self._resting = True  # `_before_wait` is not installed
+        self._unused_passes = 0
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
         self._sleepless = 0  # passes without a sleep since then
@@ -192,6 +201,7 @@ class Pump:
         Completions of queue pairs that are not registered are dropped.  When a sink raises, that
         is logged and its queue pair goes to ERR.
         """
+        self.rouse()
         lane = self._lane(rnic)
         lane.sinks[qp.qp_num] = sink.on_completion
         lane.queue_pairs[qp.qp_num] = qp
@@ -286,12 +296,16 @@ class Pump:
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""
         self._flushes.append(flush)
+        if self._resting:
+            self.rouse()
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
         """Call ``flush()`` once before the scheduler sleeps, or a few passes later."""
         if not self._soon:
             self._busy_passes = 0
         self._soon.append(flush)
+        if self._resting:
+            self.rouse()
 
     def is_due(self) -> bool:
         """Whether an amortised checkpoint of the running task is to be a full one.
@@ -382,8 +396,7 @@ class Pump:
         At the end the hooks are gone and the threads are joined.  Raises what is `broken`.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        before_wait = _BeforeWait(self)
-        trio.lowlevel.add_instrument(before_wait)
+        self.rouse()
         try:
             async with trio.open_nursery() as self._nursery:
                 for lane in self._lanes:
@@ -393,11 +406,14 @@ class Pump:
                     await trio.lowlevel.wait_readable(self._wake_fd)
                     os.eventfd_read(self._wake_fd)
                     self.wakeups += 1
+                    self.rouse()
                     self._service()
                 self._nursery.cancel_scope.cancel()
             raise self.broken
         finally:
-            trio.lowlevel.remove_instrument(before_wait)
+            if not self._resting:
+                trio.lowlevel.remove_instrument(self._before_wait)
+                self._resting = True
             self._stop_listening()
             for lane in self._lanes:
                 if lane.poller is not None:
@@ -427,6 +443,7 @@ class Pump:
             finally:
                 lane.watched = False
             self.wakeups += 1
+            self.rouse()
             if lane not in self._lanes:
                 return
             if self._met:
@@ -472,10 +489,7 @@ class Pump:
             while self._rang:
                 self._quieten(self._rang.pop())
             if self._soon:
-                self._busy_passes += 1
-                if timeout > 0 or self._busy_passes >= _SOON:
-                    self._flushes += self._soon
-                    self._soon = []
+                self._take_soon(timeout)
             if self._flushes:
                 self._flush()
             came = self.drain()
@@ -490,8 +504,40 @@ class Pump:
                     self._stop_listening()
             if self._flushes:
                 self._flush()
+            if self.unused:
+                self._count_unused()
         except Exception as problem:
             self._break(problem)
+
+    def _take_soon(self, timeout: float) -> None:
+        self._busy_passes += 1
+        if timeout > 0 or self._busy_passes >= _SOON:
+            self._flushes += self._soon
+            self._soon = []
+
+    def _count_unused(self) -> None:
+        """Rest after so many passes, if all that can come rings."""
+        self._unused_passes += 1
+        if self._unused_passes <= _UNUSED:
+            return
+        self._unused_passes = 0
+        if self._soon or self._put_off or self.waiting:
+            return
+        if all(lane.arm() for lane in self._lanes):
+            self._resting = True
+            self._stop_listening()
+            trio.lowlevel.remove_instrument(self._before_wait)
+        else:
+            self.drain()
+
+    def rouse(self) -> None:
+        """Have the hooks, from this pass of the scheduler on: something has come, or is to."""
+        if self._resting and self._wake_fd >= 0:
+            self._resting = self._met = False
+            self._unused_passes = 0
+            for lane in self._lanes:
+                lane.disarm()
+            trio.lowlevel.add_instrument(self._before_wait)
 
     def _stop_listening(self) -> None:
         if self._listening:

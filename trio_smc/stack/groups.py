@@ -101,6 +101,7 @@ class GroupTable:
         self.ueids: tuple[str, ...] | None = None if eids is None else tuple(map(eid_name, eids))
         self.offer: Offer | None = Offer(eids=eids, host=_host_name()) if eids else None
         self.pump = pump
+        pump.unused = True
         self.timers = timers
         self.observer: Observer | None = None
         self.groups: list[LinkGroup] = []
@@ -230,6 +231,8 @@ class GroupTable:
 
     def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> Connection:
         """A connection that owns ``rmbe``, known to its group by its alert token."""
+        self.pump.unused = False
+        self.pump.rouse()
         endpoint = Endpoint(self, group, rmbe)
         connection = endpoint.connection = Connection(
             alert_token=group.connections.new_token(),
@@ -251,6 +254,7 @@ class GroupTable:
     def connection_closed(self, endpoint: Endpoint) -> None:
         """A connection is CLOSED and has given everything back."""
         del self.endpoints[endpoint.connection]
+        self.pump.unused = not self.endpoints
         connection = endpoint.connection
         self._closed_totals = [*map(add, self._closed_totals, connection.counters())]
         size = connection.sender.bytes_sent + connection.receiver.bytes_received

@@ -311,7 +311,8 @@ class Runtime:
             self._timers_changed = trio.Event()
             with trio.move_on_at(self.timers.next_deadline()):
                 await self._timers_changed.wait()
-            self.timers.run_due()
+            if self.timers.run_due():
+                self.pump.rouse()  # it may have sent something
 
     def _timer_is_earlier(self) -> None:
         self._timers_changed.set()
