@@ -196,7 +196,7 @@ class Arrival:
                 LOGGER.exception("handshake failed")
                 return None
             raise
-        if isinstance(fallback, RdmaStream):
+        if not isinstance(fallback, Fallback):
             return fallback
         if config.require_smc:
             stack.groups.count_tcp(None, fallback)
@@ -218,6 +218,7 @@ class Arrival:
             self.sock,
             fallback,
             groups.tcp_ended,
+            accepted=self._accepted,
             spoke=self._spoke,
             urgent_inline=self._config.urgent_inline,
         )

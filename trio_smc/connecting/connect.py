@@ -100,7 +100,7 @@ async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> S
     try:
         with stack.busy(attempt):
             outcome = await _negotiate(stack, attempt, config)
-            if not isinstance(outcome, RdmaStream):
+            if isinstance(outcome, Fallback):
                 await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
         if attempt.cancelled:
             raise trio.ClosedResourceError("the stack was closed")
@@ -115,7 +115,7 @@ async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> S
         raise
     finally:
         attempt.withdraw()
-    if isinstance(outcome, RdmaStream):
+    if not isinstance(outcome, Fallback):
         return outcome
     if config.require_smc:
         attempt.sock.close()

@@ -131,7 +131,8 @@ class DropInSocket(trio.socket.SocketType):
     @property
     def _sock(self) -> stdlib_socket.socket:
         # AnyIO looks here for the raw socket.
-        return cast(Any, self.plain)._sock  # type: ignore[no-any-return]
+        plain: Any = self.plain
+        return plain._sock  # type: ignore[no-any-return]
 
     @property
     def family(self) -> stdlib_socket.AddressFamily:
@@ -209,10 +210,10 @@ class DropInSocket(trio.socket.SocketType):
         elif (level, optname) == _LATE_PORT:
             # Only kept: a client on this host announces its port before it connects.
             self._late_port = int(bool(integer(value)))
-        elif optlen is not None:
-            self.plain.setsockopt(level, optname, cast(None, value), optlen)
         else:
-            self.plain.setsockopt(level, optname, cast(int, value))
+            plain: Any = self.plain
+            more = () if optlen is None else (optlen,)
+            plain.setsockopt(level, optname, value, *more)
 
     def is_readable(self) -> bool:
         """Whether `recv` would return or raise at once."""
@@ -406,10 +407,12 @@ class DropInSocket(trio.socket.SocketType):
             stream = await (await self._published()).accept()
         except _STREAM_ERRORS as error:
             raise _of_socket(error) from error
-        plain = stream.socket
-        name = plain.getpeername()
-        sock = cast(Any, plain)._sock if isinstance(stream, RdmaStream) else plain
-        return DropInSocket(cast(trio.socket.SocketType, sock), self._find_stack, stream), name
+        sock: Any = stream.socket
+        if isinstance(stream, TcpStream):
+            name = stream.accepted  # the peer may have reset the connection since
+        else:
+            name, sock = sock.getpeername(), sock._sock
+        return DropInSocket(sock, self._find_stack, stream), name
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
@@ -417,7 +420,8 @@ class DropInSocket(trio.socket.SocketType):
             await self.plain.connect(address)  # which says what is wrong
             return
         try:
-            resolved = await cast(Any, self.plain)._resolve_address_nocp(address, local=False)
+            plain: Any = self.plain
+            resolved = await plain._resolve_address_nocp(address, local=False)
             stack = await self._find_stack()
             stack.runtime.check_usable()
             config = _config_of(stack)
@@ -431,14 +435,14 @@ class DropInSocket(trio.socket.SocketType):
     def _take(self, stream: SmcStream) -> None:
         """It is connected."""
         self.stream = stream
-        if isinstance(stream, RdmaStream):
-            self._rdma = stream
-        elif isinstance(stream, TcpStream):
+        if isinstance(stream, TcpStream):
             self._tcp = stream
             # For speed, the plain socket's own; closing it is counted here.
             ours: Any = self
             ours.send, ours.recv = self.plain.send, self.plain.recv
             ours.recv_into = self.plain.recv_into
+        elif isinstance(stream, RdmaStream):
+            self._rdma = stream
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""

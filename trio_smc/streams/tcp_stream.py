@@ -7,7 +7,7 @@ import errno
 import select
 import socket as stdlib_socket
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import trio
 
@@ -38,6 +38,7 @@ class TcpStream(SmcStream):
       sock: the TCP connection, whose handshake is over.
       fallback: why it stays TCP.
       ended: called once, before the socket is closed or given away.
+      accepted: of a server, the peer's address as ``accept`` gave it.
       spoke: CLC messages went over it.
       urgent_inline: as `Config.urgent_inline`.
     """
@@ -52,10 +53,12 @@ class TcpStream(SmcStream):
         fallback: Fallback,
         ended: Callable[[TcpStream], None],
         *,
+        accepted: Any = None,
         spoke: bool = False,
         urgent_inline: bool = False,
     ) -> None:
         self.socket = sock
+        self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
         self._ended: Callable[[TcpStream], None] | None = ended
         self._urgent = TcpUrgent(sock, urgent_inline)
