@@ -9,6 +9,7 @@ import queue
 import random
 import re
 import socket as stdlib_socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -689,21 +690,25 @@ def test_a_shutdown_of_both_directions_with_unread_data_resets(enabled: None) ->
     trio.run(main)
 
 
-async def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) -> None:
+def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) -> None:
     """As with Trio's sockets; the system no longer knows the name by then."""
-    async with drop_ins():
-        pass  # there is a stack from here on
-    listener = trio.socket.socket()
-    await listener.bind((LOOPBACK, 0))
-    listener.listen()
-    with listener, stdlib_socket.create_connection(listener.getsockname()) as client:
-        name = client.getsockname()
-        await wait_all_tasks_blocked(0.01)  # it has been taken from the queue by now
-        client.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        client.close()
-        with trio.fail_after(20):
-            accepted, peer = await listener.accept()
-        with accepted:
-            assert peer == name
-            with pytest.raises(ConnectionResetError):
-                await accepted.recv(1)
+
+    async def main() -> None:
+        listener = trio.socket.socket()
+        await listener.bind((LOOPBACK, 0))
+        listener.listen()
+        assert isinstance(listener, DropInSocket)
+        with listener, stdlib_socket.create_connection(listener.getsockname()) as client:
+            name = client.getsockname()
+            await wait_all_tasks_blocked(0.01)  # it has been taken from the queue by now
+            linger = struct.pack("ii", 1, 0)
+            client.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_LINGER, linger)
+            client.close()
+            with trio.fail_after(20):
+                accepted, peer = await listener.accept()
+            with accepted:
+                assert peer == name
+                with pytest.raises(ConnectionResetError):
+                    await accepted.recv(1)
+
+    trio.run(main)
