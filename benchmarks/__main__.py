@@ -38,7 +38,7 @@ import trio
 
 from benchmarks import limits, plot, report, unmodified
 from benchmarks.processes import Failed, Worker
-from benchmarks.transports import BASE, PROXIED, TRANSPORTS
+from benchmarks.transports import BASE, PROXIED, TRANSPORTS, WAKES
 from benchmarks.workloads import WORKLOADS
 
 BASELINE = Path(__file__).with_name("baseline.json")
@@ -153,6 +153,8 @@ def parse() -> argparse.Namespace:
     arguments.transports = arguments.transports.split(",")
     arguments.table = unmodified.WORKLOADS if programs else WORKLOADS
     arguments.workloads = (arguments.workloads or ",".join(arguments.table)).split(",")
+    if not arguments.proxy:
+        known += WAKES
     given_of = (arguments.transports, known), (arguments.workloads, [*arguments.table])
     for given, all_of in given_of:
         if unknown := set(given) - set(all_of):

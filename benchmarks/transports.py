@@ -193,6 +193,8 @@ TRANSPORTS = {
     "smc-r-amortised": _smc(checkpoints="amortised"),
     "smc-r-amortised-nospin": _smc(checkpoints="amortised", spin=0.0),
 }
+WAKES = {f"smc-r-wake-{by}": _smc(wake=by) for by in ("trio", "thread")}
+"""Who waits for completions while Trio sleeps; the software RNIC's default is the first."""
 PROXIED = {
     "smc-r-proxy-tcp": _proxied(_connect_smc, trio.serve_tcp, "smc:tcp"),
     "tcp-proxy-smc-r": _proxied(_connect_tcp, trio_smc.serve, "tcp:smc"),

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from benchmarks.answers import answer
-from benchmarks.transports import PROXIED, TRANSPORTS, Transport
+from benchmarks.transports import PROXIED, TRANSPORTS, WAKES, Transport
 from benchmarks.workloads import WORKLOADS
 
 # Seconds beyond its timed part after which a workload counts as hung.
@@ -75,7 +75,7 @@ def main() -> None:
     """Run the role that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "client"))
-    known = TRANSPORTS | PROXIED
+    known = TRANSPORTS | WAKES | PROXIED
     parser.add_argument("transport", choices=known)
     parser.add_argument("--core", type=int, default=None)
     arguments = parser.parse_args()

@@ -80,6 +80,17 @@ async def round_trips(transport: Transport, at: Any, seconds: float) -> tuple[fl
     return _percentile(times, 50), _percentile(times, 99)
 
 
+async def pausing(pause: float, transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
+    """Return the median of 64-byte round trips, ``pause`` seconds after each other, in µs."""
+    times: list[int] = []
+    async with await _open_echo(transport, at) as stream:
+        end = time.perf_counter_ns() + int(seconds * 1e9)
+        while not times or time.perf_counter_ns() < end:
+            await transport.loop.sleep(pause)
+            times += await _ask_until(stream, 0)
+    return (_percentile(times, 50),)
+
+
 async def streaming(size: int, transport: Transport, at: Any, seconds: float) -> tuple[float, ...]:
     """Send `size`-byte writes for `seconds`, until the server has them all.
 
@@ -238,6 +249,14 @@ def _requests(connections: int) -> Workload:
     )
 
 
+def _pausing(milliseconds: int) -> Workload:
+    name = f"64 B round trip, {milliseconds} ms between"
+    return Workload(
+        metrics=(Metric(name=name, unit="µs", smaller_is_better=True),),
+        run=partial(pausing, milliseconds / 1000),
+    )
+
+
 def _short_lived(workers: int) -> Workload:
     name = f"connections with one request, {workers} at a time"
     return Workload(metrics=(Metric(name=name, unit="1/s"),), run=partial(short_lived, workers))
@@ -251,6 +270,8 @@ WORKLOADS = {
         ),
         run=round_trips,
     ),
+    "rtt-1ms": _pausing(1),
+    "rtt-10ms": _pausing(10),
     "stream-4k": _streaming("4 KiB", 4 * 1024),
     "stream-64k": _streaming("64 KiB", 64 * 1024),
     "stream-1m": _streaming("1 MiB", 1024 * 1024),
