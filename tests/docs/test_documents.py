@@ -18,7 +18,7 @@ import trio
 
 from benchmarks import cpu, limits, report, unmodified
 from benchmarks.__main__ import parse
-from benchmarks.transports import PROXIED
+from benchmarks.transports import PROXIED, WAKES
 from benchmarks.workloads import WORKLOADS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,8 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
 def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     picture = tmp_path / "ratios.svg"
-    names = "tcp,unix,uvloop,smc-r,limit,limit-steps,limit-ring"
+    smc = ("smc-r", *WAKES)
+    names = ",".join(("tcp", "unix", "uvloop", *smc, "limit", "limit-steps", "limit-ring"))
     options = ("--rounds=1", "--seconds=0.01", f"--transports={names}")
     said = run("-m", "benchmarks", *options, "--json", str(numbers), "--plot", str(picture))
     content = json.loads(numbers.read_text())
@@ -138,8 +139,8 @@ def test_the_benchmark_measures_every_workload(tmp_path: Path) -> None:
         measured.setdefault(name, set()).add(metric)
         assert ratio > 0
     streams = {each for each in metrics if each.startswith(("streaming", "processor time"))}
-    round_trips = {each for each in metrics if each.startswith("64 B round trip")}
-    others = dict.fromkeys(("unix", "uvloop", "smc-r"), metrics)
+    round_trips = {each for each in metrics if each.startswith("64 B round trip, p")}
+    others = dict.fromkeys(("unix", "uvloop", *smc), metrics)
     limits = {"limit": streams | round_trips, "limit-steps": streams, "limit-ring": streams}
     assert measured == {**others, **limits}
     assert "NOT smc-r" not in said
@@ -151,11 +152,12 @@ def test_the_benchmark_measures_unmodified_programs(tmp_path: Path) -> None:
     picture = tmp_path / "programs.svg"
     names = ["echo-10", "tls-stream", "anyio", "websocket", "json", "http2", "short-learned"]
     options = ("--short", "--rounds=1", "--seconds=0.01", "--workloads", ",".join(names))
-    files = ("--json", str(numbers), "--plot", str(picture))
+    files = ("--json", str(numbers), "--plot", str(picture), "--compiled", str(ROOT))
     run("-m", "benchmarks", "--programs", *options, *files)
     content = json.loads(numbers.read_text())
     metrics = [metric for name in names for metric in unmodified.WORKLOADS[name].metrics]
-    assert set(content["ratios"]) == {f"{metric.name} | trio-smc run" for metric in metrics}
+    transports = (unmodified.RUN, unmodified.COMPILED)
+    assert set(content["ratios"]) == {f"{m.name} | {name}" for m in metrics for name in transports}
     assert all(ratio > 0 for ratio in content["ratios"].values())
     assert not content["about"]["pinned"]
     assert all(f">{metric.name}<" in picture.read_text() for metric in metrics[::2])
