@@ -1,6 +1,6 @@
 """What the lab's guests run: one function for each pair of programs.
 
-By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED]`` (its first part),
+By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
 ``streams``, ``ours``, ``hostile``, ``speed [profile]`` or
 ``kernel SUITE [STEP...]``.
 """
@@ -35,8 +35,25 @@ def verbs(seed: int) -> Finished:
     return run_pair("verbs", commands, seconds=400)
 
 
-def contract(seed: int) -> Finished:
-    """By pytest in one guest: `tests.lab.guest_contract`, `guest_addresses` and `guest_ports`."""
+def contract(seed: int, root: Path | None = None) -> Finished:
+    """By pytest in one guest: `tests.lab.guest_contract`, `guest_addresses` and `guest_ports`.
+
+    ``root``: the root directory of another Debian, with python3-pyverbs and ibverbs-providers,
+    whose Python, pyverbs and providers are used; `scripts.pythons` makes it, with this tree in it.
+    """
+    python = PYTHON
+    elsewhere = ""
+    if root is not None:
+        elsewhere = (
+            f"root={shlex.quote(str(root))}\n"
+            "mount --bind $root $root; cd $root\n"  # ip wants / to be a mount
+            "for each in dev sys proc run lab; do\n"
+            "    mkdir -p $each; mount --rbind /$each $each\n"
+            "done\n"
+            "mount -t tmpfs none tmp\n"
+            "export PYTHONPATH=/work:/usr/lib/python3/dist-packages\n"
+        )
+        python = "chroot . env -C /work .venv/bin/python"
     commands = (
         "modules dummy macvlan bonding garp mrp 8021q\n"
         "sysctl -q -w net.ipv4.conf.all.accept_local=1 net.ipv4.conf.all.arp_ignore=1"
@@ -46,8 +63,8 @@ def contract(seed: int) -> Finished:
         "    ip link add link dummy0 name mac$n type macvlan mode bridge\n"
         "    ip link set mac$n up; ip addr add 10.8.0.$((n + 1))/24 dev mac$n; rxe $n mac$n\n"
         "done\n"
-        f"exec {PYTHON} -m pytest -v -rfE --durations=9 --color=no --tb=short --timeout=240"
-        f" -p no:cacheprovider -p no:xdist --junitxml=/lab/results --seed {seed}"
+        f"{elsewhere}exec {python} -m pytest -v -rfE --durations=9 --color=no --tb=short"
+        f" --timeout=240 -p no:cacheprovider -p no:xdist --junitxml=/lab/results --seed {seed}"
         " tests/lab/guest_contract.py"
         " tests/lab/guest_addresses.py tests/lab/guest_ports.py\n"
     )
@@ -147,7 +164,8 @@ def _main() -> int:
         if what == "verbs":
             done = both(contract(seed), verbs(seed))
         else:
-            done = contract(seed) if what == "contract" else streams()
+            root = Path(rest[1]) if len(rest) > 1 else None
+            done = contract(seed, root) if what == "contract" else streams()
     sys.stdout.write(done.output)
     return done.returncode
 

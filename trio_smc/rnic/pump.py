@@ -122,7 +122,7 @@ class Pump:
       unused: nobody has a connection; kept by whoever knows, who calls `rouse` when that ends.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
-      passes: of Trio's scheduler since `run` was called.
+      passes: of Trio's scheduler since `run` was called, without those in which it rested.
       wakeups: how often the scheduler was woken through the wake eventfd, or by an RNIC itself.
     """
 
