@@ -131,6 +131,9 @@ def tested_in_debian(suite: str, shared: Sequence[Path], tests: Sequence[str]) -
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
         (root / "ready").touch()
+    hosts = root / "etc" / "hosts"
+    if not hosts.exists():  # debootstrap makes none, and not every libc knows localhost
+        hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
     copy_tree(root / "work")
     return made_in(root, [*SHARED, *shared], tests)
 
