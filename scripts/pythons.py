@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "pythons"
 OLDEST, NEWEST = (3, 11), (3, 14)
 DEBIAN_13 = "trixie"
-PACKAGES = "ca-certificates,git,make,mount,python3"
+PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
 TELL = "import sys, sysconfig; print(*sys.version_info[:3], sysconfig.get_config_var('ABIFLAGS'))"
 # What processes in a root directory need of the machine.
 SHARED = [Path("/dev"), Path("/proc"), Path("/sys"), Path("/etc/resolv.conf")]
