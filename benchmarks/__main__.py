@@ -139,6 +139,8 @@ def parse() -> argparse.Namespace:
     short, programs = arguments.short, arguments.programs
     if programs and (arguments.transports is not None or arguments.proxy):
         parser.error("--programs are compared over tcp and under trio-smc run")
+    if arguments.compiled is not None and not programs:
+        parser.error("--compiled is for --programs")
     arguments.runs = arguments.runs or (5 if programs and not short else 1)
     arguments.rounds = arguments.rounds or (3 if programs or short else 9)
     arguments.seconds = arguments.seconds or (0.2 if programs or short else 0.7)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,14 +37,9 @@ class Worker:
         command = [*under, sys.executable, "-m", module, *arguments]
         if core is not None:
             command += ["--core", str(core)]
-        path = {} if tree is None else {"PYTHONPATH": str(tree)}
+        # With -m the working directory is the first place in which Python looks.
         self.process = subprocess.Popen(
-            command,
-            cwd=tree,
-            env={**os.environ, **path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __enter__(self) -> Self:

@@ -122,6 +122,22 @@ async def running(*rnics: SoftRnic, spin: float = 0) -> AsyncIterator[Pump]:
     assert pump.broken is None
 
 
+async def events_of_failure(rnic: SoftRnic) -> list[RnicEvent]:
+    """Have an RNIC fail, and wait until it says so: a list, to which later events are added."""
+    events: list[RnicEvent] = []
+    came = trio.Event()
+
+    def on_event(event: RnicEvent) -> None:
+        events.append(event)
+        came.set()
+
+    rnic.on_event = on_event
+    rnic.fail()
+    with trio.fail_after(PATIENCE):
+        await came.wait()
+    return events
+
+
 def state(qp: QueuePair) -> QpState:
     return qp.state
 
@@ -449,18 +465,8 @@ class TestLoop:
         assert pollers() == []
 
     async def test_port_events_come_through(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
-        events: list[RnicEvent] = []
-        came = trio.Event()
-
-        def on_event(event: RnicEvent) -> None:
-            events.append(event)
-            came.set()
-
-        rnics[1].on_event = on_event
         async with running(*rnics):
-            rnics[1].fail()
-            with trio.fail_after(PATIENCE):
-                await came.wait()
+            events = await events_of_failure(rnics[1])
         assert events == [RnicEvent.PORT_DOWN]
 
     async def test_two_pumps_in_one_loop(
@@ -650,19 +656,9 @@ class TestUnused:
             assert await is_awake(pump)
 
     async def test_an_event_of_the_rnic_rouses_it(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
-        events: list[RnicEvent] = []
-        told = trio.Event()
-
-        def on_event(event: RnicEvent) -> None:
-            events.append(event)
-            told.set()
-
         async with running(*rnics) as pump:
-            rnics[0].on_event = on_event
             await rest(pump)
-            rnics[0].fail()
-            with trio.fail_after(PATIENCE):
-                await told.wait()
+            events = await events_of_failure(rnics[0])
             assert await is_awake(pump)
         assert events == [RnicEvent.PORT_DOWN]
 
