@@ -103,6 +103,30 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
     assert spin.ns == 50_000
 
 
+@pytest.mark.parametrize("fruitful", [False, True])
+def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bool) -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    waits, before = [], 0
+    for number in range(4000):
+        spin.slept(150_000)
+        if spin.ns == 50_000:
+            continue
+        waits.append(number - before)
+        before = number
+        if fruitful:
+            assert spin.spin([lambda: True], 0)
+            spin.slept(1_000_000)
+        else:
+            assert spin.spin([nothing_came], 0) is None
+            assert spin.spin([nothing_came], 0) is None
+        assert spin.ns == 50_000
+        assert spin.tired is not fruitful
+    if fruitful:
+        assert set(waits) == {3, 4}
+    else:
+        assert waits == [3, 8, 16, 32, 64, 128, 256, 512, 1024, 1024]
+
+
 def test_no_spin_stays_none() -> None:
     spin = AdaptiveSpin(0.0, patience=2, seldom=64)
     for _ in range(6):

@@ -6,7 +6,9 @@ answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after
 tries in a row only every so many-th is made, as when both ends are in one process or share a
 processor; one that is fruitful brings it back.  How long answers take depends on the machine and
 on the program at the other end: where the last waits were only somewhat longer than the spin, so
-that each was paid for and slept through all the same, it is made as long as they are.
+that each was paid for and slept through all the same, it is made as long as they are.  Where that misses as
+often as it hits it only takes the processor from the peer, and each time it takes twice as many
+such waits until it is tried again.
 
 There are two who wait so: `rnic.pump` for completions, and with `Spinner` each handshake for a
 message of a peer on this host, which answers within some 100 µs.  Whoever shares its loop with
@@ -39,6 +41,9 @@ _STRETCH: Final = 4
 _ALIKE: Final = 4
 """So many waits in a row that a stretched spin would have met are taken for a habit."""
 
+_MOST_ALIKE: Final = 1024
+"""And so many when that was often in vain."""
+
 
 _LONG_TURN_NS: Final = 1_000_000
 _SELDOM_ASIDE: Final = 64
@@ -56,12 +61,17 @@ class AdaptiveSpin:
       ns: how long to look, in nanoseconds: ``seconds``, or four times that.
     """
 
-    __slots__ = ("_asked", "_crowded", "_misses", "_near", "_patience", "_seldom", "_tries", "ns")
+    __slots__ = (
+        "_asked", "_crowded", "_gain", "_habit", "_misses", "_near", "_patience", "_seldom",
+        "_tries", "ns",
+    )  # fmt: skip
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
         self.ns: int = int(seconds * 1e9)
         self._asked = self.ns
         self._near = 0
+        self._habit = _ALIKE
+        self._gain = 0  # hits less misses since it was stretched
         self._patience = patience
         self._seldom = seldom
         self._misses = 0
@@ -77,12 +87,22 @@ class AdaptiveSpin:
         """A wait that no spin has met took so long, the spin included."""
         if ns > _STRETCH * self._asked:
             self._near = 0
-            self.ns = self._asked
+            if self.ns > self._asked:
+                self._end_stretch()
             return
         self._near += 1
-        if self._near == _ALIKE:
+        if self._near == self._habit:
             self.ns = _STRETCH * self._asked
-            self._misses = 0
+            self._misses = self._gain = 0
+
+    def _end_stretch(self) -> None:
+        self.ns = self._asked
+        self._near = 0
+        if self._gain > 0:
+            self._habit = _ALIKE
+        else:
+            self._habit = min(2 * self._habit, _MOST_ALIKE)
+            self._misses = self._patience
 
     def worthwhile(self) -> bool:
         """Whether to try now; to be asked once for each try."""
@@ -117,9 +137,13 @@ class AdaptiveSpin:
             for look in looks:
                 if look():
                     self._misses = 0
+                    self._gain += 1
                     return look
             if now() >= end:
                 self._misses += 1
+                self._gain -= 1
+                if self._misses >= self._patience and self.ns > self._asked:
+                    self._end_stretch()
                 return None
             # With one processor for both ends the peer could not get on otherwise.
             os.sched_yield()
