@@ -668,6 +668,170 @@ class TestUnused:
         assert pollers() == []
 
 
+async def test_nobody_leads_but_where_trio_waits_for_the_only_rnic(
+    rnics: tuple[SoftRnic, SoftRnic], wake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_smc.rnic.pump._ALONE", 0)
+    async with running(rnics[0]) as pump:
+        await trio.testing.wait_all_tasks_blocked()
+        assert pump.may_lead() is (wake == "trio")
+    async with running(*rnics) as pump:
+        await trio.testing.wait_all_tasks_blocked()
+        assert not pump.may_lead()
+
+
+@pytest.mark.parametrize("wake", ["trio"], indirect=True)
+class TestLeading:
+    """One task alone waits for the doorbell itself; `tests.streams.test_leading` has the rest."""
+
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("trio_smc.rnic.pump._ALONE", 0)
+        monkeypatch.setattr("trio_smc.rnic.pump._TERM", PATIENCE)
+
+    @contextlib.asynccontextmanager
+    async def leading(self, pump: Pump) -> AsyncIterator[list[bool]]:
+        """A task leads; the list gets what `Pump.lead` returned, and the block has to make it."""
+        returned: list[bool] = []
+
+        async def lead() -> None:
+            assert pump.may_lead()
+            returned.append(await pump.lead())
+
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lead)
+                await trio.testing.wait_all_tasks_blocked()
+                assert pump.waiting == 1
+                assert not await is_awake(pump)
+                yield returned
+        assert returned == [True]
+        assert pump.waiting == 0
+
+    async def test_a_message_ends_the_wait(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[1]) as pump:
+            to_b = Sink(pump, b)
+            for number in range(1, 4):
+                async with self.leading(pump):
+                    a.qp.post_send(number, b"%d" % number)
+                assert len(to_b.messages) == number
+                assert not await is_awake(pump)
+
+    async def test_what_came_before_it_waits_is_taken(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[1]) as pump:
+            to_b = Sink(pump, b)
+            await trio.testing.wait_all_tasks_blocked()
+            a.qp.post_send(1, b"x")
+            assert pump.may_lead()
+            assert not await pump.lead()
+            assert to_b.messages == [b"x"]
+            async with self.leading(pump):
+                a.qp.post_send(2, b"y")
+
+    async def test_an_rnic_that_cannot_be_armed_is_polled(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        async with running(rnics[1]) as pump:
+            await trio.testing.wait_all_tasks_blocked()
+            assert pump.may_lead()
+            rnics[1].restless += 1
+            assert not await pump.lead()
+            assert await is_awake(pump)
+            rnics[1].restless -= 1
+
+    async def test_a_fruitful_spin_ends_it(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(rnics[1], spin=1e-6) as pump:
+            to_b = Sink(pump, b)
+            while not pump._spinning.tired:
+                pump._spinning.spin([bool], 0)
+            async with self.leading(pump):
+                a.qp.post_send(1, b"x")
+            pump._spinning.slept(10**9)
+            while not pump._spinning.worthwhile():
+                pass
+            while pump._spinning._tries % 64 != 63:
+                pump._spinning.worthwhile()
+            assert pump.may_lead()
+            a.qp.post_send(2, b"y")
+            assert not await pump.lead()
+            assert to_b.messages == [b"x", b"y"]
+            assert await is_awake(pump)
+
+    @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event", "soon"])
+    async def test_others_end_it(self, rnics: tuple[SoftRnic, SoftRnic], by: str) -> None:
+        async with running(rnics[0]) as pump:
+            async with self.leading(pump):
+                match by:
+                    case "rouse":
+                        pump.rouse()
+                    case "add":
+                        pump.add(rnics[1])
+                    case "remove":
+                        pump.remove(rnics[0])
+                    case "event":
+                        rnics[0].fail()
+                    case "soon":
+                        pump.flush_soon(lambda: None)
+            assert await is_awake(pump)
+
+    async def test_it_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        pump = Pump(spin=0)
+        pump.add(rnics[0])
+        scope = trio.CancelScope()
+
+        async def run(task_status: trio.TaskStatus[None]) -> None:
+            with scope:
+                await pump.run(task_status=task_status)
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(run)
+            async with self.leading(pump):
+                scope.cancel()
+        assert pollers() == []
+
+    async def test_who_finds_something_for_the_leader_says_so(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+
+        class Teller(Sink):
+            def on_completion(self, completion: Completion) -> None:
+                super().on_completion(completion)
+                self.pump.end_wait()
+
+        async with running(rnics[1]) as pump:
+            to_b = Teller(pump, b)
+            async with self.leading(pump) as returned:
+                a.qp.post_send(1, b"x")
+                pump.drain()
+                assert to_b.messages == [b"x"]
+                assert not returned
+            a.qp.post_send(2, b"y")
+            while len(to_b.messages) < 2:
+                assert pump.may_lead()
+                await pump.lead()
+
+    async def test_what_is_to_be_flushed_is_flushed_at_once(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        calls: list[int] = []
+        async with running(rnics[0]) as pump, self.leading(pump):
+            pump.flush_later(lambda: calls.append(1))
+            assert calls == [1]
+            assert not await is_awake(pump)
+            pump.rouse()
+
+
 class TestSecondProcess:
     @pytest.mark.parametrize("spin", [0, 50e-6])
     @pytest.mark.parametrize("inline", [False, True])

@@ -33,6 +33,12 @@ pump that is ``unused`` rests after `_UNUSED` passes: the RNICs are armed and no
 that a program whose connections are all TCP pays nothing.  Whoever is going to use it calls
 `rouse`; a doorbell or an RNIC's thread does the same.
 
+Where one task alone waits for messages, time and again and each time for longer than a spin, it
+*leads*: it waits for the doorbell itself, as who reads a socket waits for that, and no hook is left
+either.  Between two such waits nobody watches the doorbell, so whoever leads has to come back soon
+(`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a timer, the end of a connection
+or of the stack, rouses it, and the leader is sent back to wait as others do.
+
 Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
 `flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
 """
@@ -40,6 +46,7 @@ Work that was put off with `flush_later` is done in the next pass, before the lo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -59,9 +66,14 @@ _log = logging.getLogger("trio_smc.rnic")
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
 _UNUSED: Final = 64
+_ALONE: Final = 16
+"""So many waits in a row of one task alone, each too long for a spin, make it lead."""
+_TERM: Final = 0.05
+"""Seconds in which these waits have to come to be led, and half of them to be led on."""
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
+_wait_readable: Final = trio.lowlevel.wait_readable
 
 
 class CompletionSink(Protocol):
@@ -163,6 +175,12 @@ class Pump:
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
         self._sleepless = 0  # passes without a sleep since then
+        self._alone = 0  # waits in a row that might have been led, and when the first was
+        self._alone_since = 0.0
+        self._led = False
+        self._leader_fd = -1  # what the leader waits for, while he does
+        self._waits_led = 0
+        self._term: trio.CancelScope | None = None  # of `_let_lead`
 
     # -- who takes part ------------------------------------------------------------------
 
@@ -172,12 +190,15 @@ class Pump:
         if by == "auto":
             by = "trio" if rnic.kind == "software" else "thread"
         lane = _Lane(rnic, rnic.completion_fd() if by == "trio" else None, self.drain)
+        self.rouse()
         self._lanes = [*self._lanes, lane]
         if self._wake_fd >= 0:
             self._start(lane)
 
     def remove(self, rnic: Rnic) -> None:
         """Drain it no more and join its thread; to be called before the RNIC is closed."""
+        self.rouse()
+        self.end_wait()
         for lane in self._lanes:
             if lane.rnic is rnic:
                 self._lanes = [other for other in self._lanes if other is not lane]
@@ -296,7 +317,9 @@ class Pump:
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Call ``flush()`` once before the scheduler sleeps or polls for I/O, at the latest."""
         self._flushes.append(flush)
-        if self._resting:
+        if self._led:
+            self._flush()
+        elif self._resting:
             self.rouse()
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
@@ -327,6 +350,10 @@ class Pump:
         self._calls += 1
         if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
+        if self._resting:  # nobody counts passes; this call makes one
+            self._pass_began = now
+            self._calls = 0
+            return True
         task = trio.lowlevel.current_task()
         if self._turn is not task:
             self._turn = task
@@ -388,6 +415,108 @@ class Pump:
         if qp is not None:
             qp.to_err()
 
+    # -- one task alone ------------------------------------------------------------------
+
+    def may_lead(self) -> bool:
+        """Whether the running task is to `lead`; to be asked before each wait for a message."""
+        if self.waiting or len(self._lanes) != 1:
+            self._alone = 0
+            return False
+        if self._led:
+            return True
+        spinning = self._spinning
+        if spinning.ns and not spinning.tired:
+            self._alone = 0
+            return False
+        if not self._alone:
+            self._alone_since = time.perf_counter()
+        self._alone += 1
+        return self._alone > _ALONE and self._begin_to_lead(self._lanes[0])
+
+    def _begin_to_lead(self, lane: _Lane) -> bool:
+        if time.perf_counter() - self._alone_since > _TERM:
+            self._alone = 0
+            return False
+        if lane.fd is None or not lane.watched:
+            return False
+        self._led = True
+        self._remove_hooks()
+        trio.lowlevel.notify_closing(lane.fd)  # `_watch` lets go of it
+        self._flushes += self._soon
+        self._soon = []
+        self._flush()
+        return self._led
+
+    async def lead(self) -> bool:
+        """Wait for a message, or for nothing when the pump is wanted otherwise; True: asleep.
+
+        Whoever `may_lead` calls this instead of parking.  It drains; if another task finds what
+        the leader waits for, that one has to call `end_wait`.
+        """
+        lane = self._lanes[0]
+        fd = lane.fd
+        assert fd is not None
+        spinning = self._spinning
+        began = time.perf_counter_ns()
+        if spinning.ns and spinning.worthwhile() and self._spin_alone(began + spinning.ns):
+            self.rouse()  # shorter waits are not for leaders
+            return False
+        while self._rang:
+            self._quieten(self._rang.pop())
+        if not lane.arm():
+            if not self.drain():
+                self.rouse()
+            return False
+        self.waiting += 1
+        self._waits_led += 1
+        self._leader_fd = fd
+        try:
+            await _wait_readable(fd)
+        except trio.ClosedResourceError:
+            return True
+        finally:
+            self._leader_fd = -1
+            self.waiting -= 1
+            term = self._term
+            if term is not None and term.deadline == math.inf:
+                term.deadline = trio.current_time() + _TERM
+        self.passes += 1
+        self.wakeups += 1
+        try:
+            if self.drain():
+                self._rang.append(lane)  # its descriptor is read before the next wait
+            else:
+                self._quieten(lane)
+                self.drain()
+        except Exception as problem:
+            self._break(problem)
+        spinning.slept(time.perf_counter_ns() - began)
+        if lane.silent or (spinning.ns and not spinning.tired):
+            self.rouse()
+        return True
+
+    def _spin_alone(self, end: int) -> bool:
+        return not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end)
+
+    def end_wait(self) -> None:
+        """Have the leader look, if he waits: what he waits for has come, or he leads no more."""
+        fd, self._leader_fd = self._leader_fd, -1
+        if fd >= 0:
+            trio.lowlevel.notify_closing(fd)
+
+    async def _let_lead(self) -> None:
+        """Return when nobody leads any more, or too seldom."""
+        while self._led:
+            before = self._waits_led
+            waits = self._leader_fd >= 0
+            with trio.CancelScope() as self._term:
+                if not waits:  # else the term begins when he has what he waits for
+                    self._term.deadline = trio.current_time() + _TERM
+                await trio.sleep_forever()
+            self._term = None
+            if self._leader_fd < 0 and self._waits_led - before < _ALONE // 2:
+                self.rouse()
+
     # -- inside Trio's loop --------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -411,10 +540,9 @@ class Pump:
                 self._nursery.cancel_scope.cancel()
             raise self.broken
         finally:
-            if not self._resting:
-                trio.lowlevel.remove_instrument(self._before_wait)
-                self._resting = True
-            self._stop_listening()
+            self._remove_hooks()
+            self._led = False
+            self.end_wait()
             for lane in self._lanes:
                 if lane.poller is not None:
                     lane.poller.stop()
@@ -435,11 +563,14 @@ class Pump:
         readable until they have run.
         """
         while lane in self._lanes and not lane.silent:
+            if self._led:
+                await self._let_lead()
+                continue
             lane.watched = True
             try:
                 await trio.lowlevel.wait_readable(fd)
             except trio.ClosedResourceError:
-                return
+                continue  # the RNIC is gone, or somebody leads
             finally:
                 lane.watched = False
             self.wakeups += 1
@@ -524,17 +655,26 @@ class Pump:
         if self._soon or self._put_off or self.waiting:
             return
         if all(lane.arm() for lane in self._lanes):
-            self._resting = True
-            self._stop_listening()
-            trio.lowlevel.remove_instrument(self._before_wait)
+            self._remove_hooks()
         else:
             self.drain()
+
+    def _remove_hooks(self) -> None:
+        if not self._resting:
+            self._resting = True
+            trio.lowlevel.remove_instrument(self._before_wait)
+        self._stop_listening()
 
     def rouse(self) -> None:
         """Have the hooks, from this pass of the scheduler on: something has come, or is to."""
         if self._resting and self._wake_fd >= 0:
             self._resting = self._met = False
-            self._unused_passes = 0
+            self._unused_passes = self._alone = 0
+            if self._led:
+                self._led = False
+                self.end_wait()
+                if self._term is not None:
+                    self._term.cancel()
             for lane in self._lanes:
                 lane.disarm()
             trio.lowlevel.add_instrument(self._before_wait)

@@ -6,9 +6,9 @@ answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after
 tries in a row only every so many-th is made, as when both ends are in one process or share a
 processor; one that is fruitful brings it back.  How long answers take depends on the machine and
 on the program at the other end: where the last waits were only somewhat longer than the spin, so
-that each was paid for and slept through all the same, it is made as long as they are.  Where that misses as
-often as it hits it only takes the processor from the peer, and each time it takes twice as many
-such waits until it is tried again.
+that each was paid for and slept through all the same, it is made as long as they are.  Where that
+misses as often as it hits it only takes the processor from the peer, and each time it takes twice
+as many such waits until it is tried again.
 
 There are two who wait so: `rnic.pump` for completions, and with `Spinner` each handshake for a
 message of a peer on this host, which answers within some 100 µs.  Whoever shares its loop with

@@ -367,6 +367,7 @@ class Runtime:
         await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        self.pump.rouse()  # peers' answers are awaited, by no task that reads
         with trio.move_on_at(deadline):
             while condition() and not self._hurried:
                 self._something_ended = trio.Event()

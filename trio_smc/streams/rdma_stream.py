@@ -533,6 +533,7 @@ class RdmaStream(SmcStream):
 
     def _end(self) -> None:
         self._deaf = True
+        self._pump.rouse()  # the peer's answer is awaited, by nobody in particular
         if not self._endpoint.closed_by_user:
             self._endpoint.closed_by_user = True
             self._drain()
@@ -550,6 +551,7 @@ class RdmaStream(SmcStream):
         """Reset the connection at once (RFC 7609, 4.8.2)."""
         self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
+        self._pump.rouse()
         self._core.abort()
 
     def statistics(self) -> StreamStatistics:
@@ -612,6 +614,14 @@ class RdmaStream(SmcStream):
                 self._produced = core.messenger.produced
                 return False
 
+        if waiter is _READER and pump.may_lead():
+            setattr(core, waiter, pump.end_wait)
+            try:
+                return await pump.lead()
+            finally:
+                setattr(core, waiter, None)
+                self._produced = core.messenger.produced
+        pump.rouse()
         task = _current_task()
 
         def wake() -> None:

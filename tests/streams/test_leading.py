@@ -1,0 +1,343 @@
+"""One reader alone, who waits for the RNIC's doorbell itself (`Pump.lead`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+import trio.testing
+
+import trio_smc
+from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
+from trio_smc import SmcStream
+from trio_smc.rnic import pump as pump_module
+from trio_smc.rnic.pump import _ALONE, Pump
+
+PATIENCE = 20
+PAUSE = 0.001
+"""Seconds between requests: the loop sleeps."""
+
+
+@pytest.fixture(autouse=True)
+def long_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy."""
+    monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+
+
+def pump_of(stack: trio_smc.Stack) -> Pump:
+    return stack.runtime.pump
+
+
+async def hooked(pump: Pump) -> bool:
+    """Whether the pump takes part in each pass of the scheduler."""
+    before = pump.passes
+    await trio.lowlevel.checkpoint()
+    return pump.passes > before
+
+
+@dataclass
+class Led:
+    """A connection whose server, which echoes, leads, as it waits for requests one by one."""
+
+    pairs: Pairs
+    here: SmcStream
+    there: SmcStream
+
+    @property
+    def pump(self) -> Pump:
+        return pump_of(self.pairs.server)
+
+    async def ask(self, data: bytes = b"x") -> None:
+        await self.here.send_all(data)
+        assert await read(self.here, len(data)) == data
+
+    async def until_led(self) -> None:
+        with trio.fail_after(PATIENCE):
+            while not self.pump._led:
+                await trio.sleep(PAUSE)
+                await self.ask()
+            await trio.testing.wait_all_tasks_blocked()
+        assert not await hooked(self.pump)
+
+
+async def echo(stream: SmcStream) -> None:
+    while data := await stream.receive_some():
+        await stream.send_all(data)
+
+
+@asynccontextmanager
+async def led(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Led]:
+    config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, **settings)
+    with trio.fail_after(PATIENCE):
+        async with open_pairs(config, stacks=2) as pairs:
+            pair = await pairs.make()
+            connection = Led(pairs, *pair)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(echo, connection.there)
+                await connection.until_led()
+                yield connection
+                await connection.here.send_eof()
+            await close_both(pair)
+
+
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+async def test_requests_are_answered(checkpoints: str) -> None:
+    async with led(checkpoints) as connection:
+        pump = connection.pump
+        before = pump.passes
+        for number in range(100):
+            await trio.sleep(PAUSE)
+            await connection.ask(b"%d" % number)
+        assert pump._led
+        assert 100 <= pump.passes - before <= 110, "each wait is counted, and nothing else"
+        await trio.testing.wait_all_tasks_blocked()
+        assert pump.waiting == 1
+
+
+async def test_much_data() -> None:
+    async with led() as connection:
+        data = bytes(range(256)) * (SMALL_RING // 16)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.here.send_all, data)
+            assert await read(connection.here, len(data)) == data
+        await connection.until_led()
+        await connection.ask()
+
+
+async def test_not_while_waits_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with led() as connection:
+        monkeypatch.setattr(pump_module, "_TERM", 0.0)
+        connection.pump.rouse()
+        for _ in range(3 * _ALONE):
+            await trio.sleep(PAUSE)
+            await connection.ask()
+            assert not connection.pump._led
+        monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+        await connection.until_led()
+
+
+async def test_a_second_reader_ends_it() -> None:
+    async with led() as connection:
+        other = await connection.pairs.make()
+        await connection.until_led()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(echo, other[1])
+            await trio.testing.wait_all_tasks_blocked()
+            assert await hooked(connection.pump)
+            assert connection.pump.waiting == 2
+            for _ in range(2 * _ALONE):
+                await trio.sleep(PAUSE)
+                for stream in connection.here, other[0]:
+                    await stream.send_all(b"x")
+                    assert await read(stream, 1) == b"x"
+            assert not connection.pump._led
+            await other[0].send_eof()
+        await connection.until_led()
+        await close_both(other)
+
+
+async def test_a_writer_ends_it() -> None:
+    async with led() as connection:
+        clogged = await connection.pairs.clogged()
+        await connection.until_led()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(clogged[1].send_all, b"x")
+            await trio.testing.wait_all_tasks_blocked()
+            assert await hooked(connection.pump)
+            await read(clogged[0], SMALL_RING + 1)
+        await read(clogged[1], SMALL_RING)
+        await close_both(clogged)
+        await connection.until_led()
+
+
+async def test_two_tasks_on_one_stream() -> None:
+    """One leads; what the other one sends leaves at once, though nobody has a hook."""
+    async with led("amortised") as connection:
+        for _ in range(3):
+            await connection.there.send_all(b"a")
+            await connection.there.send_all(b"b")
+            assert await read(connection.here, 2) == b"ab"
+        assert connection.pump._led
+        await connection.ask()
+
+
+async def test_who_is_cancelled_leaves_nothing_behind() -> None:
+    async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+        pair = await pairs.make()
+        pump = pump_of(pairs.server)
+        with trio.fail_after(PATIENCE):
+            while not pump._led:
+                with trio.move_on_after(PAUSE) as scope:
+                    await pair[1].receive_some()
+                assert scope.cancelled_caught
+            with trio.move_on_after(PAUSE):
+                await pair[1].receive_some()
+            assert pump.waiting == 0
+            assert pump._led
+            await pair[0].send_all(b"x")
+            assert await pair[1].receive_some() == b"x"
+            await close_both(pair)
+
+
+async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes while nobody waits is seen soon all the same: here, that the peer goes."""
+    async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+        pair = await pairs.make()
+        pump = pump_of(pairs.server)
+        with trio.fail_after(PATIENCE):
+            while not pump._led:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(read, pair[1], 1)
+                    await trio.testing.wait_all_tasks_blocked()
+                    await pair[0].send_all(b"x")
+            monkeypatch.setattr(pump_module, "_TERM", PAUSE)
+            pump._term.deadline = trio.current_time()  # type: ignore[union-attr]
+            await pair[0].aclose()
+            state = pair[1]._core  # type: ignore[attr-defined]
+            while not state.got_closed:  # noqa: ASYNC110
+                await trio.sleep(PAUSE)
+            assert await hooked(pump)
+            await pair[1].aclose()
+
+
+async def test_who_waits_for_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without requests sleeps."""
+
+    class Passes(trio.abc.Instrument):
+        count = 0
+
+        def before_io_wait(self, timeout: float) -> None:
+            self.count += 1
+
+    async with led() as connection:
+        monkeypatch.setattr(pump_module, "_TERM", PAUSE)
+        term = connection.pump._term
+        assert term is not None
+        term.deadline = trio.current_time()
+        await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
+        assert connection.pump._led
+        passes = Passes()
+        trio.lowlevel.add_instrument(passes)
+        await trio.sleep(50 * PAUSE)
+        trio.lowlevel.remove_instrument(passes)
+        assert passes.count <= 5
+        monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+        await connection.ask()
+        await connection.ask()
+
+
+@pytest.mark.parametrize("how", ["close", "shut down", "abort"])
+async def test_its_own_end_ends_the_wait(how: str) -> None:
+    async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+        pair = await pairs.make()
+        pump = pump_of(pairs.server)
+        ended: list[object] = []
+
+        async def wait() -> None:
+            try:
+                while data := await pair[1].receive_some():
+                    await pair[1].send_all(data)
+                ended.append(b"")
+            except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
+                ended.append(type(error))
+
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                while not pump._led:
+                    await trio.sleep(PAUSE)
+                    await pair[0].send_all(b"x")
+                    await read(pair[0], 1)
+                await trio.testing.wait_all_tasks_blocked()
+                if how == "close":
+                    await pair[1].aclose()
+                elif how == "shut down":
+                    pair[1].shut_down_reading()  # type: ignore[attr-defined]
+                else:
+                    await trio.aclose_forcefully(pair[0])
+            if how == "shut down":
+                assert ended == [b""]
+            elif how == "close":
+                assert ended == [trio.ClosedResourceError]
+            assert len(ended) == 1
+            assert pump.waiting == 0
+            await close_both(pair)
+
+
+@pytest.mark.filterwarnings("ignore:.* was open when its stack was closed:ResourceWarning")
+async def test_leaving_the_stack_ends_it() -> None:
+    ended: list[type[BaseException]] = []
+
+    async def wait(stream: SmcStream) -> None:
+        try:
+            await echo(stream)
+        except trio.ClosedResourceError as error:
+            ended.append(type(error))
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+                pair = await pairs.make()
+                nursery.start_soon(wait, pair[0])
+                client = pump_of(pairs.client)
+                while not client._led:
+                    await trio.sleep(PAUSE)
+                    await pair[1].send_all(b"x")
+                    assert await read(pair[1], 1) == b"x"
+                await trio.testing.wait_all_tasks_blocked()
+                assert client.waiting == 1
+                before = trio.current_time()
+            assert trio.current_time() - before < PATIENCE / 4, "it waited for who is not there"
+            for stream in pair:
+                await trio.aclose_forcefully(stream)
+    assert ended == [trio.ClosedResourceError]
+
+
+async def test_a_failing_rnic_ends_it() -> None:
+    async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
+        pair = await pairs.make()
+        connection = Led(pairs, *pair)
+        failed = trio.Event()
+
+        async def wait() -> None:
+            with pytest.raises(trio.BrokenResourceError):
+                await echo(pair[1])
+            failed.set()
+
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                await connection.until_led()
+                [rnic] = (lane.rnic for lane in connection.pump._lanes)
+                rnic.fail()  # type: ignore[attr-defined]
+                await failed.wait()
+            for stream in pair:
+                await trio.aclose_forcefully(stream)
+
+
+async def test_a_busy_reader_lets_others_run() -> None:
+    """Amortised checkpoints while nobody counts the scheduler's passes."""
+    async with led("amortised") as connection:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        connection.pump.rouse()
+        await connection.until_led()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await trio.lowlevel.checkpoint()
+            assert connection.pump._led
+            before = turns
+            for _ in range(640):
+                await connection.there.send_all(b"x")
+            assert turns - before >= 9
+            await read(connection.here, 640)
+            nursery.cancel_scope.cancel()
