@@ -132,6 +132,7 @@ class Pump:
         each takes 1 off when it runs.  The last one drains before it parks again: what that finds
         for others makes them run without the wake eventfd, which costs more than a small message.
       unused: nobody has a connection; kept by whoever knows, who calls `rouse` when that ends.
+      resting: no hook is left; see `rouse`.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
       passes: of Trio's scheduler since `run` was called, without those in which it rested.
@@ -170,7 +171,7 @@ class Pump:
         self._rang: list[_Lane] = []  # their descriptors ended a sleep, and are readable still
         self._met = False  # the drain after that sleep has found what they rang for
         self._before_wait = _BeforeWait(self)
-        self._resting = True  # `_before_wait` is not installed
+        self.resting: bool = True
         self._unused_passes = 0
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
@@ -319,7 +320,7 @@ class Pump:
         self._flushes.append(flush)
         if self._led:
             self._flush()
-        elif self._resting:
+        elif self.resting:
             self.rouse()
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
@@ -327,7 +328,7 @@ class Pump:
         if not self._soon:
             self._busy_passes = 0
         self._soon.append(flush)
-        if self._resting:
+        if self.resting:
             self.rouse()
 
     def is_due(self) -> bool:
@@ -350,7 +351,7 @@ class Pump:
         self._calls += 1
         if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
-        if self._resting:  # nobody counts passes; this call makes one
+        if self.resting:  # nobody counts passes; this call makes one
             self._pass_began = now
             self._calls = 0
             return True
@@ -660,15 +661,15 @@ class Pump:
             self.drain()
 
     def _remove_hooks(self) -> None:
-        if not self._resting:
-            self._resting = True
+        if not self.resting:
+            self.resting = True
             trio.lowlevel.remove_instrument(self._before_wait)
         self._stop_listening()
 
     def rouse(self) -> None:
         """Have the hooks, from this pass of the scheduler on: something has come, or is to."""
-        if self._resting and self._wake_fd >= 0:
-            self._resting = self._met = False
+        if self.resting and self._wake_fd >= 0:
+            self.resting = self._met = False
             self._unused_passes = self._alone = 0
             if self._led:
                 self._led = False

@@ -621,7 +621,8 @@ class RdmaStream(SmcStream):
             finally:
                 setattr(core, waiter, None)
                 self._produced = core.messenger.produced
-        pump.rouse()
+        if pump.resting:
+            pump.rouse()
         task = _current_task()
 
         def wake() -> None:
