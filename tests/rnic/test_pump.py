@@ -767,7 +767,7 @@ class TestLeading:
             assert to_b.messages == [b"x", b"y"]
             assert await is_awake(pump)
 
-    @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event", "soon"])
+    @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event"])
     async def test_others_end_it(self, rnics: tuple[SoftRnic, SoftRnic], by: str) -> None:
         async with running(rnics[0]) as pump:
             async with self.leading(pump):
@@ -780,8 +780,6 @@ class TestLeading:
                         pump.remove(rnics[0])
                     case "event":
                         rnics[0].fail()
-                    case "soon":
-                        pump.flush_soon(lambda: None)
             assert await is_awake(pump)
 
     async def test_it_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
@@ -830,6 +828,28 @@ class TestLeading:
             assert calls == [1]
             assert not await is_awake(pump)
             pump.rouse()
+
+    @pytest.mark.parametrize("when", ["the next wait", "the end of the term", "others come"])
+    async def test_what_is_due_soon_has_time_until_then(
+        self, rnics: tuple[SoftRnic, SoftRnic], when: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        called = trio.Event()
+        async with running(rnics[0]) as pump:
+            async with self.leading(pump):
+                if when == "the end of the term":
+                    monkeypatch.setattr("trio_smc.rnic.pump._TERM", NAP)
+                pump.flush_soon(called.set)
+                assert not await is_awake(pump)
+                pump.end_wait()
+            assert not called.is_set()
+            if when == "the next wait":
+                async with self.leading(pump):
+                    assert called.is_set()
+                    pump.end_wait()
+            elif when == "others come":
+                pump.rouse()
+            with trio.fail_after(PATIENCE):
+                await called.wait()
 
 
 class TestSecondProcess:

@@ -107,6 +107,54 @@ async def test_much_data() -> None:
         await connection.ask()
 
 
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+async def test_who_reads_without_waiting_leads(checkpoints: str) -> None:
+    """A reader that is slower than its peer: it looks when it has taken what it knew of."""
+    config = smc_config(spin=0, wake="trio", checkpoints=checkpoints)
+    data = bytes(range(256)) * (SMALL_RING // 4)
+    async with open_pairs(config, stacks=2) as pairs:
+        pair = await pairs.make()
+        pump = pump_of(pairs.server)
+        got = bytearray()
+        led_reads = 0
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(pair[0].send_all, data)
+                while len(got) < len(data):
+                    got += await pair[1].receive_some(64)
+                    await trio.lowlevel.checkpoint()
+                    led_reads += pump._led
+            assert got == data
+            assert led_reads > len(data) / 64 / 2
+            await close_both(pair)
+
+
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
+    config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, receive_buffer=1 << 20)
+    async with open_pairs(config, stacks=2) as pairs:
+        both = [await pairs.make() for _ in range(2)]
+        pump = pump_of(pairs.server)
+        size = 1 << 19
+        led_reads: list[bool] = []
+
+        async def take(stream: SmcStream) -> None:
+            got = 0
+            while got < size:
+                got += len(await stream.receive_some(64))
+                led_reads.append(pump._led)
+
+        with trio.fail_after(PATIENCE):
+            for here, _ in both:
+                await here.send_all(bytes(size))
+            async with trio.open_nursery() as nursery:
+                for _, there in both:
+                    nursery.start_soon(take, there)
+            assert sum(led_reads[: size // 64]) < size / 64 / 10, "while both read"
+            for pair in both:
+                await close_both(pair)
+
+
 async def test_not_while_waits_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     async with led() as connection:
         monkeypatch.setattr(pump_module, "_TERM", 0.0)

@@ -35,9 +35,11 @@ that a program whose connections are all TCP pays nothing.  Whoever is going to 
 
 Where one task alone waits for messages, time and again and each time for longer than a spin, it
 *leads*: it waits for the doorbell itself, as who reads a socket waits for that, and no hook is left
-either.  Between two such waits nobody watches the doorbell, so whoever leads has to come back soon
-(`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a timer, the end of a connection
-or of the stack, rouses it, and the leader is sent back to wait as others do.
+either.  Who reads alone in a loop that never sleeps leads, too: it drains when it has taken all
+that it knew of, and not in each pass.  Meanwhile nobody watches the doorbell, so whoever leads has
+to look again soon, and often (`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a
+timer, the end of a connection or of the stack, rouses it, and the leader is sent back to wait as
+others do.
 
 Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
 `flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
@@ -65,11 +67,13 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _SOON: Final = 16
 _SLEEPLESS: Final = 32
+_READS: Final = 4
+"""So many reads in as many passes show a task that reads for a living."""
 _UNUSED: Final = 64
 _ALONE: Final = 16
 """So many waits in a row of one task alone, each too long for a spin, make it lead."""
 _TERM: Final = 0.05
-"""Seconds in which these waits have to come to be led, and half of them to be led on."""
+"""Seconds in which these waits have to come to be led, and half as many looks to be led on."""
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
@@ -132,6 +136,9 @@ class Pump:
         each takes 1 off when it runs.  The last one drains before it parks again: what that finds
         for others makes them run without the wake eventfd, which costs more than a small message.
       unused: nobody has a connection; kept by whoever knows, who calls `rouse` when that ends.
+      reads: how often a reader found data without waiting; kept by those.
+      reader: who did so last, where it is another `change_reader` sets it.
+      looks: how often one that found none has drained before waiting; kept by those.
       resting: no hook is left; see `rouse`.
       broken: what went wrong in a place where nothing may be raised (an instrument hook, a
         flush, an RNIC's `Rnic.service`), and soon ends `run`; None while all is well.
@@ -175,12 +182,16 @@ class Pump:
         self._unused_passes = 0
         self._after_wait = _AfterWait(self)
         self._listening = False  # `_after_wait` is installed
-        self._sleepless = 0  # passes without a sleep since then
+        self._awake_passes = 0  # passes since the last sleep
+        self.reads: int = 0
+        self.reader: object = None
+        self._reads_before = 0
+        self._several_readers = False  # since the last `_stay_awake`
         self._alone = 0  # waits in a row that might have been led, and when the first was
         self._alone_since = 0.0
         self._led = False
         self._leader_fd = -1  # what the leader waits for, while he does
-        self._waits_led = 0
+        self.looks: int = 0
         self._term: trio.CancelScope | None = None  # of `_let_lead`
 
     # -- who takes part ------------------------------------------------------------------
@@ -328,7 +339,7 @@ class Pump:
         if not self._soon:
             self._busy_passes = 0
         self._soon.append(flush)
-        if self.resting:
+        if self.resting and not self._led:
             self.rouse()
 
     def is_due(self) -> bool:
@@ -351,11 +362,13 @@ class Pump:
         self._calls += 1
         if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
+        task = trio.lowlevel.current_task()
         if self.resting:  # nobody counts passes; this call makes one
+            if self._turn is not task:
+                self.rouse()  # with several busy tasks they have to be counted
             self._pass_began = now
             self._calls = 0
             return True
-        task = trio.lowlevel.current_task()
         if self._turn is not task:
             self._turn = task
             if task not in self._yielded:
@@ -410,6 +423,11 @@ class Pump:
                 except Exception as problem:
                     self._break(problem)
 
+    def _flush_all(self) -> None:
+        self._flushes += self._soon
+        self._soon = []
+        self._flush()
+
     def _sink_failed(self, lane: _Lane, completion: Completion) -> None:
         _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion.qp_num)
         qp = lane.queue_pairs.get(completion.qp_num)
@@ -432,20 +450,27 @@ class Pump:
         if not self._alone:
             self._alone_since = time.perf_counter()
         self._alone += 1
-        return self._alone > _ALONE and self._begin_to_lead(self._lanes[0])
-
-    def _begin_to_lead(self, lane: _Lane) -> bool:
+        if self._alone <= _ALONE:
+            return False
         if time.perf_counter() - self._alone_since > _TERM:
             self._alone = 0
             return False
+        return self._begin_to_lead(self._lanes[0])
+
+    def change_reader(self, reader: object) -> None:
+        """Another stream finds data without waiting: with several, nobody leads."""
+        self.reader = reader
+        self._several_readers = True
+        if self._led:
+            self.rouse()
+
+    def _begin_to_lead(self, lane: _Lane) -> bool:
         if lane.fd is None or not lane.watched:
             return False
         self._led = True
         self._remove_hooks()
         trio.lowlevel.notify_closing(lane.fd)  # `_watch` lets go of it
-        self._flushes += self._soon
-        self._soon = []
-        self._flush()
+        self._flush_all()
         return self._led
 
     async def lead(self) -> bool:
@@ -464,12 +489,13 @@ class Pump:
             return False
         while self._rang:
             self._quieten(self._rang.pop())
+        if self._soon:
+            self._flush_all()
         if not lane.arm():
             if not self.drain():
                 self.rouse()
             return False
         self.waiting += 1
-        self._waits_led += 1
         self._leader_fd = fd
         try:
             await _wait_readable(fd)
@@ -508,14 +534,15 @@ class Pump:
     async def _let_lead(self) -> None:
         """Return when nobody leads any more, or too seldom."""
         while self._led:
-            before = self._waits_led
+            before = self.looks
             waits = self._leader_fd >= 0
             with trio.CancelScope() as self._term:
                 if not waits:  # else the term begins when he has what he waits for
                     self._term.deadline = trio.current_time() + _TERM
                 await trio.sleep_forever()
             self._term = None
-            if self._leader_fd < 0 and self._waits_led - before < _ALONE // 2:
+            self._flush_all()
+            if self._leader_fd < 0 and self.looks - before < _ALONE // 2:
                 self.rouse()
 
     # -- inside Trio's loop --------------------------------------------------------------
@@ -628,12 +655,13 @@ class Pump:
             if came:
                 self._waiting_since = 0
             if timeout > 0:
+                self._awake_passes = 0
                 if came or self._idle(timeout):
                     self._wake()
-            elif self._listening:
-                self._sleepless += 1
-                if self._sleepless > _SLEEPLESS:
-                    self._stop_listening()
+            else:
+                self._awake_passes += 1
+                if self._awake_passes > _SLEEPLESS:
+                    self._stay_awake()
             if self._flushes:
                 self._flush()
             if self.unused:
@@ -660,6 +688,15 @@ class Pump:
         else:
             self.drain()
 
+    def _stay_awake(self) -> None:
+        """The loop has not slept for so many passes: need it be asked in each of them?"""
+        self._awake_passes = 0
+        self._stop_listening()
+        reads, self._reads_before = self.reads - self._reads_before, self.reads
+        several, self._several_readers = self._several_readers, False
+        if reads >= _READS and not several and not self.waiting and len(self._lanes) == 1:
+            self._begin_to_lead(self._lanes[0])
+
     def _remove_hooks(self) -> None:
         if not self.resting:
             self.resting = True
@@ -670,7 +707,8 @@ class Pump:
         """Have the hooks, from this pass of the scheduler on: something has come, or is to."""
         if self.resting and self._wake_fd >= 0:
             self.resting = self._met = False
-            self._unused_passes = self._alone = 0
+            self._unused_passes = self._alone = self._awake_passes = 0
+            self._reads_before = self.reads
             if self._led:
                 self._led = False
                 self.end_wait()
@@ -697,7 +735,6 @@ class Pump:
             if now < end and spinning.worthwhile() and self._spin(end):
                 self._waiting_since = 0
                 return True
-        self._sleepless = 0
         if not self._listening:
             self._listening = True
             trio.lowlevel.add_instrument(self._after_wait)

@@ -140,6 +140,7 @@ class RdmaStream(SmcStream):
         self._urgent_busy = False
         self._strict = config.checkpoints != "amortised"
         self._produced = 0  # bytes that had been sent when the last wait ended
+        self._reader = object()  # this one to the pump, which must not keep it alive
         self._misses = 0  # readers that found nothing since a turn of others brought something
         self._is_due = stack.pump.is_due
         self._options = StreamOptions(
@@ -364,8 +365,13 @@ class RdmaStream(SmcStream):
                 if data or self._receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._is_due()):
-                await _yield()
+            if not parked:
+                pump = self._pump
+                pump.reads += 1
+                if pump.reader is not self._reader:
+                    pump.change_reader(self._reader)
+                if self._strict or self._is_due():
+                    await _yield()
             return data
         finally:
             self._receiving = False
@@ -603,6 +609,7 @@ class RdmaStream(SmcStream):
             self._misses += 1
         if pump.waiting < _CROWD or not pump.awake:
             self._drain()
+            pump.looks += 1
         if getattr(core, waiter) is None:
             return False
         if not pump.waiting:
