@@ -136,7 +136,8 @@ class Pump:
         each takes 1 off when it runs.  The last one drains before it parks again: what that finds
         for others makes them run without the wake eventfd, which costs more than a small message.
       unused: nobody has a connection; kept by whoever knows, who calls `rouse` when that ends.
-      reads: how often a reader found data without waiting; kept by those.
+      alone: waits in a row that might have been led; 0 from who waits beside others.
+      reads: how often a reader found data without waiting while nobody waited; kept by those.
       reader: who did so last, where it is another `change_reader` sets it.
       looks: how often one that found none has drained before waiting; kept by those.
       resting: no hook is left; see `rouse`.
@@ -187,8 +188,8 @@ class Pump:
         self.reader: object = None
         self._reads_before = 0
         self._several_readers = False  # since the last `_stay_awake`
-        self._alone = 0  # waits in a row that might have been led, and when the first was
-        self._alone_since = 0.0
+        self.alone: int = 0
+        self._alone_since = 0.0  # when it began to count
         self._led = False
         self._leader_fd = -1  # what the leader waits for, while he does
         self.looks: int = 0
@@ -437,23 +438,22 @@ class Pump:
     # -- one task alone ------------------------------------------------------------------
 
     def may_lead(self) -> bool:
-        """Whether the running task is to `lead`; to be asked before each wait for a message."""
-        if self.waiting or len(self._lanes) != 1:
-            self._alone = 0
+        """Whether the running task, which is the first to wait, is to `lead`."""
+        if len(self._lanes) != 1:
             return False
         if self._led:
             return True
         spinning = self._spinning
         if spinning.ns and not spinning.tired:
-            self._alone = 0
+            self.alone = 0
             return False
-        if not self._alone:
+        if not self.alone:
             self._alone_since = time.perf_counter()
-        self._alone += 1
-        if self._alone <= _ALONE:
+        self.alone += 1
+        if self.alone <= _ALONE:
             return False
         if time.perf_counter() - self._alone_since > _TERM:
-            self._alone = 0
+            self.alone = 0
             return False
         return self._begin_to_lead(self._lanes[0])
 
@@ -707,7 +707,7 @@ class Pump:
         """Have the hooks, from this pass of the scheduler on: something has come, or is to."""
         if self.resting and self._wake_fd >= 0:
             self.resting = self._met = False
-            self._unused_passes = self._alone = self._awake_passes = 0
+            self._unused_passes = self.alone = self._awake_passes = 0
             self._reads_before = self.reads
             if self._led:
                 self._led = False

@@ -367,9 +367,10 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_READER) or parked
             if not parked:
                 pump = self._pump
-                pump.reads += 1
-                if pump.reader is not self._reader:
-                    pump.change_reader(self._reader)
+                if not pump.waiting:
+                    pump.reads += 1
+                    if pump.reader is not self._reader:
+                        pump.change_reader(self._reader)
                 if self._strict or self._is_due():
                     await _yield()
             return data
@@ -621,15 +622,11 @@ class RdmaStream(SmcStream):
                 self._produced = core.messenger.produced
                 return False
 
-        if waiter is _READER and pump.may_lead():
-            setattr(core, waiter, pump.end_wait)
-            try:
-                return await pump.lead()
-            finally:
-                setattr(core, waiter, None)
-                self._produced = core.messenger.produced
-        if pump.resting:
-            pump.rouse()
+        if pump.waiting:
+            pump.alone = 0
+        elif waiter is _READER and pump.may_lead():
+            return await self._lead()
+        pump.rouse()
         task = _current_task()
 
         def wake() -> None:
@@ -649,6 +646,16 @@ class RdmaStream(SmcStream):
             pump.waiting -= 1
         self._produced = core.messenger.produced
         return True
+
+    async def _lead(self) -> bool:
+        """As `_park`, for the only one who waits."""
+        core, pump = self._core, self._pump
+        core.on_readable = pump.end_wait
+        try:
+            return await pump.lead()
+        finally:
+            core.on_readable = None
+            self._produced = core.messenger.produced
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:
