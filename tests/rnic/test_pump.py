@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import threading
 import time
@@ -18,7 +19,14 @@ from tests.rnic.soft_peer import Peer
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
 from trio_smc.rnic.soft.device import SoftRnic
-from trio_smc.rnic.verbs import Completion, QpState, QueuePair, RnicEvent, WcOpcode
+from trio_smc.rnic.verbs import (
+    Completion,
+    QpState,
+    QueuePair,
+    RnicError,
+    RnicEvent,
+    WcOpcode,
+)
 
 NAP = 0.05
 """Seconds to sleep so that the loop does: one that is over before the loop gets there is none."""
@@ -730,7 +738,7 @@ class TestLeading:
             await trio.testing.wait_all_tasks_blocked()
             a.qp.post_send(1, b"x")
             assert pump.may_lead()
-            assert not await pump.lead()
+            assert await pump.lead()
             assert to_b.messages == [b"x"]
             async with self.leading(pump):
                 a.qp.post_send(2, b"y")
@@ -742,9 +750,53 @@ class TestLeading:
             await trio.testing.wait_all_tasks_blocked()
             assert pump.may_lead()
             rnics[1].restless += 1
-            assert not await pump.lead()
+            assert await pump.lead()
             assert await is_awake(pump)
             rnics[1].restless -= 1
+
+    async def test_what_comes_for_others_again_and_again_lets_them_run(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        turns: list[int] = []
+
+        async def count() -> None:
+            while True:
+                turns.append(1)
+                await trio.lowlevel.checkpoint()
+
+        async with running(rnics[1]) as pump:
+            Sink(pump, b)
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(count)
+                for number in range(20):
+                    a.qp.post_send(number, b"x")
+                    assert pump.may_lead()
+                    await pump.lead()
+                assert len(turns) > 15
+                nursery.cancel_scope.cancel()
+
+    async def test_a_defect_of_the_rnic_is_not_the_readers(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
+        pump = Pump(spin=0)
+        pump.add(rnics[0])
+
+        def arm() -> bool:
+            raise RnicError(errno.EIO, "a defect")
+
+        with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pump.run)
+                await trio.testing.wait_all_tasks_blocked()
+                assert pump.may_lead()
+                pump._lanes[0].arm = arm
+                assert not await pump.lead()
+                with trio.fail_after(PATIENCE):
+                    await trio.sleep_forever()
+        assert isinstance(caught.value.exceptions[0], RnicError)
+        assert pollers() == []
 
     async def test_a_fruitful_spin_ends_it(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
@@ -763,7 +815,7 @@ class TestLeading:
                 pump._spinning.worthwhile()
             assert pump.may_lead()
             a.qp.post_send(2, b"y")
-            assert not await pump.lead()
+            assert await pump.lead()
             assert to_b.messages == [b"x", b"y"]
             assert await is_awake(pump)
 

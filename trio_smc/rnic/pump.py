@@ -474,7 +474,7 @@ class Pump:
         return self._led
 
     async def lead(self) -> bool:
-        """Wait for a message, or for nothing when the pump is wanted otherwise; True: asleep.
+        """Wait for a message, or for nothing when the pump is wanted otherwise; True: others ran.
 
         Whoever `may_lead` calls this instead of parking.  It drains; if another task finds what
         the leader waits for, that one has to call `end_wait`.
@@ -482,19 +482,17 @@ class Pump:
         lane = self._lanes[0]
         fd = lane.fd
         assert fd is not None
-        spinning = self._spinning
         began = time.perf_counter_ns()
-        if spinning.ns and spinning.worthwhile() and self._spin_alone(began + spinning.ns):
-            self.rouse()  # shorter waits are not for leaders
+        try:
+            came = self._prepare_to_wait(lane, began)
+        except Exception as problem:
+            self._break(problem)
+            self.rouse()
             return False
-        while self._rang:
-            self._quieten(self._rang.pop())
-        if self._soon:
-            self._flush_all()
-        if not lane.arm():
-            if not self.drain():
-                self.rouse()
-            return False
+        if came:
+            # Perhaps it is all for others, and they send again and again.
+            await trio.lowlevel.checkpoint()
+            return True
         self.waiting += 1
         self._leader_fd = fd
         try:
@@ -517,9 +515,26 @@ class Pump:
                 self.drain()
         except Exception as problem:
             self._break(problem)
+        spinning = self._spinning
         spinning.slept(time.perf_counter_ns() - began)
         if lane.silent or (spinning.ns and not spinning.tired):
             self.rouse()
+        return True
+
+    def _prepare_to_wait(self, lane: _Lane, began: int) -> bool:
+        """Spin if that is worth it, then arm; True: do not wait for the doorbell."""
+        spinning = self._spinning
+        if spinning.ns and spinning.worthwhile() and self._spin_alone(began + spinning.ns):
+            self.rouse()  # shorter waits are not for leaders
+            return True
+        while self._rang:
+            self._quieten(self._rang.pop())
+        if self._soon:
+            self._flush_all()
+        if lane.arm():
+            return False
+        if not self.drain():
+            self.rouse()  # it cannot be armed: somebody has to look
         return True
 
     def _spin_alone(self, end: int) -> bool:
