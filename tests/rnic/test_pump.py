@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from tests.rnic.contract import PATIENCE, End, connect, make_end
+from tests.rnic.pumps import is_awake
 from tests.rnic.soft_peer import Peer
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
@@ -595,12 +596,6 @@ async def rest(pump: Pump) -> None:
     for _ in range(3):
         await trio.lowlevel.checkpoint()
     assert pump.passes == before
-
-
-async def is_awake(pump: Pump) -> bool:
-    before = pump.passes
-    await trio.lowlevel.checkpoint()
-    return pump.passes > before
 
 
 class TestUnused:

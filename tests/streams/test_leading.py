@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 import trio_smc
+from tests.rnic.pumps import is_awake
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
 from trio_smc import SmcStream
 from trio_smc.rnic import pump as pump_module
@@ -29,13 +30,6 @@ def long_term(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pump_of(stack: trio_smc.Stack) -> Pump:
     return stack.runtime.pump
-
-
-async def hooked(pump: Pump) -> bool:
-    """Whether the pump takes part in each pass of the scheduler."""
-    before = pump.passes
-    await trio.lowlevel.checkpoint()
-    return pump.passes > before
 
 
 @dataclass
@@ -60,7 +54,7 @@ class Led:
                 await trio.sleep(PAUSE)
                 await self.ask()
             await trio.testing.wait_all_tasks_blocked()
-        assert not await hooked(self.pump)
+        assert not await is_awake(self.pump)
 
 
 async def echo(stream: SmcStream) -> None:
@@ -174,7 +168,7 @@ async def test_a_second_reader_ends_it() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(echo, other[1])
             await trio.testing.wait_all_tasks_blocked()
-            assert await hooked(connection.pump)
+            assert await is_awake(connection.pump)
             assert connection.pump.waiting == 2
             for _ in range(2 * _ALONE):
                 await trio.sleep(PAUSE)
@@ -194,7 +188,7 @@ async def test_a_writer_ends_it() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(clogged[1].send_all, b"x")
             await trio.testing.wait_all_tasks_blocked()
-            assert await hooked(connection.pump)
+            assert await is_awake(connection.pump)
             await read(clogged[0], SMALL_RING + 1)
         await read(clogged[1], SMALL_RING)
         await close_both(clogged)
@@ -247,7 +241,7 @@ async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> 
             state = pair[1]._core  # type: ignore[attr-defined]
             while not state.got_closed:  # noqa: ASYNC110
                 await trio.sleep(PAUSE)
-            assert await hooked(pump)
+            assert await is_awake(pump)
             await pair[1].aclose()
 
 
@@ -277,7 +271,7 @@ async def test_who_waits_for_long_is_left_alone(monkeypatch: pytest.MonkeyPatch)
         await connection.ask()
 
 
-@pytest.mark.parametrize("how", ["close", "shut down", "abort"])
+@pytest.mark.parametrize("how", ["close", "shut down", "the peer closes"])
 async def test_its_own_end_ends_the_wait(how: str) -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
@@ -286,8 +280,7 @@ async def test_its_own_end_ends_the_wait(how: str) -> None:
 
         async def wait() -> None:
             try:
-                while data := await pair[1].receive_some():
-                    await pair[1].send_all(data)
+                await echo(pair[1])
                 ended.append(b"")
             except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
                 ended.append(type(error))
@@ -295,11 +288,7 @@ async def test_its_own_end_ends_the_wait(how: str) -> None:
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                while not pump._led:
-                    await trio.sleep(PAUSE)
-                    await pair[0].send_all(b"x")
-                    await read(pair[0], 1)
-                await trio.testing.wait_all_tasks_blocked()
+                await Led(pairs, *pair).until_led()
                 if how == "close":
                     await pair[1].aclose()
                 elif how == "shut down":

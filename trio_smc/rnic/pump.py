@@ -439,8 +439,6 @@ class Pump:
 
     def may_lead(self) -> bool:
         """Whether the running task, which is the first to wait, is to `lead`."""
-        if len(self._lanes) != 1:
-            return False
         if self._led:
             return True
         spinning = self._spinning
@@ -455,7 +453,7 @@ class Pump:
         if time.perf_counter() - self._alone_since > _TERM:
             self.alone = 0
             return False
-        return self._begin_to_lead(self._lanes[0])
+        return self._begin_to_lead()
 
     def change_reader(self, reader: object) -> None:
         """Another stream finds data without waiting: with several, nobody leads."""
@@ -464,8 +462,10 @@ class Pump:
         if self._led:
             self.rouse()
 
-    def _begin_to_lead(self, lane: _Lane) -> bool:
-        if lane.fd is None or not lane.watched:
+    def _begin_to_lead(self) -> bool:
+        """Whether one task can lead from now on: there is one doorbell, and `_watch` is at it."""
+        lane = self._lanes[0] if len(self._lanes) == 1 else None
+        if lane is None or lane.fd is None or not lane.watched:
             return False
         self._led = True
         self._remove_hooks()
@@ -687,8 +687,7 @@ class Pump:
     def _take_soon(self, timeout: float) -> None:
         self._busy_passes += 1
         if timeout > 0 or self._busy_passes >= _SOON:
-            self._flushes += self._soon
-            self._soon = []
+            self._flush_all()
 
     def _count_unused(self) -> None:
         """Rest after so many passes, if all that can come rings."""
@@ -709,8 +708,8 @@ class Pump:
         self._stop_listening()
         reads, self._reads_before = self.reads - self._reads_before, self.reads
         several, self._several_readers = self._several_readers, False
-        if reads >= _READS and not several and not self.waiting and len(self._lanes) == 1:
-            self._begin_to_lead(self._lanes[0])
+        if reads >= _READS and not several and not self.waiting:
+            self._begin_to_lead()
 
     def _remove_hooks(self) -> None:
         if not self.resting:
