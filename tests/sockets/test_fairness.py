@@ -12,6 +12,7 @@ import trio_smc
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100
 ROUNDS = 5
+MOST_ROUNDS = 15
 TICKS = 5
 """Of a round."""
 
@@ -75,19 +76,18 @@ async def lateness(size: int) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
 def test_a_ticker_beside_busy_connections(size: int) -> None:
-    """Rounds over TCP and SMC-R by turns, and of each the round that was disturbed least.
-
-    What else runs makes ticks late and never early, and seldom in every round.
-    """
+    """Rounds over TCP and SMC-R by turns, and more of them while what else runs blurs the result."""
     over_tcp: list[float] = []
     over_smc: list[float] = []
-    for _ in range(ROUNDS):
+    for done in range(1, MOST_ROUNDS + 1):
         over_tcp.append(statistics.median(trio.run(lateness, size)))
         trio_smc.enable(trio_smc.Config(receive_buffer=256 * 1024, require_smc=True))
         try:
             over_smc.append(statistics.median(trio.run(lateness, size)))
         finally:
             trio_smc.disable()
-    # Half as late again allows for what a whole round may suffer; without the limit on amortised
-    # passes it was up to three times as late.
-    assert min(over_smc) <= 1.5 * min(over_tcp), (over_smc, over_tcp)
+        # Half as late again allows for chance; without the limit on amortised passes it was up to
+        # three times as late.
+        if done >= ROUNDS and statistics.median(over_smc) <= 1.5 * statistics.median(over_tcp):
+            return
+    pytest.fail(f"later than over TCP: {over_smc} s, {over_tcp} s")

@@ -206,6 +206,16 @@ async def test_two_tasks_on_one_stream() -> None:
         await connection.ask()
 
 
+async def test_who_sends_now_and_then_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody counts passes meanwhile; a call long after the last one is none of a long pass."""
+    async with led("amortised") as connection:
+        monkeypatch.setattr(pump_module, "_LONG_PASS_NS", 0)
+        for _ in range(5):
+            await connection.there.send_all(b"x")
+            assert connection.pump._led
+            assert await read(connection.here, 1) == b"x"
+
+
 async def test_who_is_cancelled_leaves_nothing_behind() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()

@@ -365,9 +365,12 @@ class Pump:
             return False
         task = trio.lowlevel.current_task()
         if self.resting:  # nobody counts passes; this call makes one
-            if self._turn is not task:
-                self.rouse()  # with several busy tasks they have to be counted
             self._pass_began = now
+            if self._turn is not task:
+                self._turn = task
+                if self._calls < _MOST_CALLS:
+                    return False  # perhaps the loop has slept in between
+                self.rouse()  # with several busy tasks they have to be counted
             self._calls = 0
             return True
         if self._turn is not task:
