@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -14,13 +15,22 @@ import pytest
 
 from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
+from trio_smc.rnic.soft import contact
 from trio_smc.rnic.soft.device import SoftRnic
-from trio_smc.rnic.soft.messages import BELL, Revoke, receive, take_bell
+from trio_smc.rnic.soft.messages import (
+    BELL,
+    Bell,
+    Revoke,
+    open_rope_untrusted,
+    receive,
+    take_bell,
+)
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
 from trio_smc.rnic.verbs import QpState
 
 MANY = 40
 FEW = 8
+BELLS = 4
 LOOKS = 600  # enough for idle rings to doze, twice
 
 
@@ -103,13 +113,18 @@ def test_an_idle_one_that_ends(rnics: list[SoftRnic], pairs: list[tuple[End, End
     assert state(server.qp) is QpState.ERR
 
 
+@pytest.mark.parametrize("bell", [False, True])
 def test_a_hostile_one_delays_only_itself(
-    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path
+    rnics: list[SoftRnic], pairs: list[tuple[End, End]], runtime_directory: Path, *, bell: bool
 ) -> None:
     """It rings all the time, takes the words that ask for its rings away, and rings no more."""
+    if bell:  # that of one who is gone
+        for end in pairs.pop(0):
+            end.close()
     victim, bystanders = make_end(rnics[0]), pairs[: FEW + 2]
     with Attacker(runtime_directory / "smc") as attacker:
         sock = attacker.connect(victim)
+        assert len(attacker.ropes) == bell
         over = threading.Event()
 
         def rage() -> None:
@@ -118,6 +133,8 @@ def test_a_hostile_one_delays_only_itself(
                     attacker.word(ARMED, value)
                 try:
                     sock.send(BELL)
+                    for rope in attacker.ropes:
+                        os.write(rope, BELL)
                 except BlockingIOError:
                     time.sleep(0)
 
@@ -152,18 +169,21 @@ def test_a_hostile_one_delays_only_itself(
 
 
 def test_descriptors(rnics: list[SoftRnic]) -> None:
-    """A socket for the pair, and a memfd for each region that further peers may be given."""
+    """A socket for the pair, and a memfd for each region that further peers may be given.
+
+    The first few have a bell, and the rope of the peer's.
+    """
 
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
-    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(5)]
+    made = [(make_end(rnics[0]), make_end(rnics[1])) for _ in range(2 * BELLS)]
     for pair in made:
         connect(*pair)
         pair[0].qp.post_send(1, b"there")
         until(got(pair[1], 1), *pair)
-    assert count() - before == 5 * 2 * 2
+    assert count() - before == len(made) * 2 * 2 + BELLS * 2 * 2
     for pair in made:
         for end in pair:
             end.close()
@@ -190,6 +210,49 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
     a.close()
     until(lambda: bool(b.flushed), b)
     b.close()
+
+
+@pytest.mark.parametrize("why", ["another user", "no /proc", "no descriptors"])
+def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """The sockets do."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "there is none")
+
+    if why == "another user":
+        monkeypatch.setattr(contact, "is_same_user", lambda _: False)
+    elif why == "no /proc":
+        monkeypatch.setattr(contact, "open_rope_untrusted", fail)
+    else:
+        monkeypatch.setattr(os, "pipe2", fail)
+    server, client = make_end(rnics[0]), make_end(rnics[1])
+    connect(server, client)
+    for number in range(1, 4):
+        look(rnics[0])
+        serve(rnics[0])
+        assert rnics[0].arm()
+        sleeper = sleep_on(rnics[0])
+        assert not sleeper.poll(0)
+        client.qp.post_send(number, b"x")
+        assert sleeper.poll(1000)
+        until(got(server, number), server, client)
+    for end in server, client:
+        end.close()
+
+
+def test_a_rope_outlives_its_bell() -> None:
+    """Who has one may have no handler of SIGPIPE."""
+    bell = Bell()
+    rope = open_rope_untrusted(bell.rope)
+    bell.let_go()
+    assert not bell.take()
+    os.write(rope, BELL)
+    os.write(rope, BELL)
+    assert bell.take()
+    assert not bell.take()
+    bell.close()
+    assert os.write(rope, BELL) == 1
+    os.close(rope)
 
 
 def test_a_doorbell_is_taken_where_it_is_all_there_is() -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import secrets
 import select
+import signal
 import socket
 import struct
 import termios
@@ -20,12 +21,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rnic.contract import RECEIVES, End, connect, got, make_end, until
+from tests.rnic.contract import RECEIVES, End, connect, got, make_end, tell_apart, until
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import (
     BELL,
+    Bell,
     Directory,
     Hello,
     Register,
@@ -56,6 +58,8 @@ class Attacker:
         self.ring = Memory(RING_SIZE)
         self.open: list[socket.socket] = []
         self.victim_ring: PeerMemory | None = None
+        self.ropes: list[int] = []
+        """Of the bells of those who were connected to."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +67,7 @@ class Attacker:
     def __exit__(self, *_: object) -> None:
         for sock in self.open:
             sock.close()
+        close_all(self.ropes)
         if self.victim_ring is not None:
             self.victim_ring.close()
         self.listener.close()
@@ -91,8 +96,11 @@ class Attacker:
         socket.send_fds(sock, [data], fds)
         return sock
 
-    def connect(self, victim: End) -> socket.socket:
-        """Get the victim's ring, and have it accept ours; returns the socket to speak on."""
+    def connect(self, victim: End, *more: int) -> socket.socket:
+        """Get the victim's ring, and have it accept ours; returns the socket to speak on.
+
+        ``more``: descriptors that our Hello brings beside the ring.
+        """
         victim.qp.post_receive(RECEIVES)
         victim.qp.to_rtr(gid=self.gid, qp_num=self.qp_num, psn=PSN, mtu=5)
         victim.qp.to_rts(psn=PSN)
@@ -101,10 +109,10 @@ class Attacker:
         packet = receive(hearer)
         assert packet is not None
         self.victim_ring = PeerMemory.map_untrusted(packet[1][0], RING_SIZE)
-        for fd in packet[1]:
-            os.close(fd)
+        os.close(packet[1].pop(0))
+        self.ropes += packet[1]
         self.put(self.ring.view, POSTED, SLOTS)
-        sock = self.say(victim, self.hello(victim), self.fds())
+        sock = self.say(victim, self.hello(victim), [*self.fds(), *more])
         victim.rnic.service()
         return sock
 
@@ -191,7 +199,7 @@ class TestHello:
         victim.rnic.service()
         assert ended(sock)
 
-    @pytest.mark.parametrize("count", [0, 2, 3, 50, 250])
+    @pytest.mark.parametrize("count", [0, 3, 50, 250])
     def test_a_wrong_number_of_descriptors(
         self, attacker: Attacker, victim: End, count: int
     ) -> None:
@@ -199,6 +207,31 @@ class TestHello:
         sock = attacker.say(victim, attacker.hello(victim), fds)
         victim.rnic.service()
         assert ended(sock)
+
+    def test_a_bell_that_is_none(self, attacker: Attacker, victim: End) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        sock = attacker.connect(victim, attacker.ring.fd)
+        assert ended(sock)
+        assert state(victim.qp) is QpState.ERR or not victim.rnic.poll()
+        victim.qp.to_err()
+        for each in attacker.open:
+            each.close()
+        close_all(attacker.ropes)
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    def test_a_bell_without_a_ring(self, attacker: Attacker, victim: End) -> None:
+        """The ring is bad, and the bell that came with it is closed again."""
+        bell = Bell()
+        attacker.fds = lambda: [bell.rope]  # type: ignore[method-assign]
+        before = len(os.listdir("/proc/self/fd"))
+        sock = attacker.connect(victim, bell.rope)
+        assert ended(sock)
+        victim.qp.to_err()
+        for each in attacker.open:
+            each.close()
+        close_all(attacker.ropes)
+        assert len(os.listdir("/proc/self/fd")) <= before
+        bell.close()
 
     def test_to_a_queue_pair_that_does_not_exist(self, attacker: Attacker, victim: End) -> None:
         hello = Hello(gid=attacker.gid, qp_num=1, peer_qp_num=1, peer_psn=1).encode()
@@ -594,6 +627,52 @@ class TestRing:
             rung += packet[0] == BELL
             close_all(packet[1])
         assert 100 < rung < 1000, "it was never full"
+
+    @pytest.mark.parametrize("how", ["full", "waits", "gone"])
+    def test_a_bell_that_is_bad(self, attacker: Attacker, victim: End, how: str) -> None:
+        """It has each message ring, and its bell takes no ring, or has no listener."""
+        bell = Bell()
+        attacker.connect(victim, bell.rope)
+        if how == "full":
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(bell.rope, bytes(4096))
+        if how == "waits":
+            os.set_blocking(bell.rope, True)  # not that of the victim, who has opened its own
+            os.set_blocking(bell.fd, True)
+        if how == "gone":
+            bell.close()
+        handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            start = time.monotonic()
+            for number in range(1, 70_001 if how == "waits" else 101):
+                attacker.put(attacker.ring.view, ARMED, 1)
+                attacker.put(attacker.ring.view, POSTED, number + SLOTS - 1)
+                victim.qp.post_send(number, b"x")
+            assert time.monotonic() - start < 10
+        finally:
+            signal.signal(signal.SIGPIPE, handler)
+        until(lambda: len(victim.sent) >= 100, victim)
+        assert {status for _, status in victim.sent} == {0}
+        if how != "gone":
+            bell.close()
+
+    def test_a_bell_that_never_stops(self, attacker: Attacker, victim: End) -> None:
+        """All of it is taken, a little at a time."""
+        tell_apart(victim.rnic)
+        attacker.connect(victim)
+        [rope] = attacker.ropes
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(rope, bytes(4096))
+        looker = select.poll()
+        looker.register(cast(int, victim.rnic.completion_fd()), select.POLLIN)
+        times = 0
+        while looker.poll(0):
+            assert victim.rnic.quieten()
+            times += 1
+        assert 10 < times < 10_000
+        assert state(victim.qp) is QpState.RTS
 
     def test_random_words(self, attacker: Attacker, rnic: SoftRnic, rng: random.Random) -> None:
         """Any words at any time: completions that are well formed, or the end of that one."""

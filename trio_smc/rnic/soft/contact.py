@@ -1,7 +1,8 @@
 """What a software queue pair says to its peer and hears of it: the slow path beside the rings.
 
 A `Contact` holds the two sockets of `messages`: this side says what it has to say on the *speaker*
-and listens to the *hearer*.  Mostly that is one, which the first of the two has dialled.  Nothing
+and listens to the *hearer*.  Mostly that is one, which the first of the two has dialled.  Where
+both belong to one user each may have a bell beside it, which the other one rings.  Nothing
 here changes the state of the queue pair or runs its
 queue, because all of it can happen in the middle of a post; what is found is noted with the RNIC
 (`Port.gone`, `Port.stalled`) for the next poll.
@@ -13,19 +14,22 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.private_directory import is_same_user
 from trio_smc.rnic.memory import PeerMemory
 from trio_smc.rnic.soft.messages import (
     BELL,
+    Bell,
     Hello,
     Message,
     Register,
     close_all,
     decode_untrusted,
+    open_rope_untrusted,
     receive,
     take_bell,
 )
@@ -49,25 +53,48 @@ _MOST_HEARD: Final = 64
 class Peer:
     """What the peer's queue pair gave us to reach it with."""
 
-    __slots__ = ("hello", "regions", "ring")
+    __slots__ = ("_rope", "hello", "regions", "ring")
 
-    def __init__(self, hello: Hello, ring: SendRing, regions: PeerRegions) -> None:
+    def __init__(self, hello: Hello, ring: SendRing, regions: PeerRegions, rope: int) -> None:
         self.hello: Hello = hello
         self.ring: SendRing = ring
         self.regions: PeerRegions = regions
+        self._rope = rope  # what `ring` rings with; -1: it has a socket for that, or nothing
 
     @classmethod
-    def map_untrusted(cls, hello: Hello, fd: int, speaker: socket.socket | None) -> Peer:
-        """Map what came with a Hello.  The descriptor stays the caller's.  ProtocolError."""
-        memory = PeerMemory.map_untrusted(fd, RING_SIZE)
-        doorbell = _nothing if speaker is None else partial(speaker.send, BELL, _AT_ONCE)
+    def map_untrusted(
+        cls, hello: Hello, ring_fd: int, rope_fd: int | None, speaker: socket.socket | None
+    ) -> Peer:
+        """Map what came with a Hello.  The descriptors stay the caller's.  ProtocolError."""
+        memory = PeerMemory.map_untrusted(ring_fd, RING_SIZE)
+        rope = -1
+        doorbell: Callable[[], object] = _nothing
+        try:
+            if rope_fd is not None:
+                rope = open_rope_untrusted(rope_fd)
+                doorbell = partial(os.write, rope, BELL)
+        except ProtocolError:
+            memory.close()
+            raise
+        except OSError:
+            pass  # the socket does
+        if rope < 0 and speaker is not None:
+            doorbell = partial(speaker.send, BELL, _AT_ONCE)
         ring = SendRing(memory, doorbell)
-        return cls(hello, ring, PeerRegions(ring.keys))
+        return cls(hello, ring, PeerRegions(ring.keys), rope)
 
     def close(self) -> None:
-        """Unmap everything.  Idempotent."""
+        """Unmap and close everything.  Idempotent."""
         self.ring.close()
         self.regions.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Ring no more.  Idempotent."""
+        rope, self._rope = self._rope, -1
+        if rope >= 0:
+            self.ring.silence()
+            os.close(rope)
 
 
 def _nothing() -> None:
@@ -92,7 +119,9 @@ class Contact:
       behind: the peer has said more than was taken in yet.
     """
 
-    __slots__ = ("_hearer", "_owner", "_pending", "_rnic", "_speaker", "behind", "peer", "unsaid")
+    __slots__ = (
+        "_bell", "_hearer", "_owner", "_pending", "_rnic", "_speaker", "behind", "peer", "unsaid"
+    )  # fmt: skip
 
     def __init__(self, rnic: Port, owner: ContactOwner) -> None:
         self.peer: Peer | None = None
@@ -102,6 +131,7 @@ class Contact:
         self._owner = owner
         self._speaker: socket.socket | None = None
         self._hearer: socket.socket | None = None
+        self._bell: Bell | None = None
         # Who said Hello before this side went to RTR.
         self._pending: list[tuple[Hello, socket.socket, list[int]]] = []
 
@@ -115,6 +145,17 @@ class Contact:
         else:
             self._speaker = self._rnic.dial(name[0])
         self._rnic.watch_peer(self._speaker, self._on_events)
+
+    def greet(self, hello: Hello, ring: int) -> None:
+        """Say Hello to the peer; ``ring``: a descriptor of the receive ring."""
+        bell = None
+        if self._speaker is not None and is_same_user(self._speaker):
+            bell = self._bell = self._rnic.hang_bell(self._on_bell)
+        if bell is None:
+            self.say(hello, (ring,))
+        else:
+            self.say(hello, (ring, bell.rope))
+            bell.let_go()
 
     def say(self, message: Message, fds: tuple[int, ...]) -> None:
         """Tell the peer, as soon as the socket takes it; without a socket nothing happens."""
@@ -197,7 +238,9 @@ class Contact:
         try:
             if self._hearer is not None:
                 raise ProtocolError("a second Hello of the same queue pair")
-            self.peer = Peer.map_untrusted(hello, fds[0], self._speaker)
+            # Whoever has no bell for this peer has no descriptor to spare for its rope either.
+            rope = fds[1] if len(fds) > 1 and self._bell is not None else None
+            self.peer = Peer.map_untrusted(hello, fds[0], rope, self._speaker)
         except ProtocolError:
             if sock is self._speaker:
                 self._rnic.gone.append(self._owner)
@@ -220,6 +263,9 @@ class Contact:
         if self._hearer is not self._speaker:
             self._rnic.hang_up(self._hearer, quietly=quietly)
         self._speaker = self._hearer = None
+        if self._bell is not None:
+            self._rnic.take_down(self._bell)
+            self._bell = None
         for _, kept in self.unsaid:
             close_all(kept)
         self.unsaid.clear()
@@ -233,10 +279,22 @@ class Contact:
         self._pending.clear()
 
     def abandon(self) -> None:
-        """In a forked child: close this process's sockets and nothing else."""
+        """In a forked child: close this process's descriptors and nothing else."""
+        if self._bell is not None:
+            self._bell.close()
+        if self.peer is not None:
+            self.peer.let_go()
         for sock in (self._speaker, self._hearer, *(sock for _, sock, _ in self._pending)):
             if sock is not None:
                 sock.close()
+
+    def _on_bell(self) -> bool:
+        """Whether the bell was rung."""
+        if self._bell is None or not self._bell.take():
+            return False
+        if self._owner.ring.dozes:
+            self._rnic.rouse(self._owner.ring)
+        return True
 
     def _on_events(self, events: int) -> None:
         if self._owner.ring.dozes:

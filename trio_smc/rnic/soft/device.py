@@ -7,7 +7,8 @@ data needs no system call at all while both sides are busy.
 
 Idle peers cost those that are busy nothing.  Of many rings only those are looked at in which
 something came lately; the others *doze*: they stay armed, so that the next message rings, and are
-looked at again from then on.  No word is shared by several peers: who rings for nothing, or does
+looked at again from then on.  The first few peers have a quicker bell than that socket, which takes
+two descriptors more.  No word is shared by several peers: who rings for nothing, or does
 not ring, has its own ring looked at in vain, or late.
 
 Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),
@@ -36,6 +37,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.host.private_directory import is_admitted
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.soft.messages import (
+    Bell,
     Directory,
     Hello,
     close_all,
@@ -73,6 +75,7 @@ _MOST_STRANGERS: Final = 64
 _EDGES: Final = select.EPOLLIN | select.EPOLLET
 _FEW: Final = 8
 """Rings that are always looked at."""
+_MOST_BELLS: Final = 4
 _DOZE_AFTER: Final = 256
 """Looks of which none found anything: then a ring may doze, where there are more than a few."""
 
@@ -120,8 +123,9 @@ class SoftRnic(Rnic):
         self._qps: dict[int, SoftQueuePair] = {}
         self._pds: set[SoftProtectionDomain] = set()
         self._rkeys: set[int] = set()
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._handlers: dict[int, Callable[[int], object]] = {}
         self._peers: dict[int, int] = {}  # sockets to queue pairs' peers, and what to tell of them
+        self._bells: dict[int, Callable[[], bool]] = {}  # by descriptors, which `_peers` has, too
         self._rung: select.epoll | None = None  # tells of them where `wait_fd` does not
         # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
         # yet.
@@ -319,10 +323,9 @@ class SoftRnic(Rnic):
     def quieten(self) -> bool:
         if self._rung is None:
             return False
-        if len(self._peers) == 1:
-            [(fd, events)] = self._peers.items()
-            if events == select.EPOLLIN:  # then nobody has to be asked whose it was
-                self._handlers[fd](events)
+        if len(self._bells) == 1:  # then mostly it was that
+            [rung] = self._bells.values()
+            if rung():
                 return True
         self._hand_out(self._rung.poll(0, _EVENTS_AT_ONCE))
         return True
@@ -418,7 +421,30 @@ class SoftRnic(Rnic):
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
         """Let `completion_fd` report what a queue pair's peer says, and its rings, where that is
         wanted, else `wait_fd`."""
-        fd = sock.fileno()
+        self._watch_peer(sock.fileno(), handler)
+
+    def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
+        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+
+        Of many peers, which take descriptors, only the first have one.
+        """
+        if len(self._bells) >= _MOST_BELLS:
+            return None
+        try:
+            bell = Bell()
+        except OSError:
+            return None
+        self._bells[bell.fd] = rung
+        self._watch_peer(bell.fd, lambda _: rung())
+        return bell
+
+    def take_down(self, bell: Bell) -> None:
+        """Undo `hang_bell`."""
+        del self._bells[bell.fd]
+        self._unwatch_peer(bell.fd)
+        bell.close()
+
+    def _watch_peer(self, fd: int, handler: Callable[[int], object]) -> None:
         self._peers[fd] = select.EPOLLIN
         self._handlers[fd] = handler
         if self._rung is not None:
@@ -462,10 +488,7 @@ class SoftRnic(Rnic):
         down, or it goes ``quietly``."""
         if sock is None:
             return
-        fd = sock.fileno()
-        del self._peers[fd]
-        del self._handlers[fd]
-        (self._rung or self._epoll).unregister(fd)
+        self._unwatch_peer(sock.fileno())
         if self.port_active and not quietly:
             sock.close()
             return
@@ -474,6 +497,11 @@ class SoftRnic(Rnic):
                 self._limbo.remove(other)
                 other.close()
         self._limbo.append(sock)
+
+    def _unwatch_peer(self, fd: int) -> None:
+        del self._peers[fd]
+        del self._handlers[fd]
+        (self._rung or self._epoll).unregister(fd)
 
     def new_rkey(self) -> int:
         """An RKey that no region of this RNIC has."""

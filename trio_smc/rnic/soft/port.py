@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
+from trio_smc.rnic.soft.messages import Bell
 from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import Completion
 
@@ -67,6 +68,14 @@ class Port(Protocol):
 
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
         """Report a socket to a queue pair's peer; ``handler`` gets the epoll events."""
+
+    def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
+        """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
+
+        ``rung`` takes what was rung, and tells whether that was anything."""
+
+    def take_down(self, bell: Bell) -> None:
+        """Undo `hang_bell`."""
 
     def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
         """Whether to report also that such a socket takes something again."""

@@ -134,7 +134,7 @@ class SoftQueuePair(QueuePair):
             contact.dial(self._peer_name)
         self.state = QpState.RTR
         hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
-        contact.say(hello, (self.ring.memory.fd,))
+        contact.greet(hello, self.ring.memory.fd)
         self.ring.memory.close_descriptor()
         for region in self._pd.regions:
             message, fd = region.announcement()
@@ -276,7 +276,7 @@ class SoftQueuePair(QueuePair):
         self._enter_err()
 
     def abandon(self) -> None:
-        """In a forked child: close this process's sockets and nothing else."""
+        """In a forked child: close this process's descriptors and nothing else."""
         self._contact.abandon()
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:

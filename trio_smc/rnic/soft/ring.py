@@ -90,6 +90,10 @@ def fence() -> None:
     _release()
 
 
+def _nothing() -> None:
+    """There is nothing to ring with any more."""
+
+
 class Sent:
     """What became of `SendRing.put`."""
 
@@ -208,6 +212,10 @@ class SendRing:
         """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
         with contextlib.suppress(OSError):
             self._doorbell()
+
+    def silence(self) -> None:
+        """Ring no more."""
+        self._doorbell = _nothing
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
