@@ -33,6 +33,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
+from trio_smc.host.tcp import unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
@@ -461,6 +462,8 @@ class Publication:
         number = connection.fileno()
         if number < 0:
             raise trio.ClosedResourceError("given up while this task was to go on")
+        if self.spinner.until(lambda: unread_bytes(number) > 0):
+            return True
         self.spinner.sleeping += 1
         timer: Timer | None = None
         try:
