@@ -226,26 +226,26 @@ class Arrival:
         return stream
 
     async def _negotiate(self) -> RdmaStream | Fallback:
-        stack, sock, config, rnic = self._stack, self.sock, self._config, self._rnic
+        stack, sock, config = self._stack, self.sock, self._config
         if sock.fileno() < 0:
             raise trio.ClosedResourceError("given up before its task began")
         try:
             if self._failure is not None:
                 raise self._failure
+            if self._search is not None:
+                self._found(await self._search.finish())
+            if self._plain is not None:
+                return self._plain
+            # The client is about to send its Proposal: what can be done is done meanwhile.
+            rnic = self._rnic
+            options = inherited(self._unwrapped)
+            negotiation = self._negotiation(rnic, options)
             plain = await self._discover()
         except (OSError, _Silent):
             with stack.groups.handshake():  # ended before it began
                 raise
         if plain is not None:
             return plain
-        address = self._local[0]
-        options = inherited(self._unwrapped)
-        negotiation = ServerNegotiation(
-            host=stack.groups,
-            admit=lambda proposal: _admit(proposal, rnic, address, stack.groups.offer),
-            receive_buffer=receive_buffer_for(sock, options, config, _kind(rnic)),
-        )
-        negotiation.sock = sock
         self._spoke = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
@@ -259,13 +259,19 @@ class Arrival:
                 )
         return outcome.fallback
 
+    def _negotiation(self, rnic: Rnic | FallbackReason, options: Inherited) -> ServerNegotiation:
+        groups, address = self._stack.groups, self._local[0]
+        negotiation = ServerNegotiation(
+            host=groups,
+            admit=lambda proposal: _admit(proposal, rnic, address, groups.offer),
+            receive_buffer=receive_buffer_for(self.sock, options, self._config, _kind(rnic)),
+        )
+        negotiation.sock = self.sock
+        return negotiation
+
     async def _discover(self) -> Fallback | None:
         """Why the client is not going to send CLC messages; None: it is."""
         sock, patience = self.sock, self._config.handshake_timeout
-        if self._search is not None:
-            self._found(await self._search.finish())
-        if self._plain is not None:
-            return self._plain
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
             # Who announced it may have lost the port to somebody else, and says so presently or

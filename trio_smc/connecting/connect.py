@@ -148,21 +148,22 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         if not attempt.offers:
             return Fallback.local(rnic)
         return await _decline(stack, attempt, rnic, config)
+    # What can be done is done before the wait.
+    negotiation = ClientNegotiation(
+        host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
+    )
+    negotiation.sock = sock
+    proposal = _proposal(stack.groups.peer_id, rnic, here)
+    offer = stack.groups.offer
+    if offer is not None and rnic.routable and ":" not in here:
+        proposal = proposing(proposal, offer)
     if isinstance(announcement, Announcement):
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
             return _refused(refusal, said=True)
-    negotiation = ClientNegotiation(
-        host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
-    )
-    negotiation.sock = sock
     attempt.spoke = True
     with stack.groups.handshake():
-        proposal = _proposal(stack.groups.peer_id, rnic, here)
-        offer = stack.groups.offer
-        if offer is not None and rnic.routable and ":" not in here:
-            proposal = proposing(proposal, offer)
         negotiation.propose(rnic, proposal)
         outcome = await run_negotiation(
             negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)

@@ -1,0 +1,44 @@
+"""Accepted TCP connections, until the handshake begins."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc import FallbackReason
+from trio_smc.connecting import accept
+from trio_smc.rendezvous.discovery.publication import Search
+
+
+@pytest.mark.usefixtures("runtime_directory")
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_a_client_of_another_namespace(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """No RNIC serves its address; the one that does is found when its announcement is, which may
+    take several turns."""
+    looks = 0
+    look = Search.look
+
+    def look_late(search: Search) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > turns and look(search)
+
+    monkeypatch.setattr(Search, "look", look_late)
+    monkeypatch.setattr(accept, "permitted_rnic", lambda *_, **__: FallbackReason.NO_RNIC)
+    with trio.fail_after(10):
+        async with trio_smc.open_stack(), trio.open_nursery() as nursery:
+            [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+
+            async def answer() -> None:
+                async with await listener.accept() as stream:
+                    assert stream.mode == "smc-r"
+                    await stream.send_all(await stream.receive_some())
+
+            nursery.start_soon(answer)
+            async with await trio_smc.open_stream(*listener.socket.getsockname()) as stream:
+                assert stream.mode == "smc-r", stream.fallback
+                await stream.send_all(b"x")
+                assert await stream.receive_some() == b"x"
+            await listener.aclose()
+    assert looks > turns
