@@ -212,6 +212,7 @@ def test_both_dial_at_once(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatc
     b.close()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("why", ["another user", "no /proc", "no descriptors"])
 def test_without_bells(rnics: list[SoftRnic], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """The sockets do."""

@@ -588,8 +588,10 @@ class Connection:
             raise
         if endings and endings & ~self._peer_flags:
             self._on_endings(endings & ~self._peer_flags)
-        if arrived and self.on_readable is not None:
-            self._wake_reader()
+        wake = self.on_readable
+        if arrived and wake is not None:
+            self.on_readable = None
+            wake()
 
     def _consumer_untrusted(self, wrap: int, offset: int) -> None:
         """The peer's consumer cursor has moved; raises ProtocolError where it cannot have."""

@@ -192,6 +192,8 @@ class Receiver:
         """
         consumed = self.consumed
         length = self.received - consumed - self._hidden
+        if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
+            return b""  # as `_take` would come to
         if not length or max_bytes <= 0 or self._eye_catcher or not self.open:
             length = self._take(max_bytes)
             if not length:

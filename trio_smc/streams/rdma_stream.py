@@ -362,7 +362,7 @@ class RdmaStream(SmcStream):
                     data = self._receiver.receive(max_bytes)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or self._receiver.at_eof:
+                if data or (self._receiver.done and self._receiver.at_eof):
                     break
                 parked = await self._park(_READER) or parked
             if not parked:

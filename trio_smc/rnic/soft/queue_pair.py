@@ -201,7 +201,7 @@ class SoftQueuePair(QueuePair):
         peer = self._ready
         if (
             peer is not None
-            and not peer.ring.gone()
+            and peer.ring.posted[0] < PORT_DOWN
             and not peer.regions.write(data, more, address, rkey)
         ):
             if signaled:
@@ -214,7 +214,9 @@ class SoftQueuePair(QueuePair):
         if peer is None:
             return False
         # What is written before the ring refuses the message is written again, to the same place.
-        if data is not None and (peer.ring.gone() or peer.regions.write(data, None, address, rkey)):
+        if data is not None and (
+            peer.ring.posted[0] >= PORT_DOWN or peer.regions.write(data, None, address, rkey)
+        ):
             return False
         sent = peer.ring.put(message)
         if sent == Sent.UNKNOWN:

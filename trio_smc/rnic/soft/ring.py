@@ -196,14 +196,16 @@ class SendRing:
 
     Attributes:
       keys: the peer's key page.
+      posted: the word POSTED as a view of one integer; `PORT_DOWN` and more: nothing is received.
     """
 
-    __slots__ = ("_doorbell", "_head", "_memory", "_view", "_words", "keys")
+    __slots__ = ("_doorbell", "_head", "_memory", "_view", "_words", "keys", "posted")
 
     def __init__(self, memory: PeerMemory, doorbell: Callable[[], object]) -> None:
         self._memory = memory
         self._view = memory.view
         self._words = memory.cast(0, _SLOTS_AT, "Q")
+        self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
         self._head = 0
         self._doorbell = doorbell
         self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
@@ -253,7 +255,7 @@ class SendRing:
 
     def gone(self) -> bool:
         """Whether the peer says that it will receive nothing."""
-        return bool(self._words[_POSTED] >= PORT_DOWN)
+        return self.posted[0] >= PORT_DOWN
 
     def close(self) -> None:
         """Unmap.  Idempotent."""
