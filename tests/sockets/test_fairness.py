@@ -76,7 +76,7 @@ async def lateness(size: int) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
 def test_a_ticker_beside_busy_connections(size: int) -> None:
-    """Rounds over TCP and SMC-R by turns, and more of them while what else runs blurs the result."""
+    """Rounds over TCP and SMC-R by turns; more of them while what else runs blurs the result."""
     over_tcp: list[float] = []
     over_smc: list[float] = []
     for done in range(1, MOST_ROUNDS + 1):
