@@ -2,10 +2,9 @@
 
 A `Contact` holds the two sockets of `messages`: this side says what it has to say on the *speaker*
 and listens to the *hearer*.  Mostly that is one, which the first of the two has dialled.  Where
-both belong to one user each may have a bell beside it, which the other one rings.  Nothing
-here changes the state of the queue pair or runs its
-queue, because all of it can happen in the middle of a post; what is found is noted with the RNIC
-(`Port.gone`, `Port.stalled`) for the next poll.
+both belong to one user each may have a bell beside it, which the other one rings.  Nothing here
+changes the state of the queue pair or runs its queue, because all of it can happen in the middle of
+a post; what is found is noted with the RNIC (`Port.gone`, `Port.stalled`) for the next poll.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from trio_smc.rnic.soft.messages import (
 )
 from trio_smc.rnic.soft.port import Port, PortUser
 from trio_smc.rnic.soft.regions import PeerRegions
-from trio_smc.rnic.soft.ring import RING_SIZE, SendRing
+from trio_smc.rnic.soft.ring import RING_SIZE, SendRing, silent
 
 __all__ = [
     "Contact",
@@ -68,7 +67,7 @@ class Peer:
         """Map what came with a Hello.  The descriptors stay the caller's.  ProtocolError."""
         memory = PeerMemory.map_untrusted(ring_fd, RING_SIZE)
         rope = -1
-        doorbell: Callable[[], object] = _nothing
+        doorbell: Callable[[], object] = silent
         try:
             if rope_fd is not None:
                 rope = open_rope_untrusted(rope_fd)
@@ -95,10 +94,6 @@ class Peer:
         if rope >= 0:
             self.ring.silence()
             os.close(rope)
-
-
-def _nothing() -> None:
-    """There is no bell to ring: the port was down when it should have been dialled."""
 
 
 class ContactOwner(PortUser, Protocol):

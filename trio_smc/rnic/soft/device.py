@@ -2,13 +2,13 @@
 
 Memory regions are sealed memfds that peers map; an RDMA write is a copy into the mapping, checked
 for RKey, bounds and validity by the writer.  A send is a slot in a ring of the receiver's queue
-pair; a doorbell (a packet on the queue pair's socket) is rung only when the receiver is asleep.  So
-data needs no system call at all while both sides are busy.
+pair; a doorbell (a packet on the queue pair's socket, or for the first few peers a byte in a pipe,
+which is quicker and takes two descriptors more) is rung only when the receiver is asleep.  So data
+needs no system call at all while both sides are busy.
 
 Idle peers cost those that are busy nothing.  Of many rings only those are looked at in which
 something came lately; the others *doze*: they stay armed, so that the next message rings, and are
-looked at again from then on.  The first few peers have a quicker bell than that socket, which takes
-two descriptors more.  No word is shared by several peers: who rings for nothing, or does
+looked at again from then on.  No word is shared by several peers: who rings for nothing, or does
 not ring, has its own ring looked at in vain, or late.
 
 Here is the device, and its `Reception`, where peers come in.  Its parts are `ring` (sends),

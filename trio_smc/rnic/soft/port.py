@@ -72,7 +72,8 @@ class Port(Protocol):
     def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
         """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
 
-        ``rung`` takes what was rung, and tells whether that was anything."""
+        ``rung`` takes what was rung, and tells whether that was anything.
+        """
 
     def take_down(self, bell: Bell) -> None:
         """Undo `hang_bell`."""

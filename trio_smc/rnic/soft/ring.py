@@ -50,6 +50,7 @@ __all__ = [
     "SendRing",
     "Sent",
     "fence",
+    "silent",
 ]
 
 
@@ -90,8 +91,9 @@ def fence() -> None:
     _release()
 
 
-def _nothing() -> None:
-    """There is nothing to ring with any more."""
+def silent() -> None:
+    """The doorbell of who has none: the port was down when the peer should have been dialled, or
+    the peer is given up."""
 
 
 class Sent:
@@ -217,7 +219,7 @@ class SendRing:
 
     def silence(self) -> None:
         """Ring no more."""
-        self._doorbell = _nothing
+        self._doorbell = silent
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; returns one of `Sent`."""
