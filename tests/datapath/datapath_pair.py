@@ -16,6 +16,8 @@ __all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "
 
 CLOSE_TIMEOUT = 60.0
 PAGE = 4096
+SEND_QUEUE = 1 << 14
+"""CDC messages that a link holds at most (`Channel.capacity`)."""
 
 
 class Write(NamedTuple):
@@ -92,8 +94,8 @@ class FakeChannel:
         self.uncompleted: deque[tuple[Any, int]] = deque()
         self.log: list[Write | Cdc] = []
         self.raw: list[bytes] = []
-        self.slots: int | None = None
-        """CDC messages that may be uncompleted at a time; None: any number."""
+        self.slots: int = SEND_QUEUE
+        """CDC messages that may be uncompleted at a time."""
         self.work: int | None = None
         """Work requests, writes and messages, the link holds; None: any number."""
         self.posted = 0
@@ -107,7 +109,7 @@ class FakeChannel:
         self.rkey = 0
 
     def capacity(self) -> int:
-        if self.slots is not None and len(self.uncompleted) >= self.slots:
+        if len(self.uncompleted) >= self.slots:
             return 0
         if self.work is not None and self.work - self.posted < 3:
             return 0

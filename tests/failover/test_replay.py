@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.campaigns import datapath as campaign
-from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
+from tests.datapath.datapath_pair import SEND_QUEUE, Cdc, FakeChannel, Pair, Write
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.sender import Sender
 from trio_smc.failover.replay import hold, stay
@@ -147,6 +147,25 @@ def test_the_sequence_number_wraps_during_a_move(pair: Pair) -> None:
     assert pair.b.receiver.receive(10) == b"and out"
 
 
+@pytest.mark.parametrize("lost", [0x7FFE, 0x7FFF])
+def test_more_losses_than_sequence_numbers_end_the_connection(lost: int) -> None:
+    """Of a message so much newer the peer would say that it is older."""
+    pair = Pair((1 << 16, 1 << 16))
+    for count in (SEND_QUEUE, lost - SEND_QUEUE - 1):  # the replay takes a number, too
+        for _ in range(count):
+            send(pair, b".")
+        pair.fail_link(0)
+    if lost == 0x7FFE:
+        pair.settle()
+        assert len(pair.b.receiver.receive(1 << 16)) == pair.a.sender.bytes_sent
+    else:
+        assert pair.a.state == "CLOSED"
+        assert pair.a.error is not None
+        assert pair.a.error.errno == errno.ECONNABORTED
+        assert "reset_tcp" in pair.hosts[0].calls
+    pair.close()
+
+
 # --- links with little room ------------------------------------------------------------------
 
 
@@ -161,7 +180,7 @@ def narrow(pair: Pair, side: int = 0) -> FakeChannel:
 
 def make_room(pair: Pair) -> None:
     """The next link takes a round at a time from now on."""
-    pair.ab.slots = None
+    pair.ab.slots = SEND_QUEUE
     pair.ab.complete()
 
 

@@ -70,7 +70,8 @@ class Channel(Protocol):
         """Bytes that can be written now.
 
         0: nothing can be posted; call `wait_for_room`. More: the send queue has room for two
-        RDMA writes of that many bytes together and a CDC message.
+        RDMA writes of that many bytes together and a CDC message.  It holds 2**14 messages at
+        most, so that 16 bits tell which of those in flight is newer.
         """
 
     def wait_for_room(self, poster: Poster) -> None:

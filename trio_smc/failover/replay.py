@@ -25,6 +25,11 @@ or a producer cursor that goes back. So while the link has no room for all of it
 held: what it wants to post has to wait. Only what is signaled ever makes room: where the
 room ends the validation message is sent again, which tells the peer nothing new.
 
+Sequence numbers have 16 bits. When link after link was lost before anything on it was known to have
+arrived, no number is left that is newer than all the peer may have seen; then nothing can be told
+any more, and the connection ends. A link holds fewer messages by far (`Channel.capacity`), so that
+takes many in a row.
+
 A link that fails during a replay changes nothing in the record it is made from: the next move
 starts over. A link that is left while it works must not write any more once the new one does,
 so `hold` stops posting and waits until nothing is in flight; then there is nothing to replay.
@@ -47,7 +52,8 @@ __all__ = ["hold", "move", "stay"]
 def move(connection: Connection, link: Channel, address: int, rkey: int) -> None:
     """Let it send on ``link`` from now on, and again what may not have arrived (4.6).
 
-    Does nothing before `Connection.peer_known` and when the connection is over.
+    Does nothing before `Connection.peer_known` and when the connection is over.  Ends it when so
+    much was lost that sequence numbers cannot tell what is new.
 
     Args:
       connection: the connection.
@@ -62,6 +68,9 @@ def move(connection: Connection, link: Channel, address: int, rkey: int) -> None
         old.hand_over(messenger.holder, None)
     old.hand_over(connection, None)
     connection.switch(link, address, rkey)
+    if (messenger.sequence + 1 - messenger.completed) & 0x8000:
+        connection.links_lost()
+        return
     if not messenger.silent or messenger.completed != messenger.sequence:
         _Replay(connection, link).go()
     # Else the last word has arrived (A.4: nothing may follow it).
