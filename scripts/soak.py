@@ -189,11 +189,15 @@ class Soak:
                 lives.start_soon(self._sample, lives.cancel_scope)
                 lives.start_soon(self._kill_again_and_again, nursery, [server, client])
                 lives.start_soon(self._stop_again_and_again, nursery, [server, client])
-            for each in list(self.processes.values()):
-                if not each.ended:
-                    each.process.send_signal(signal.SIGCONT)
-                    await each.tell("stop")
-            for each in list(self.processes.values()):
+            living = [each for each in self.processes.values() if not each.ended]
+            for each in living:
+                each.process.send_signal(signal.SIGCONT)
+                await each.tell("stop")
+            # Nobody ends while another one may begin a conversation with it still.
+            await self._until(
+                lambda: all(each.left is not None or each.ended for each in living), _ENDS_WITHIN
+            )
+            for each in living:
                 await self._end(each)
         finally:
             for each in self.processes.values():
@@ -230,15 +234,19 @@ class Soak:
     async def _listen(self, each: Watched) -> None:
         async for event in each.events():
             getattr(self, "on_" + event.pop("event"))(each, **event)
-            self._changed.set()
+            self._wake_all()
         await each.process.wait()
         each.ended = True
-        self._changed.set()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Have everybody in `_until` look again; several may wait at once."""
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
         with trio.move_on_after(seconds):
             while not condition():
-                self._changed = trio.Event()
                 await self._changed.wait()
         return condition()
 
@@ -310,7 +318,6 @@ class Soak:
         problems = self.seen.problems
         if each.role == "killed":
             return  # the last one: it may have been killed, or not
-        await self._until(lambda: each.left is not None or each.ended, _ENDS_WITHIN)
         if each.left is None or each.left["talking"] or each.left["connections"]:
             problems.append(f"{each.role}: at the end there were left: {each.left}")
         self._look_at(each.role, each)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 from examples.chaos_load import Wrong
 from scripts import soak
@@ -28,6 +30,27 @@ async def test_a_short_one(runtime_directory: object, seed: int) -> None:
     assert seen.whole_bytes > 0
     for name in ("server", "client", "stopped", "chaos server", "chaos client"):
         assert seen.samples[name]
+
+
+async def test_whoever_waits_is_woken_beside_another_one() -> None:
+    """The second who waited took the first one's wake away, for a minute."""
+    one = Soak(15.0, 1, lambda _: None)
+    ready: set[str] = set()
+    seen: dict[str, bool] = {}
+
+    async def wait(name: str) -> None:
+        seen[name] = await one._until(lambda: name in ready, 60.0)
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            for name in ("first", "second"):
+                nursery.start_soon(wait, name)
+                await trio.testing.wait_all_tasks_blocked()
+            for name in ("first", "second"):
+                ready.add(name)
+                one._wake_all()
+                await trio.testing.wait_all_tasks_blocked()
+    assert seen == {"first": True, "second": True}
 
 
 def told(**held: list[int]) -> list[str]:
