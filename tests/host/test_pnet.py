@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -353,6 +355,34 @@ def test_active_roce_ports(tmp_path: Path) -> None:
     (tmp_path / "infiniband_verbs/uverbs9").mkdir()
     assert active_ports(tmp_path) == [("mlx5_0", 2), ("rxe0", 1)]
     assert active_ports(tmp_path / "nothing") == []
+
+
+def test_a_device_that_goes_meanwhile_costs_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its name and its ports; the stack failed then."""
+    for number, name in enumerate(("rxe0", "rxe5", "rxe9")):
+        port = tmp_path / "infiniband" / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text("Ethernet\n")
+        (port / "state").write_text("4: ACTIVE\n")
+        verbs = tmp_path / f"infiniband_verbs/uverbs{number}"
+        verbs.mkdir(parents=True)
+        (verbs / "ibdev").write_text(f"{name}\n")
+    going = str(tmp_path / "infiniband" / "rxe5" / "ports")
+
+    def gone(look: Any) -> Any:
+        def at(path: Any = ".") -> Any:
+            if os.fspath(path) == going:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), going)
+            return look(path)
+
+        return at
+
+    with monkeypatch.context() as meanwhile:
+        for name in ("scandir", "listdir"):
+            meanwhile.setattr(os, name, gone(getattr(os, name)))
+        assert active_ports(tmp_path) == [("rxe0", 1), ("rxe9", 1)]
 
 
 async def test_auto_opens_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,20 @@ def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
     """
     present = present_devices(sysfs)
     found = []
-    for port in sorted(sysfs.glob("infiniband/*/ports/*")):
+    for port in _ports(sysfs):
         with contextlib.suppress(OSError):
             layer = (port / "link_layer").read_text(encoding="ascii").strip()
             state = (port / "state").read_text(encoding="ascii")
             device = port.parents[1].name
             if layer == "Ethernet" and state.startswith(_ACTIVE) and device in present:
                 found.append((device, int(port.name)))
+    return found
+
+
+def _ports(sysfs: Path) -> list[Path]:
+    """The directory of each port; those of a device that is just going may be missing."""
+    found: list[Path] = []
+    for device in sorted(sysfs.glob("infiniband/*")):
+        with contextlib.suppress(OSError):  # `glob` would raise it, and lose all others
+            found += sorted((device / "ports").iterdir())
     return found
