@@ -12,7 +12,7 @@ from typing import Final
 
 from tests.lab.machine import NO_STATUS, Finished
 
-__all__ = ["brief", "told"]
+__all__ = ["brief", "kernel_crash", "told"]
 
 _MOST: Final = 16
 _LAST: Final = 12
@@ -24,6 +24,14 @@ _TELLING: Final = re.compile(
     r"|^\[\w+\] (E  |lab: (?!up$|cable)|[\s|]*(\w+\.)*\w*(Error|Exception|Group|Expired)\b)"
     r"|FAILED|\bERROR\b|malformed: |Timeout|kernel BUG|Kernel panic|Oops|detected stalls"
 )
+
+
+_CRASH: Final = re.compile(r"kernel BUG at|Kernel panic|Oops:|general protection fault")
+
+
+def kernel_crash(done: Finished) -> str | None:
+    """The line in which a guest's kernel says that it has crashed; None: it has not."""
+    return next((line for line in done.output.splitlines() if _CRASH.search(line)), None)
 
 
 def told(done: Finished) -> str:

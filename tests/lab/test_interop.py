@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
 from tests.lab import guest_interop, runner
-from tests.lab.telling import told
+from tests.lab.telling import kernel_crash, told
 
 MESSAGES = {
     "streams": {
@@ -25,11 +26,18 @@ MESSAGES = {
 
 
 @pytest.mark.lab
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("suite", list(guest_interop.SUITES))
 def test_with_the_kernel(suite: str) -> None:
-    """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was."""
+    """Each step of `tests.lab.guest_interop`; smc_diag in the guest says which mode it was.
+
+    A kernel that crashes has to be asked again, once: docs/interop.md knows of such a crash.
+    """
     done = runner.with_kernel(suite)
+    crash = kernel_crash(done)
+    if crash is not None:
+        sys.stdout.write(f"{done.output}\nthe guest's kernel has crashed, so all again: {crash}\n")
+        done = runner.with_kernel(suite)
     for step in guest_interop.SUITES[suite]:
         assert f"interop: ok {step.__name__} " in done.output, told(done)
     assert done.returncode == 0, told(done)

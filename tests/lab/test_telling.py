@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lab.machine import NO_STATUS, Finished
-from tests.lab.telling import told
+from tests.lab.telling import kernel_crash, told
 
 NOISE = "[a] [ 26.1] rxe0: qp#36 make_send_cqe: non-flush error status = 10\n"
 FAILURE = (
@@ -43,3 +43,10 @@ def test_a_line_that_tells_is_found(line: str) -> None:
     assert said[0].startswith(f"status {NO_STATUS} no status: ")
     assert said[1] == line
     assert "[a] lab: up" not in said
+
+
+def test_a_crash_of_a_kernel_is_told_from_a_failure() -> None:
+    crash = "[b] [  311.7] kernel BUG at mm/usercopy.c:102!"
+    assert kernel_crash(Finished(NO_STATUS, f"[a] lab: up\n{crash}\n" + FAILURE)) == crash
+    assert kernel_crash(Finished(1, FAILURE)) is None
+    assert kernel_crash(Finished(NO_STATUS, "[lab] guest a was not done after 500 s\n")) is None
