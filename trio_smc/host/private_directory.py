@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import socket
@@ -337,9 +338,15 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
 def _is_nobody(number: int, kind: str) -> bool:
     """Whether this number stands for all users or groups that our namespace does not know."""
     try:
-        if number != int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes()):
+        if number != _number_of_nobody(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
     except OSError:
         return False
     return known != [b"0", b"0", b"4294967295"]
+
+
+@functools.cache  # each accepted connection asks; a failure is not kept
+def _number_of_nobody(kind: str) -> int:
+    """What all users or groups have that a user namespace does not know; raises OSError."""
+    return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())
