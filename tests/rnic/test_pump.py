@@ -63,6 +63,7 @@ class Sink:
                     continue
                 self._task = trio.lowlevel.current_task()
                 self.pump.waiting += 1
+                self.pump.fresh = True
                 try:
                     await trio.lowlevel.wait_task_rescheduled(self._give_up)
                 finally:
@@ -116,6 +117,12 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     by: str = request.param
     monkeypatch.setattr(Pump.__init__, "__kwdefaults__", {"wake": by})
     return by
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy; `TestPauses` is about pauses."""
+    monkeypatch.setattr("trio_smc.rnic.pump._PAUSE_NS", 1 << 62)
 
 
 @contextlib.asynccontextmanager
@@ -518,6 +525,7 @@ class TestLoop:
             pump.waiting = 1
             spins = spins_of(pump)
             for index in range(1, 65):
+                pump.fresh = True
                 await trio.sleep(6e-3)
                 a.qp.post_send(index, b"x", signaled=False)
                 await to_b.wait(index)
@@ -528,10 +536,26 @@ class TestLoop:
     ) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             pump.waiting = 1
+            pump.fresh = True
             spins = spins_of(pump)
             for _ in range(5):
                 await trio.sleep(2e-3)
             assert len(spins) == 1
+
+    async def test_nobody_spins_again_for_who_has_waited_for_long(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """An idle connection's reader is there all the time, whatever comes for others."""
+        a, b = ends
+        async with running(*rnics, spin=1e-3) as pump:
+            to_b = Sink(pump, b)
+            pump.waiting = 1
+            spins = spins_of(pump)
+            for index in range(1, 5):
+                a.qp.post_send(index, b"x", signaled=False)
+                await trio.sleep(2e-3)
+                assert len(to_b.messages) == index
+            assert spins == []
 
     async def test_who_has_spun_does_not_spin_again_before_the_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic]
@@ -540,6 +564,7 @@ class TestLoop:
             spins = spins_of(pump)
             assert not pump.try_spin(lambda: False)
             pump.waiting = 1
+            pump.fresh = True
             await trio.sleep(2e-3)
             assert len(spins) == 1
 
@@ -876,6 +901,30 @@ class TestLeading:
             assert not await is_awake(pump)
             pump.rouse()
 
+    async def test_who_begins_as_the_doorbell_rings_leads(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """Who watched the doorbell until then wakes after that, and leaves it to the leader."""
+        a, b = ends
+
+        class Leader:
+            led = False
+
+            def on_completion(self, completion: Completion) -> None:
+                self.led = pump.may_lead()
+
+        async with running(rnics[1]) as pump:
+            leader = Leader()
+            pump.register(b.rnic, b.qp, leader)
+            ringer = threading.Timer(NAP, lambda: a.qp.post_send(1, b"x", signaled=False))
+            ringer.start()
+            await trio.sleep(2 * NAP)
+            ringer.join()
+            await trio.testing.wait_all_tasks_blocked(NAP)
+            assert leader.led
+            assert pump._led
+            pump.rouse()
+
     @pytest.mark.parametrize("when", ["the next wait", "the end of the term", "others come"])
     async def test_what_is_due_soon_has_time_until_then(
         self, rnics: tuple[SoftRnic, SoftRnic], when: str, monkeypatch: pytest.MonkeyPatch
@@ -1022,6 +1071,68 @@ class TestSteppingAside:
         to_b = Sink(tired, b)
         monkeypatch.setattr("os.sched_yield", lambda: a.qp.post_send(1, b"x"))
         assert tired.try_spin(lambda: bool(to_b.messages), answered=True)
+
+
+class TestPauses:
+    """After a pause the peer sleeps: waking it takes longer than a spin."""
+
+    @pytest.fixture
+    def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
+        monkeypatch.setattr("trio_smc.rnic.pump._PAUSE_NS", int(PATIENCE * 1e9))
+        pump = Pump(spin=1e-6)
+        pump._met_at = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
+        return pump
+
+    async def test_no_spin_then(self, pump: Pump) -> None:
+        spins = spins_of(pump)
+        assert not pump.try_spin()
+        assert spins == []
+
+    async def test_who_has_answered_steps_aside(
+        self, pump: Pump, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        yields: list[None] = []
+        monkeypatch.setattr("os.sched_yield", lambda: yields.append(None))
+        assert not pump.try_spin(answered=True)
+        assert len(yields) == 1
+
+    async def test_such_waits_may_be_led(self, pump: Pump) -> None:
+        assert not pump._spinning.tired
+        pump.try_spin()
+        pump.may_lead()
+        assert pump.alone == 4  # as that many short ones: the third is led
+
+    async def test_a_connection_that_begins_ends_it(self, pump: Pump) -> None:
+        spins = spins_of(pump)
+        pump.expect()
+        pump.try_spin()
+        assert len(spins) == 1
+        assert not pump.may_lead()
+        assert pump.alone == 0
+
+    @pytest.mark.parametrize("wake", ["trio"], indirect=True)
+    async def test_neither_before_the_sleep(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+        async with running(*rnics, spin=1e-3) as pump:
+            spins = spins_of(pump)
+            pump._paused = True
+            pump.waiting = 1
+            pump.fresh = True
+            await trio.sleep(2e-3)
+            assert spins == []
+
+    async def test_it_ends_when_something_comes(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        a, b = ends
+        async with running(*rnics) as pump:
+            to_b = Sink(pump, b)
+            pump._paused = True
+            pump.waiting = 1
+            before = pump._met_at
+            a.qp.post_send(1, b"x", signaled=False)
+            await to_b.wait(1)
+            assert not pump._paused
+            assert pump._met_at > before
 
 
 async def test_nobody_spins_while_another_task_can_run() -> None:

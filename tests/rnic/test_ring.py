@@ -95,7 +95,7 @@ def test_what_counts_as_sent_is_taken(
         receiver.posted = 10
         receiver.tell(10)
         if armed:
-            receiver.arm()
+            receiver.armed[0] = 1
         turns = Turns(rng)
         done: list[int] = []
         taken: list[Completion] = []

@@ -47,11 +47,42 @@ async def test_others_are_not_kept_waiting(why: str) -> None:
     assert not looks
 
 
-async def test_completions_end_it() -> None:
-    """They may have made a task runnable."""
-    drained = iter([False, True])
-    assert not Spinner(PATIENT, lambda: next(drained)).until(nothing_came)
-    assert not list(drained)
+@pytest.mark.parametrize("for_whom", ["a task", "nobody"])
+async def test_completions_end_it_when_they_wake_somebody(for_whom: str) -> None:
+    drained: list[bool] = []
+    async with trio.open_nursery() as nursery:
+
+        def drain() -> bool:
+            drained.append(True)
+            if len(drained) == 2 and for_whom == "a task":
+                nursery.start_soon(trio.lowlevel.checkpoint)
+            return len(drained) == 2
+
+        looks = iter([False] * 20 + [True])
+        assert Spinner(PATIENT, drain).until(lambda: next(looks, False)) is (for_whom == "nobody")
+    if for_whom == "a task":
+        assert len(drained) == 2
+
+
+@pytest.mark.parametrize("soon", [False, True])
+async def test_an_answer_that_is_near_does_not_wait_for_other_connections(soon: bool) -> None:
+    """To take their completions may be to end them; it is done first where the peer has work."""
+    order: list[str] = []
+
+    def drain() -> bool:
+        order.append("drain")
+        return False
+
+    def ready() -> bool:
+        order.append("look")
+        return "drain" in order
+
+    assert Spinner(PATIENT, drain).until(ready, soon=soon)
+    assert order.count("drain") == 1
+    if soon:
+        assert order.index("drain") >= 16
+    else:
+        assert order[0] == "drain"
 
 
 async def test_misses_make_it_rare() -> None:

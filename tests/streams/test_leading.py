@@ -25,6 +25,7 @@ PAUSE = 0.001
 @pytest.fixture(autouse=True)
 def long_term(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy."""
+    monkeypatch.setattr(pump_module, "_GAP", PATIENCE)
     monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
 
 
@@ -151,13 +152,13 @@ async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
 
 async def test_not_while_waits_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     async with led() as connection:
-        monkeypatch.setattr(pump_module, "_TERM", 0.0)
+        monkeypatch.setattr(pump_module, "_GAP", 0.0)
         connection.pump.rouse()
         for _ in range(3 * _ALONE):
             await trio.sleep(PAUSE)
             await connection.ask()
             assert not connection.pump._led
-        monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+        monkeypatch.setattr(pump_module, "_GAP", PATIENCE)
         await connection.until_led()
 
 

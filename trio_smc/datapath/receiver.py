@@ -175,6 +175,10 @@ class Receiver:
         """The peer is done writing and everything was read: `receive` returns b""."""
         return self.done and self.received == self.consumed and not self.purged and self.open
 
+    def is_blank(self) -> bool:
+        """Whether there is neither a byte nor an end nor an error, as far as anybody has heard."""
+        return self.received == self.consumed and not self.done and self.error is None
+
     @property
     def bytes_received(self) -> int:
         """Bytes that arrived in the ring so far."""

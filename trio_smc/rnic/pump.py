@@ -16,8 +16,10 @@ round trip hides the second.  All else that an RNIC has to say, events, ports, p
 go, its thread waits for in any case.
 
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin
-(`spinner`).  There is none while no task waits for a completion: what Trio sleeps for then comes
-by another way.
+(`spinner`), one for each task that begins to wait.  There is none while no task waits for a
+completion, or none has begun to since the last one: what Trio sleeps for then may come by another
+way, as a new connection does.  And there is none after a pause (`_PAUSE_NS`): the peer has fallen
+asleep, and to wake it takes longer than a spin.
 
 What ends a sleep is worked off in the order in which somebody waits for it: those whose data came
 run first, and the descriptor that told of it is read before the next wait.  And who has sent
@@ -37,7 +39,7 @@ Where one task alone waits for messages, time and again and each time for longer
 *leads*: it waits for the doorbell itself, as who reads a socket waits for that, and no hook is left
 either.  Who reads alone in a loop that never sleeps leads, too: it drains when it has taken all
 that it knew of, and not in each pass.  Meanwhile nobody watches the doorbell, so whoever leads has
-to look again soon, and often (`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a
+to look again and again (`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a
 timer, the end of a connection or of the stack, rouses it, and the leader is sent back to wait as
 others do.
 
@@ -70,13 +72,19 @@ _SLEEPLESS: Final = 32
 _READS: Final = 4
 """So many reads in as many passes show a task that reads for a living."""
 _UNUSED: Final = 64
-_ALONE: Final = 16
+_ALONE: Final = 8
 """So many waits in a row of one task alone, each too long for a spin, make it lead."""
-_TERM: Final = 0.05
-"""Seconds in which these waits have to come to be led, and half as many looks to be led on."""
+_PAUSES_COUNT: Final = 4
+"""As so many of them counts one after a pause, when nobody spins anyway."""
+_GAP: Final = 0.05
+"""Seconds between two of these waits, at most."""
+_TERM: Final = 0.2
+"""Seconds after which it is asked whether who leads, and does not wait, has looked since."""
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
+_PAUSE_NS: Final = 800_000
+"""After such a pause the peer sleeps, and no spin is as long as waking it takes."""
 _wait_readable: Final = trio.lowlevel.wait_readable
 
 
@@ -132,6 +140,8 @@ class Pump:
     Attributes:
       waiting: tasks that are parked until a completion comes; kept by those tasks (add 1 before
         parking, take it off after).  `try_spin` polls only for a sole waiter.
+      fresh: one of them was parked since the last spin, and since completions came; who parks sets
+        it.  For the others there was a spin, and a loop that spins keeps everybody else waiting.
       awake: those of them that were rescheduled and did not run yet; who does that adds 1, and
         each takes 1 off when it runs.  The last one drains before it parks again: what that finds
         for others makes them run without the wake eventfd, which costs more than a small message.
@@ -150,6 +160,7 @@ class Pump:
     def __init__(self, *, spin: float, wake: Literal["auto", "trio", "thread"] = "auto") -> None:
         self._wake_by = wake
         self.waiting = 0
+        self.fresh: bool = False
         self.awake = 0
         self.unused: bool = False
         self.broken: BaseException | None = None
@@ -158,6 +169,8 @@ class Pump:
         self._spinning = AdaptiveSpin(spin, patience=8, seldom=64)
         # When the wait for the next completion began, by `time.perf_counter_ns`; 0: nobody waits.
         self._waiting_since = 0
+        self._met_at = 0  # when the last completions came for who waited
+        self._paused = False  # the wait began after a pause
         self._lanes: list[_Lane] = []
         self._flushes: list[Callable[[], None]] = []
         self._soon: list[Callable[[], None]] = []
@@ -189,7 +202,7 @@ class Pump:
         self._reads_before = 0
         self._several_readers = False  # since the last `_stay_awake`
         self.alone: int = 0
-        self._alone_since = 0.0  # when it began to count
+        self._alone_at = 0.0  # when it last counted
         self._led = False
         self._leader_fd = -1  # what the leader waits for, while he does
         self.looks: int = 0
@@ -380,11 +393,18 @@ class Pump:
         self._yielding.add(task)
         return True
 
+    def expect(self) -> None:
+        """A connection begins: what is said over it first is no less quickly answered than the
+        rest."""
+        self._met_at = time.perf_counter_ns()
+        self.rouse()
+
     def try_spin(self, ready: Callable[[], bool] | None = None, *, answered: bool = False) -> bool:
         """Poll for a moment instead of parking a task; True if what it waits for came.
 
-        Only for a sole waiter (`waiting` is 0) and with nothing else to run; otherwise, or with
-        ``spin`` 0, returns False at once.  Flushes what is to be flushed first.
+        Only for a sole waiter (`waiting` is 0), with nothing else to run, and not after a pause in
+        which the peer has fallen asleep; otherwise, or with ``spin`` 0, returns False at once.
+        Flushes what is to be flushed first.
 
         Args:
           ready: whether what the caller waits for is there; None: it waits for any completion.
@@ -392,23 +412,34 @@ class Pump:
             processor.  Where a spin is not worth it, it gets the processor at least.
         """
         spinning = self._spinning
-        tired = spinning.tired
-        if not spinning.ns or self.waiting or (tired and not answered):
+        if not spinning.ns or self.waiting:
+            return False
+        now = time.perf_counter_ns()
+        self._paused = now - self._met_at > _PAUSE_NS
+        tired = self._paused or spinning.tired
+        if tired and not answered:
             return False
         if self._flushes:
             self._flush()
             if self.drain() and (ready is None or ready()):
+                self._met_at = now
                 return True
         if tired:
-            if trio.lowlevel.current_statistics().tasks_runnable:
+            # Who leads is alone, and needs not ask, which takes as long as all the rest.
+            if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
                 return False
             spinning.step_aside()
-            return self.drain() and (ready is None or ready())
-        self._waiting_since = time.perf_counter_ns()
+            if not self.drain() or not (ready is None or ready()):
+                return False
+            self._met_at = now
+            self.may_lead()  # as if it had waited, which is for the next time
+            return True
+        self._waiting_since = now
         end = self._waiting_since + spinning.ns
         while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
                 self._waiting_since = 0
+                self._met_at = now
                 return True
             if time.perf_counter_ns() >= end:
                 break  # all that comes is for others
@@ -445,18 +476,14 @@ class Pump:
         if self._led:
             return True
         spinning = self._spinning
-        if spinning.ns and not spinning.tired:
+        if spinning.ns and not (self._paused or spinning.tired):
             self.alone = 0
             return False
-        if not self.alone:
-            self._alone_since = time.perf_counter()
-        self.alone += 1
-        if self.alone <= _ALONE:
-            return False
-        if time.perf_counter() - self._alone_since > _TERM:
+        before, self._alone_at = self._alone_at, time.perf_counter()
+        if self._alone_at - before > _GAP:
             self.alone = 0
-            return False
-        return self._begin_to_lead()
+        self.alone += _PAUSES_COUNT if self._paused else 1
+        return self.alone > _ALONE and self._begin_to_lead()
 
     def change_reader(self, reader: object) -> None:
         """Another stream finds data without waiting: with several, nobody leads."""
@@ -519,15 +546,18 @@ class Pump:
         except Exception as problem:
             self._break(problem)
         spinning = self._spinning
-        spinning.slept(time.perf_counter_ns() - began)
-        if lane.silent or (spinning.ns and not spinning.tired):
+        self._met_at = now = time.perf_counter_ns()
+        if not self._paused:
+            spinning.slept(now - began)
+        if lane.silent or (spinning.ns and not (self._paused or spinning.tired)):
             self.rouse()
         return True
 
     def _prepare_to_wait(self, lane: _Lane, began: int) -> bool:
         """Spin if that is worth it, then arm; True: do not wait for the doorbell."""
         spinning = self._spinning
-        if spinning.ns and spinning.worthwhile() and self._spin_alone(began + spinning.ns):
+        ns = 0 if self._paused else spinning.ns
+        if ns and spinning.worthwhile() and self._spin_alone(began + ns):
             self.rouse()  # shorter waits are not for leaders
             return True
         while self._rang:
@@ -550,7 +580,7 @@ class Pump:
             trio.lowlevel.notify_closing(fd)
 
     async def _let_lead(self) -> None:
-        """Return when nobody leads any more, or too seldom."""
+        """Return when nobody leads, any more, or who does has stopped looking."""
         while self._led:
             before = self.looks
             waits = self._leader_fd >= 0
@@ -560,7 +590,7 @@ class Pump:
                 await trio.sleep_forever()
             self._term = None
             self._flush_all()
-            if self._leader_fd < 0 and self.looks - before < _ALONE // 2:
+            if self._leader_fd < 0 and self.looks == before:
                 self.rouse()
 
     # -- inside Trio's loop --------------------------------------------------------------
@@ -609,9 +639,7 @@ class Pump:
         readable until they have run.
         """
         while lane in self._lanes and not lane.silent:
-            if self._led:
-                await self._let_lead()
-                continue
+            await self._let_lead()
             lane.watched = True
             try:
                 await trio.lowlevel.wait_readable(fd)
@@ -620,6 +648,8 @@ class Pump:
             finally:
                 lane.watched = False
             self.wakeups += 1
+            if self._led:
+                continue  # whoever leads was first, and looks before he waits
             self.rouse()
             if lane not in self._lanes:
                 return
@@ -672,6 +702,10 @@ class Pump:
             came = self.drain()
             if came:
                 self._waiting_since = 0
+                self.fresh = False
+                if self.waiting:
+                    self._paused = False
+                    self._met_at = time.perf_counter_ns()
             if timeout > 0:
                 self._awake_passes = 0
                 if came or self._idle(timeout):
@@ -743,15 +777,17 @@ class Pump:
     def _idle(self, timeout: float) -> bool:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
         spinning = self._spinning
-        if spinning.ns and self.waiting:
+        if self.fresh and spinning.ns and self.waiting and not self._paused:
             now = time.perf_counter_ns()
             if not self._waiting_since:
                 self._waiting_since = now
             # One wait is one spin: others may wake the scheduler meanwhile, or a reader has spun.
             end = min(self._waiting_since + spinning.ns, now + int(min(timeout, 1.0) * 1e9))
-            if now < end and spinning.worthwhile() and self._spin(end):
-                self._waiting_since = 0
-                return True
+            if now < end and spinning.worthwhile():
+                self.fresh = False
+                if self._spin(end):
+                    self._waiting_since = 0
+                    return True
         if not self._listening:
             self._listening = True
             trio.lowlevel.add_instrument(self._after_wait)
@@ -771,9 +807,12 @@ class Pump:
                 for lane in self._lanes:
                     lane.disarm()
                 self._met = self.drain()
-                if self._met and self._waiting_since:
-                    self._spinning.slept(time.perf_counter_ns() - self._waiting_since)
-                    self._waiting_since = 0
+                if self._met and self.waiting:
+                    self._paused = False
+                    self._met_at = now = time.perf_counter_ns()
+                    if self._waiting_since:
+                        self._spinning.slept(now - self._waiting_since)
+                        self._waiting_since = 0
             except Exception as problem:
                 self._break(problem)
 

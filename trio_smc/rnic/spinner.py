@@ -150,10 +150,16 @@ class AdaptiveSpin:
 
 
 _LOOKS: Final = 4
+_SOON: Final = 8
+"""So many rounds, some 50 µs, without a look at completions where the answer is about to come."""
 
 
 class Spinner:
     """Spins for the handshakes of a stack: one for all of them.
+
+    Completions that come meanwhile are taken, too.  One may end another connection, which takes
+    longer than an answer that is about to come; where the peer has more to do first, that is the
+    time for it.
 
     Args:
       seconds: how long to look; 0: never.
@@ -170,17 +176,29 @@ class Spinner:
         self._spin = AdaptiveSpin(seconds, patience=4, seldom=256)
         self._drain = drain
 
-    def until(self, ready: Look) -> bool:
-        """Call ``ready`` until it is true; False: sleep, it is not worth it or took too long."""
-        spin, drain = self._spin, self._drain
+    def until(self, ready: Look, *, soon: bool = False) -> bool:
+        """Call ``ready`` until it is true; False: sleep, it is not worth it or took too long.
+
+        ``soon``: the answer takes the peer no longer than some 50 µs.
+        """
+        spin = self._spin
         if not spin.ns or self.sleeping or not spin.worthwhile():
             return False
         if trio.lowlevel.current_statistics().tasks_runnable:
             return False
-        came = spin.spin([ready] * _LOOKS + [drain], time.perf_counter_ns() + spin.ns)
-        if came is drain:
-            return ready()  # else who got completions may run now
-        return came is not None
+        rounds = _SOON if soon else 0
+
+        def others() -> bool:
+            """Whether somebody else has to run now, as completions have come."""
+            nonlocal rounds
+            if rounds:
+                rounds -= 1
+                return False
+            return self._drain() and trio.lowlevel.current_statistics().tasks_runnable > 0
+
+        end = time.perf_counter_ns() + spin.ns
+        looks = [others, *[ready] * _LOOKS]
+        return spin.spin(looks, end) is ready or ready()
 
 
 NEVER: Final = Spinner(0.0, lambda: False)

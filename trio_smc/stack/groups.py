@@ -278,6 +278,7 @@ class GroupTable:
     def count_smc(self, connection: object, agreed: Agreed) -> None:
         """A connection became SMC-R, in a link group that agreed on this."""
         self._agreed[agreed] += 1
+        self.pump.expect()
         if self.observer is not None:
             self.observer.mode(connection, None)
 

@@ -100,6 +100,14 @@ _URGENT: Final = "on_urgent"
 _Taken = TypeVar("_Taken", int, bytes)
 
 
+def _checked(max_bytes: int) -> int:
+    """As an integer.  Raises ValueError: it is not positive."""
+    max_bytes = operator.index(max_bytes)
+    if max_bytes < 1:
+        raise ValueError("max_bytes must be >= 1")
+    return max_bytes
+
+
 def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
@@ -342,27 +350,25 @@ class RdmaStream(SmcStream):
           trio.BrokenResourceError: the connection failed.
           trio.BusyResourceError: another task is receiving.
         """
-        if max_bytes is None:
-            max_bytes = _DEFAULT_RECEIVE
-        else:
-            max_bytes = operator.index(max_bytes)
-            if max_bytes < 1:
-                raise ValueError("max_bytes must be >= 1")
+        most = _DEFAULT_RECEIVE if max_bytes is None else _checked(max_bytes)
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
         try:
-            await _check_cancelled()
-            parked = False
+            receiver = self._receiver
+            # The usual case, in which to look again would be for nothing.
+            parked = receiver.is_blank() and not self._deaf and await self._park(_READER)
+            if not parked:
+                await _check_cancelled()
             while True:
                 if self._deaf:
                     data = self._at_own_end(b"")
                     break
                 try:
-                    data = self._receiver.receive(max_bytes)
+                    data = receiver.receive(most)
                 except OSError as error:
                     raise self._translated(error) from error
-                if data or (self._receiver.done and self._receiver.at_eof):
+                if data or (receiver.done and receiver.at_eof):
                     break
                 parked = await self._park(_READER) or parked
             if not parked:
@@ -594,6 +600,8 @@ class RdmaStream(SmcStream):
     async def _park(self, waiter: str) -> bool:
         """Wait until the core calls its ``waiter``; False if it did before others had a turn.
 
+        True: that was a checkpoint, at which cancellation was seen.
+
         Where many read, each finds nothing and has it when the others had their turn.  Letting
         them run takes half of what sleeping does, so a reader tries that first; one of whom that
         brought nothing only now and then.  With strict checkpoints its last call has let them run.
@@ -606,6 +614,7 @@ class RdmaStream(SmcStream):
                 await _yield()
                 if core.on_readable is None:
                     self._misses = 0
+                    await _check_cancelled()
                     return True
             self._misses += 1
         if pump.waiting < _CROWD or not pump.awake:
@@ -639,6 +648,7 @@ class RdmaStream(SmcStream):
 
         setattr(core, waiter, wake)
         pump.waiting += 1
+        pump.fresh = True
         try:
             await _sleep(abort)
             pump.awake -= 1

@@ -658,7 +658,7 @@ class Announcer:
         def answered() -> bool:
             return self._hear_one(server) and announcement.answered
 
-        return self._spinner.until(answered)
+        return self._spinner.until(answered, soon=True)
 
     async def wait(self, announcement: Announcement, deadline: float) -> None:
         """Wait until ``announcement`` is answered, or given up at ``deadline``."""

@@ -462,7 +462,7 @@ class Publication:
         number = connection.fileno()
         if number < 0:
             raise trio.ClosedResourceError("given up while this task was to go on")
-        if self.spinner.until(lambda: unread_bytes(number) > 0):
+        if unread_bytes(number) or self.spinner.until(lambda: unread_bytes(number) > 0, soon=True):
             return True
         self.spinner.sleeping += 1
         timer: Timer | None = None

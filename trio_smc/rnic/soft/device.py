@@ -292,7 +292,7 @@ class SoftRnic(Rnic):
             return False
         rings = self._rings
         for ring in rings:
-            ring.arm()
+            ring.armed[0] = 1
         fence()
         for ring in rings:
             if ring.head[0] != ring.tail:
@@ -304,7 +304,7 @@ class SoftRnic(Rnic):
 
     def disarm(self) -> None:
         for ring in self._rings:
-            ring.disarm()
+            ring.armed[0] = 0
 
     def wait_fd(self) -> int:
         self._check_open()
@@ -351,7 +351,7 @@ class SoftRnic(Rnic):
         self._looks = 0
         idle = [ring for ring in self._rings if ring.tail == ring.looked]
         for ring in idle:
-            ring.arm()
+            ring.armed[0] = 1
         fence()
         for ring in idle:
             ring.dozes = ring.head[0] == ring.tail
@@ -466,7 +466,7 @@ class SoftRnic(Rnic):
 
     def rouse(self, ring: ReceiveRing) -> None:
         """Look again at this ring, which dozes: its doorbell was rung."""
-        ring.disarm()
+        ring.armed[0] = 0
         self._look_at(ring)
 
     def queue_pairs(self) -> list[SoftQueuePair]:

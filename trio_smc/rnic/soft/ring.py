@@ -31,7 +31,6 @@ compared with what this side knows by itself, and a slot is copied out before it
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 from collections.abc import Callable
@@ -115,6 +114,8 @@ class ReceiveRing:
 
     Attributes:
       head: the word HEAD as a view of one integer; something is there when ``head[0] != tail``.
+      armed: the word ARMED as such a view; 1 asks for a doorbell at the next message, and a `fence`
+        and a look at `head` must follow.
       keys: the key page, as integers.
       tail: messages taken.
       posted: receives posted.
@@ -123,7 +124,7 @@ class ReceiveRing:
     """
 
     __slots__ = (
-        "_words", "dozes", "head", "keys", "looked", "memory", "posted", "qp_num", "tail"
+        "_words", "armed", "dozes", "head", "keys", "looked", "memory", "posted", "qp_num", "tail"
     )  # fmt: skip
 
     def __init__(self, qp_num: int) -> None:
@@ -131,6 +132,7 @@ class ReceiveRing:
         self.qp_num: int = qp_num
         self._words = self.memory.view[:_SLOTS_AT].cast("Q")
         self.head: memoryview[int] = self._words[_HEAD : _HEAD + 1]
+        self.armed: memoryview[int] = self._words[_ARMED : _ARMED + 1]
         self.keys: memoryview[int] = self.memory.view[_KEYS_AT:].cast("I")
         self.tail: int = 0
         self.looked: int = 0
@@ -158,14 +160,6 @@ class ReceiveRing:
         words[_ARMED] = 1
         return self.tell(word)
 
-    def arm(self) -> None:
-        """Ask for a doorbell at the next message; a `fence` and a look at `head` must follow."""
-        self._words[_ARMED] = 1
-
-    def disarm(self) -> None:
-        """The receiver did not go to sleep after all."""
-        self._words[_ARMED] = 0
-
     def take_untrusted(self, append: Callable[[Completion], None]) -> bool:
         """Append a completion for each message that is there; False: the ring makes no sense."""
         tail = self.tail
@@ -185,6 +179,7 @@ class ReceiveRing:
     def close(self) -> None:
         """Unmap and close.  Idempotent."""
         self.head.release()
+        self.armed.release()
         self._words.release()
         self.keys.release()
         self.memory.close()
@@ -214,8 +209,10 @@ class SendRing:
 
     def ring(self) -> None:
         """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
-        with contextlib.suppress(OSError):
+        try:
             self._doorbell()
+        except OSError:
+            return
 
     def silence(self) -> None:
         """Ring no more."""
