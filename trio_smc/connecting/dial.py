@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
-__all__ = ["Attempt", "DialHost", "connect_attempt", "connect_tcp"]
+__all__ = ["Attempt", "DialHost", "Target", "connect_attempt", "connect_tcp", "numeric_targets"]
 
 _REMEMBERED = 256  # numeric addresses looked up last
 _PORTS_TRIED = 32  # for one connection, before it is TCP
@@ -55,7 +55,8 @@ _IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
 _RANGE = struct.Struct("=I")  # the last in the upper half
 _DIRECTORY = FallbackReason.OTHER_USER, FallbackReason.DIRECTORY_UNUSABLE
-_Target = tuple[int, int, int, Any]  # family, type, protocol, address
+Target = tuple[int, int, int, Any]
+"""Family, type, protocol and address of a socket to be connected."""
 
 
 class DialHost(Chooser, Protocol):
@@ -154,11 +155,11 @@ async def connect_tcp(
         raise _nothing_connected(named, [error]) from error
 
 
-async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[_Target]:
+async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[Target]:
     """As `trio.socket.getaddrinfo`; an address needs no pass of the scheduler."""
     await trio.lowlevel.checkpoint_if_cancelled()
     try:
-        return _numeric(host, port)
+        return numeric_targets(host, port)
     except (stdlib_socket.gaierror, UnicodeError):
         with stack.call():
             return _alternate_families(
@@ -167,8 +168,8 @@ async def _resolve(stack: DialHost, host: str | bytes, port: int) -> Sequence[_T
 
 
 @lru_cache(_REMEMBERED)
-def _numeric(host: str | bytes, port: int) -> Sequence[_Target]:
-    """Where an address leads, which does not change; gaierror for a name."""
+def numeric_targets(host: str | bytes, port: int) -> Sequence[Target]:
+    """Where an address leads, which does not change.  Raises for a name: gaierror, UnicodeError."""
     numeric = stdlib_socket.AI_NUMERICHOST | stdlib_socket.AI_NUMERICSERV
     if b"%" in host if isinstance(host, bytes) else "%" in host:
         raise UnicodeError("the number of an interface may change")
@@ -178,17 +179,17 @@ def _numeric(host: str | bytes, port: int) -> Sequence[_Target]:
 
 
 async def _first_of(
-    targets: Sequence[_Target],
+    targets: Sequence[Target],
     named: tuple[str, int],
     delay: float,
-    connect: Callable[[_Target], Awaitable[Attempt]],
+    connect: Callable[[Target], Awaitable[Attempt]],
 ) -> Attempt:
     """The first of several (RFC 8305, 5)."""
     winners: list[Attempt] = []
     errors: list[OSError] = []
     defects: list[Exception] = []
 
-    async def attempt(target: _Target, failed: trio.Event, race: trio.CancelScope) -> None:
+    async def attempt(target: Target, failed: trio.Event, race: trio.CancelScope) -> None:
         try:
             winners.append(await connect(target))
         except OSError as error:
@@ -226,7 +227,7 @@ def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError
     return failure
 
 
-def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list[_Target]:
+def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list[Target]:
     """The resolver's order, but the second target of the other family (RFC 8305, 4)."""
     ordered = list(
         dict.fromkeys(
@@ -241,7 +242,7 @@ def _alternate_families(found: Iterable[tuple[int, int, int, str, Any]]) -> list
 
 
 async def _connect_one(
-    stack: DialHost, target: _Target, *, named: tuple[str, int], local: str | None, config: Config
+    stack: DialHost, target: Target, *, named: tuple[str, int], local: str | None, config: Config
 ) -> Attempt:
     family, kind, protocol, address = target
     # Not by `trio.socket.socket`, which may be asked for sockets that come here again.

@@ -407,12 +407,23 @@ class DropInSocket(trio.socket.SocketType):
             stream = await (await self._published()).accept()
         except _STREAM_ERRORS as error:
             raise _of_socket(error) from error
+        return self._accepted(stream)
+
+    def _accepted(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
         sock: Any = stream.socket
         if isinstance(stream, TcpStream):
             name = stream.accepted  # the peer may have reset the connection since
         else:
             name, sock = sock.getpeername(), sock._sock
         return DropInSocket(sock, self._find_stack, stream), name
+
+    async def hand_out(self, take: Callable[[DropInSocket], None]) -> NoReturn:
+        """`accept` for one who goes on accepting: ``take`` gets each connection, at once."""
+        try:
+            listener = await self._published()
+            await listener.hand_out(lambda stream: take(self._accepted(stream)[0]))
+        except _STREAM_ERRORS as error:
+            raise _of_socket(error) from error
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
