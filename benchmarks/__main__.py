@@ -16,6 +16,7 @@ them, beside TCP without one, where the scheduler puts the processes: there is o
 The transport "limit" is no transport: it wakes a process and copies bytes, and nothing else.
 "limit-steps" is not either: it copies bytes and lets Trio's scheduler take a step for each call.
 "limit-ring" copies bytes through a ring from one processor to another, and knows nothing of Trio.
+"limit-messages" opens TCP connections and exchanges as many bytes on them as a handshake.
 
 Nothing here fails because of a time. The exit code is 1 when a workload failed or a connection was
 not in the mode that its transport stands for.

@@ -24,6 +24,10 @@ def _figure(
     mpl.rcParams.update(_SETTINGS)
     from matplotlib import pyplot as plt
 
+    # There are eleven transports.
+    colours = [*mpl.color_sequences["tab10"], "black"]
+    mpl.rcParams["axes.prop_cycle"] = mpl.rcsetup.cycler(color=colours)
+
     return plt.subplots(
         rows, columns, figsize=(width, height), squeeze=False, sharey=share, layout="tight"
     )
@@ -74,7 +78,7 @@ def ratios(path: Path, comparisons: Sequence[Comparison]) -> None:
         axis.set_xticklabels(["0.1", "0.2", "0.5", "1", "2", "5", "10"])
         axis.set_yticks([place + 0.42 for place in range(len(metrics))])
         axis.set_yticklabels([metric.name for metric in metrics])
-        axis.set_ylim(len(metrics), -0.3)
+        axis.set_ylim(len(metrics) + 1.9, -0.3)  # below them is the legend
         pinned = "on a core each" if comparison.about["pinned"] else "where the scheduler puts them"
         axis.set_title(f"times better than {comparison.base}\nboth processes {pinned}")
         axis.legend(loc="lower right", fontsize=7)

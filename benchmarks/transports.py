@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import trio
 
 import trio_smc
+from benchmarks import messages
 from benchmarks.loops import AsyncioLoop, Loop, TrioLoop
 
 HOST = "127.0.0.1"
@@ -49,12 +50,14 @@ class Transport:
     serve: serves a handler on a free address, which it passes to its second argument; until it
       is cancelled.
     scope: what has to be open around all connections of a process.
+    workloads: what it is good for; empty: everything.
     """
 
     connect: Callable[[Any], Awaitable[Any]]
     serve: Callable[[Handler, Started], Awaitable[object]]
     scope: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
     loop: Loop = _TRIO
+    workloads: frozenset[str] = frozenset()
 
 
 # --- Trio ------------------------------------------------------------------------------------
@@ -192,6 +195,11 @@ TRANSPORTS = {
     "smc-r-nospin": _smc(spin=0.0),
     "smc-r-amortised": _smc(checkpoints="amortised"),
     "smc-r-amortised-nospin": _smc(checkpoints="amortised", spin=0.0),
+    "limit-messages": Transport(
+        connect=partial(messages.connect, HOST),
+        serve=partial(messages.serve, HOST),
+        workloads=frozenset({"opening", "short-1", "short-10"}),
+    ),
 }
 WAKES = {f"smc-r-wake-{by}": _smc(wake=by) for by in ("trio", "thread")}
 """Who waits for completions while Trio sleeps; the software RNIC's default is the first."""

@@ -1,8 +1,8 @@
 """A process of the benchmark: `python -m benchmarks.worker ROLE TRANSPORT [--core N]`.
 
 Both roles say one JSON object per line and end when their standard input does. A server says its
-address. A client reads {"workload", "at", "seconds"} and answers {"values"} or {"error"}; workload
-"mode" is answered by the mode of a new connection.
+address. A client reads {"workload", "at", "seconds"} and answers {"error"} or {"values"}: null if
+the transport is not for that workload. Workload "mode" is answered by the mode of a new connection.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ async def obey(
     async def run() -> None:
         if workload == "mode":
             await say_mode(transport, at)
+        elif transport.workloads and workload not in transport.workloads:
+            say(values=None)
         else:
             say(values=await WORKLOADS[workload].run(transport, at, seconds))
 

@@ -44,7 +44,7 @@ READ = 64 * 1024
 # Seconds beyond its timed part after which a workload counts as hung.
 _PATIENCE = 60.0
 WARM_UP = 0.05
-_LEAST = 20
+_LEAST, _LEAST_WITH_PAUSES = 20, 100
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -108,7 +108,8 @@ async def ask_one(
     """
     await _ask_until(time.perf_counter() + WARM_UP, ask, warm_up, 0.0)
     used = server.processor_time()
-    times = await _ask_until(time.perf_counter() + seconds, ask, _LEAST, pause)
+    least = _LEAST_WITH_PAUSES if pause else _LEAST
+    times = await _ask_until(time.perf_counter() + seconds, ask, least, pause)
     used = server.processor_time() - used
     return statistics.median(times) / 1e3, used / len(times) / 1e3
 
