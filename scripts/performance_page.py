@@ -47,11 +47,12 @@ def comparisons(content: dict[str, Any], workloads: Mapping[str, Any]) -> list[C
 
 _LEGEND = """\
 Of an echo it is the median time of a request, one after the other; with several connections it is
-how many requests were answered in a second. The JSON is a list of twenty items. In the last two
-lines a connection is opened, carries one request of 64 bytes, and is closed; in the last one
-`trio-smc run` has found the peer's connections to be short, so they are TCP. All others are SMC-R
-or fail (`--require-smc`). "processor" compares the processor time of both ends, and "compiled" is a
-compiled build under the same command, measured in the same rounds, beside TCP again.
+how many requests were answered in a second. With pauses there are at least a hundred requests in
+each measurement. The JSON is a list of twenty items. In the last two lines a connection is opened,
+carries one request of 64 bytes, and is closed; in the last one `trio-smc run` has found the peer's
+connections to be short, so they are TCP. All others are SMC-R or fail (`--require-smc`).
+"processor" compares the processor time of both ends, and "compiled" is a compiled build under the
+same command, measured in the same rounds, beside TCP again.
 """
 
 
