@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 from collections.abc import Callable, Iterator
@@ -409,6 +410,29 @@ class TestBySeed:
         faulty.close()
 
 
+def once_in_put(monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], *, before: bool) -> None:
+    """Have the next sender call ``end()`` when it has seen a posted receive, and its message is not
+    published yet (``before``), or just is."""
+    pack, fence = _ring._pack_slot, _ring.fence
+
+    def pack_and_end(*arguments: Any) -> None:
+        monkeypatch.setattr(_ring, "_pack_slot", pack)
+        pack(*arguments)
+        end()
+
+    @contextlib.contextmanager
+    def end_in_between() -> Iterator[None]:
+        monkeypatch.setattr(_ring, "fence", fence)
+        with fence:
+            yield
+        end()
+
+    if before:
+        monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
+    else:
+        monkeypatch.setattr(_ring, "fence", end_in_between())
+
+
 @pytest.mark.pure  # compiled code calls its own functions, whatever the module has in their place
 class TestRace:
     """A message that is published while the receiver's end is just closed."""
@@ -421,19 +445,7 @@ class TestRace:
         a, b = faulty.pair()
         assert isinstance(a.qp, FaultyQueuePair)
         end: Callable[[], None] = a.qp.to_err_quietly if quietly else a.qp.to_err
-        pack, fence = _ring._pack_slot, _ring._release
-
-        def in_between(*arguments: Any) -> None:
-            # The sender has seen a posted receive; the message is not published yet, or just is.
-            monkeypatch.setattr(_ring, "_pack_slot", pack)
-            monkeypatch.setattr(_ring, "_release", fence)
-            if before:
-                pack(*arguments)
-            else:
-                fence()
-            end()
-
-        monkeypatch.setattr(_ring, "_pack_slot" if before else "_release", in_between)
+        once_in_put(monkeypatch, end, before=before)
         b.qp.post_send(1, b"message")
         until(lambda: bool(b.sent) and bool(a.flushed), a, b)
         arrived = a.received == [b"message"]
@@ -447,18 +459,7 @@ class TestRace:
         """Nobody can tell, and nobody says that it was, or was not."""
         a, b = faulty.pair()
         until(lambda: b.qp.deliver(b"first", None, 0, 0), a, b)
-        pack, fence = _ring._pack_slot, _ring._release
-
-        def in_between(*arguments: Any) -> None:
-            monkeypatch.setattr(_ring, "_pack_slot", pack)
-            monkeypatch.setattr(_ring, "_release", fence)
-            if before:
-                pack(*arguments)
-            else:
-                fence()
-            a.qp.to_err()
-
-        monkeypatch.setattr(_ring, "_pack_slot" if before else "_release", in_between)
+        once_in_put(monkeypatch, a.qp.to_err, before=before)
         data = memoryview(b"data")
         with pytest.raises(DeliveryUnknown):
             b.qp.deliver(b"message", data, a.region.address, a.region.rkey)

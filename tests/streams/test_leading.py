@@ -92,6 +92,33 @@ async def test_requests_are_answered(checkpoints: str) -> None:
         assert pump.waiting == 1
 
 
+async def test_what_comes_for_others_again_and_again_lets_them_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[int] = []
+
+    async def count() -> None:
+        while True:
+            turns.append(1)
+            await trio.lowlevel.checkpoint()
+
+    async with led() as connection:
+        finds, lead = [False] * 20, connection.pump.lead
+
+        async def find_something(*, answered: bool = False) -> bool:
+            return finds.pop() if finds else await lead(answered=answered)
+
+        monkeypatch.setattr(connection.pump, "lead", find_something)
+        await connection.ask()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            while finds:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        assert len(turns) > 15
+        await connection.ask()
+
+
 async def test_much_data() -> None:
     async with led() as connection:
         data = bytes(range(256)) * (SMALL_RING // 16)

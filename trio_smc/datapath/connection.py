@@ -580,7 +580,10 @@ class Connection:
                     if self.sent_closed:
                         receiver.drop_unread()
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
-                    self._consumer_untrusted(taken_wrap, taken_offset)
+                    delivered = sender.delivered
+                    opened = sender.consumer_untrusted(taken_wrap, taken_offset)
+                    if opened or sender.delivered != delivered:
+                        self._on_consumer(opened, sender.delivered != delivered)
                 if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
         except ProtocolError as exc:
@@ -593,12 +596,9 @@ class Connection:
             self.on_readable = None
             wake()
 
-    def _consumer_untrusted(self, wrap: int, offset: int) -> None:
-        """The peer's consumer cursor has moved; raises ProtocolError where it cannot have."""
-        sender = self.sender
-        delivered = sender.delivered
-        opened = sender.consumer_untrusted(wrap, offset)
-        if sender.delivered != delivered:
+    def _on_consumer(self, opened: bool, delivered: bool) -> None:
+        """The peer's consumer cursor has ``opened`` the window, or shows what was ``delivered``."""
+        if delivered:
             self._after_delivery()
         if opened and self.on_writable is not None:
             self._wake_writer()

@@ -207,7 +207,14 @@ class Receiver:
         start = (consumed - self._ring_start) % self.usable
         end = start + length
         data = self._ring[start:end].tobytes() if end <= self.usable else self._copy(length)
-        self._consume(length)
+        if (
+            consumed + length - self.told < self._least_update
+            and not self._tell_all
+            and not self.writer_waits
+        ):
+            self.consumed = consumed + length  # as `_consume` would come to
+        else:
+            self._consume(length)
         return data
 
     def receive_into(self, buffer: bytearray | memoryview) -> int:

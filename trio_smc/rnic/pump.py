@@ -50,7 +50,6 @@ Work that was put off with `flush_later` is done in the next pass, before the lo
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -78,7 +77,7 @@ _PAUSES_COUNT: Final = 4
 """As so many of them counts one after a pause, when nobody spins anyway."""
 _GAP: Final = 0.05
 """Seconds between two of these waits, at most."""
-_TERM: Final = 0.2
+_TERM: Final = 0.5
 """Seconds after which it is asked whether who leads, and does not wait, has looked since."""
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
@@ -207,6 +206,7 @@ class Pump:
         self._leader_fd = -1  # what the leader waits for, while he does
         self.looks: int = 0
         self._term: trio.CancelScope | None = None  # of `_let_lead`
+        self._term_may_begin = False  # it does not run yet
 
     # -- who takes part ------------------------------------------------------------------
 
@@ -503,26 +503,37 @@ class Pump:
         self._flush_all()
         return self._led
 
-    async def lead(self) -> bool:
-        """Wait for a message, or for nothing when the pump is wanted otherwise; True: others ran.
+    def is_led_asleep(self) -> bool:
+        """Whether the running task, which is to wait, leads already and will not find anything by
+        looking first: then it is to `lead` at once."""
+        if not self._led or self.waiting:
+            return False
+        self._paused = time.perf_counter_ns() - self._met_at > _PAUSE_NS
+        return self._paused or self._spinning.tired
 
-        Whoever `may_lead` calls this instead of parking.  It drains; if another task finds what
-        the leader waits for, that one has to call `end_wait`.
+    async def lead(self, *, answered: bool = False) -> bool:
+        """Wait for a message, or for nothing when the pump is wanted otherwise.
+
+        Whoever `may_lead` calls this instead of parking.  If another task finds what the leader
+        waits for, that one has to call `end_wait`.
+
+        Args:
+          answered: as for `try_spin`, where that was not called before.
+
+        Returns:
+          Whether others ran; False: something came before that, perhaps for others.
         """
         lane = self._lanes[0]
         fd = lane.fd
         assert fd is not None
         began = time.perf_counter_ns()
         try:
-            came = self._prepare_to_wait(lane, began)
+            if self._is_met_awake(lane, began, answered):
+                return False
         except Exception as problem:
             self._break(problem)
             self.rouse()
             return False
-        if came:
-            # Perhaps it is all for others, and they send again and again.
-            await trio.lowlevel.checkpoint()
-            return True
         self.waiting += 1
         self._leader_fd = fd
         try:
@@ -532,9 +543,8 @@ class Pump:
         finally:
             self._leader_fd = -1
             self.waiting -= 1
-            term = self._term
-            if term is not None and term.deadline == math.inf:
-                term.deadline = trio.current_time() + _TERM
+            if self._term_may_begin:
+                self._begin_term()
         self.passes += 1
         self.wakeups += 1
         try:
@@ -545,28 +555,39 @@ class Pump:
                 self.drain()
         except Exception as problem:
             self._break(problem)
-        spinning = self._spinning
         self._met_at = now = time.perf_counter_ns()
         if not self._paused:
+            spinning = self._spinning
             spinning.slept(now - began)
-        if lane.silent or (spinning.ns and not (self._paused or spinning.tired)):
+            if spinning.ns and not spinning.tired:
+                self.rouse()
+        if lane.silent:
             self.rouse()
         return True
 
-    def _prepare_to_wait(self, lane: _Lane, began: int) -> bool:
-        """Spin if that is worth it, then arm; True: do not wait for the doorbell."""
+    def _is_met_awake(self, lane: _Lane, began: int, answered: bool) -> bool:
+        """Spin or step aside if that is worth it, then arm; True: do not wait for the doorbell."""
         spinning = self._spinning
-        ns = 0 if self._paused else spinning.ns
-        if ns and spinning.worthwhile() and self._spin_alone(began + ns):
-            self.rouse()  # shorter waits are not for leaders
-            return True
+        self.looks += 1
+        if not self._paused and spinning.ns and spinning.worthwhile():
+            if self._spin_alone(began + spinning.ns):
+                self.rouse()  # shorter waits are not for leaders
+                return True
+        elif answered and spinning.ns:
+            # The peer may have run on this processor in between, and have answered.
+            if lane.look():
+                self._met_at = began
+                return True
+            spinning.step_aside()
         while self._rang:
             self._quieten(self._rang.pop())
         if self._soon:
             self._flush_all()
         if lane.arm():
             return False
-        if not self.drain():
+        if self.drain():
+            self._met_at = began
+        else:
             self.rouse()  # it cannot be armed: somebody has to look
         return True
 
@@ -583,15 +604,21 @@ class Pump:
         """Return when nobody leads, any more, or who does has stopped looking."""
         while self._led:
             before = self.looks
-            waits = self._leader_fd >= 0
+            self._term_may_begin = self._leader_fd >= 0  # when he has what he waits for
             with trio.CancelScope() as self._term:
-                if not waits:  # else the term begins when he has what he waits for
-                    self._term.deadline = trio.current_time() + _TERM
+                if not self._term_may_begin:
+                    self._begin_term()
                 await trio.sleep_forever()
             self._term = None
+            self._term_may_begin = False
             self._flush_all()
             if self._leader_fd < 0 and self.looks == before:
                 self.rouse()
+
+    def _begin_term(self) -> None:
+        self._term_may_begin = False
+        if self._term is not None:
+            self._term.deadline = trio.current_time() + _TERM
 
     # -- inside Trio's loop --------------------------------------------------------------
 

@@ -59,11 +59,12 @@ class AdaptiveSpin:
 
     Attributes:
       ns: how long to look, in nanoseconds: ``seconds``, or four times that.
+      tired: the last tries were all fruitless.
     """
 
     __slots__ = (
         "_asked", "_crowded", "_gain", "_habit", "_misses", "_near", "_patience", "_seldom",
-        "_tries", "ns",
+        "_tries", "ns", "tired",
     )  # fmt: skip
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
@@ -75,13 +76,9 @@ class AdaptiveSpin:
         self._patience = patience
         self._seldom = seldom
         self._misses = 0
+        self.tired: bool = False
         self._tries = 0
         self._crowded = 0  # so many times more nobody steps aside
-
-    @property
-    def tired(self) -> bool:
-        """Whether the last tries were all fruitless."""
-        return self._misses >= self._patience
 
     def slept(self, ns: int) -> None:
         """A wait that no spin has met took so long, the spin included."""
@@ -94,6 +91,7 @@ class AdaptiveSpin:
         if self._near == self._habit:
             self.ns = _STRETCH * self._asked
             self._misses = self._gain = 0
+            self.tired = False
 
     def _end_stretch(self) -> None:
         self.ns = self._asked
@@ -103,10 +101,11 @@ class AdaptiveSpin:
         else:
             self._habit = min(2 * self._habit, _MOST_ALIKE)
             self._misses = self._patience
+            self.tired = True
 
     def worthwhile(self) -> bool:
         """Whether to try now; to be asked once for each try."""
-        if self._misses < self._patience:
+        if not self.tired:
             return True
         self._tries += 1
         return self._tries % self._seldom == 0
@@ -137,12 +136,14 @@ class AdaptiveSpin:
             for look in looks:
                 if look():
                     self._misses = 0
+                    self.tired = False
                     self._gain += 1
                     return look
             if now() >= end:
                 self._misses += 1
                 self._gain -= 1
-                if self._misses >= self._patience and self.ns > self._asked:
+                self.tired = self._misses >= self._patience
+                if self.tired and self.ns > self._asked:
                     self._end_stretch()
                 return None
             # With one processor for both ends the peer could not get on otherwise.

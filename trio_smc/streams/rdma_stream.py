@@ -140,6 +140,7 @@ class RdmaStream(SmcStream):
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
         self._drain = stack.pump.drain
+        self._end_wait = stack.pump.end_wait
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._deaf = False  # closed, or shut down for reading
@@ -356,8 +357,14 @@ class RdmaStream(SmcStream):
         self._receiving = True
         try:
             receiver = self._receiver
-            # The usual case, in which to look again would be for nothing.
-            parked = receiver.is_blank() and not self._deaf and await self._park(_READER)
+            parked = False
+            if receiver.is_blank() and not self._deaf:
+                # The usual case, in which to look again would be for nothing.
+                parked = await (
+                    self._lead(answered=self._core.messenger.produced != self._produced)
+                    if self._pump.is_led_asleep()
+                    else self._park(_READER)
+                )
             if not parked:
                 await _check_cancelled()
             while True:
@@ -657,12 +664,19 @@ class RdmaStream(SmcStream):
         self._produced = core.messenger.produced
         return True
 
-    async def _lead(self) -> bool:
+    async def _lead(self, *, answered: bool = False) -> bool:
         """As `_park`, for the only one who waits."""
         core, pump = self._core, self._pump
-        core.on_readable = pump.end_wait
+        core.on_readable = self._end_wait
         try:
-            return await pump.lead()
+            core.messenger.tell()
+            if await pump.lead(answered=answered):
+                return True
+            if not self._receiver.is_blank():
+                return False
+            # It is all for others, and perhaps they send again and again.
+            await trio.lowlevel.checkpoint()
+            return True
         finally:
             core.on_readable = None
             self._produced = core.messenger.produced

@@ -22,6 +22,7 @@ from trio_smc.host.private_directory import is_same_user
 from trio_smc.rnic.memory import PeerMemory
 from trio_smc.rnic.soft.messages import (
     BELL,
+    RUNG_AT_MOST,
     Bell,
     Hello,
     Message,
@@ -285,7 +286,12 @@ class Contact:
 
     def _on_bell(self) -> bool:
         """Whether the bell was rung."""
-        if self._bell is None or not self._bell.take():
+        bell = self._bell
+        if bell is None:
+            return False
+        try:
+            os.read(bell.fd, RUNG_AT_MOST)
+        except BlockingIOError:
             return False
         if self._owner.ring.dozes:
             self._rnic.rouse(self._owner.ring)

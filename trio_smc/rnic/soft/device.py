@@ -270,15 +270,17 @@ class SoftRnic(Rnic):
 
     def poll(self) -> list[Completion]:
         done = self.done
+        taken = done[:]
+        if taken:
+            done.clear()
         for ring in self._rings:
-            if ring.head[0] != ring.tail and not ring.take_untrusted(done.append):
+            if ring.head[0] != ring.tail and not ring.take_untrusted(taken.append):
                 self._qps[ring.qp_num].broken()
         if self.stalled or self.gone or self._many:
             self._catch_up()
-        if not done:
-            return []
-        taken = done[:]
-        done.clear()
+        if done:
+            taken += done
+            done.clear()
         return taken
 
     def stirs(self) -> bool:
@@ -292,13 +294,17 @@ class SoftRnic(Rnic):
             return False
         rings = self._rings
         for ring in rings:
-            ring.armed[0] = 1
-        fence()
-        for ring in rings:
             if ring.head[0] != ring.tail:
-                break
+                break  # nobody needs to ring for that
+            ring.armed[0] = 1
         else:
-            return True
+            with fence:
+                pass
+            for ring in rings:
+                if ring.head[0] != ring.tail:
+                    break
+            else:
+                return True
         self.disarm()
         return False
 
@@ -352,7 +358,8 @@ class SoftRnic(Rnic):
         idle = [ring for ring in self._rings if ring.tail == ring.looked]
         for ring in idle:
             ring.armed[0] = 1
-        fence()
+        with fence:
+            pass
         for ring in idle:
             ring.dozes = ring.head[0] == ring.tail
         for ring in self._rings:

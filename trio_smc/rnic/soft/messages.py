@@ -39,6 +39,7 @@ if sys.platform == "linux":  # elsewhere nobody comes here
 
 __all__ = [
     "BELL",
+    "RUNG_AT_MOST",
     "Bell",
     "Directory",
     "Hello",
@@ -70,7 +71,8 @@ _MOST_FDS: Final = 2
 _ANCILLARY: Final = socket.CMSG_SPACE(_MOST_FDS * 4)
 
 _BACKLOG: Final = 1024
-_RUNG_AT_MOST: Final = 64
+RUNG_AT_MOST: Final = 64
+"""Bytes read from a bell at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,13 +229,6 @@ class Bell:
         if self.rope >= 0:
             os.close(self.rope)
             self.rope = -1
-
-    def take(self) -> bool:
-        """Whether it was rung since the last time."""
-        try:
-            return bool(os.read(self.fd, _RUNG_AT_MOST))
-        except BlockingIOError:
-            return False
 
     def close(self) -> None:
         """Close both ends."""

@@ -79,15 +79,9 @@ _unpack_slot = _SLOT.unpack_from
 _RECV: Final = int(WcOpcode.RECV)
 _new = tuple.__new__
 
-_lock = threading.Lock()
-_acquire = _lock.acquire
-_release = _lock.release
-
-
-def fence() -> None:
-    """A full memory fence (see above).  Callers are on the Trio thread: never contended."""
-    _acquire()
-    _release()
+fence: Final = threading.Lock()
+"""To enter and leave it is a full memory fence (see above).  Never contended: all are on the Trio
+thread."""
 
 
 def silent() -> None:
@@ -143,8 +137,8 @@ class ReceiveRing:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
         words = self._words
         words[_POSTED] = word
-        _acquire()
-        _release()
+        with fence:
+            pass
         if words[_WAITING]:
             words[_WAITING] = 0
             return True
@@ -163,17 +157,15 @@ class ReceiveRing:
     def take_untrusted(self, append: Callable[[Completion], None]) -> bool:
         """Append a completion for each message that is there; False: the ring makes no sense."""
         tail = self.tail
-        count: int = self.head[0] - tail
-        if not 0 <= count <= self.posted - tail:
+        head: int = self.head[0]
+        if not tail <= head <= self.posted:
             return False
-        view = self.memory.view
-        qp_num = self.qp_num
-        for index in range(tail, tail + count):
-            size, data = _unpack_slot(view, _SLOTS_AT + (index & SLOTS - 1) * _SLOT_SIZE)
+        while tail < head:
+            size, data = _unpack_slot(self.memory.view, _SLOTS_AT + (tail & SLOTS - 1) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
-            self.tail = index + 1
-            append(_new(Completion, (qp_num, _RECV, 0, 0, data[:size])))
+            self.tail = tail = tail + 1
+            append(_new(Completion, (self.qp_num, _RECV, 0, 0, data[:size])))
         return True
 
     def close(self) -> None:
@@ -229,11 +221,14 @@ class SendRing:
         _pack_slot(self._view, _SLOTS_AT + (head & SLOTS - 1) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
-        _acquire()
-        _release()
+        with fence:
+            pass
         if words[_ARMED]:
             words[_ARMED] = 0
-            self.ring()
+            try:  # noqa: SIM105 - that takes longer
+                self._doorbell()
+            except OSError:
+                pass  # as if it were silent
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0
@@ -242,8 +237,8 @@ class SendRing:
         """Why nothing can be published; `Sent.DONE` when it can after all."""
         # Announce the wait before the second look (see the theory of operation).
         self._words[_WAITING] = 1
-        _acquire()
-        _release()
+        with fence:
+            pass
         posted: int = self._words[_POSTED]
         if posted == self._head:
             return Sent.NOT_READY
