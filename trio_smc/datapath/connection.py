@@ -582,7 +582,7 @@ class Connection:
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
                     delivered = sender.delivered
                     opened = sender.consumer_untrusted(taken_wrap, taken_offset)
-                    if opened or sender.delivered != delivered:
+                    if sender.delivered != delivered or (opened and self.on_writable is not None):
                         self._on_consumer(opened, sender.delivered != delivered)
                 if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()

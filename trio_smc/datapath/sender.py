@@ -170,8 +170,25 @@ class Sender:
         messenger = self._messenger
         if messenger.urgent_end:
             return 0  # not before the peer has taken the urgent byte (4.7.5, step 3)
-        total = left = len(data)
+        total = len(data)
         window = messenger.peer_usable - messenger.produced + self.taken
+        channel = messenger.channel
+        if (
+            channel is not None
+            and 0 < total <= window
+            and total <= self._chunk
+            and (messenger.first or messenger.flush_later is None)
+            and self._send_at_once(channel, data, total, False)
+        ):
+            self._wanted = 0
+            messenger.first = False
+            return total
+        return self._send_pieces(data, window)
+
+    def _send_pieces(self, data: memoryview, window: int) -> int:
+        """As `send`, piece by piece; the window has room for so many bytes."""
+        messenger = self._messenger
+        total = left = len(data)
         if window < left and (not window or (messenger.blocked and window < self._resume)):
             self._stall(left)
             return 0

@@ -294,17 +294,14 @@ class SoftRnic(Rnic):
             return False
         rings = self._rings
         for ring in rings:
-            if ring.head[0] != ring.tail:
-                break  # nobody needs to ring for that
             ring.armed[0] = 1
+        with fence:
+            pass
+        for ring in rings:
+            if ring.head[0] != ring.tail:
+                break
         else:
-            with fence:
-                pass
-            for ring in rings:
-                if ring.head[0] != ring.tail:
-                    break
-            else:
-                return True
+            return True
         self.disarm()
         return False
 

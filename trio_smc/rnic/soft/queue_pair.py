@@ -219,10 +219,12 @@ class SoftQueuePair(QueuePair):
         ):
             return False
         sent = peer.ring.put(message)
+        if not sent:
+            return True
         if sent == Sent.UNKNOWN:
             self._enter_err(Request(0, True, message), _UNREACHABLE)
             raise DeliveryUnknown
-        return not sent
+        return False
 
     def write_capacity(self) -> int:
         return _UNLIMITED
