@@ -277,10 +277,11 @@ class Pump:
         if self._draining:
             return False
         self._draining = True
-        came = bool(self._put_off)
+        came = False
         try:
             for lane in self._lanes:
                 if self._put_off:
+                    came = True
                     self._dispatch_put_off()  # older than what is polled now
                 completions = lane.poll()
                 if completions:
@@ -295,6 +296,7 @@ class Pump:
                             except Exception:
                                 self._sink_failed(lane, completion)
             if self._put_off:
+                came = True
                 self._dispatch_put_off()
         finally:
             self._draining = False

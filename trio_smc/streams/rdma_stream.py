@@ -210,8 +210,12 @@ class RdmaStream(SmcStream):
             if type(data) is bytes and data:
                 # Bytes that fit, the usual case, need none of `_send_view`'s care.
                 view = memoryview(data)
+                sender = self._core.sender
                 try:
-                    sent = self._core.send(view)
+                    if sender.sendable and sender.send_limit is None:
+                        sent = sender.send(view)  # what that comes to
+                    else:
+                        sent = self._core.send(view)
                 except OSError as error:
                     raise self._translated(error) from error
                 if sent < len(data):

@@ -126,6 +126,7 @@ class SoftRnic(Rnic):
         self._handlers: dict[int, Callable[[int], object]] = {}
         self._peers: dict[int, int] = {}  # sockets to queue pairs' peers, and what to tell of them
         self._bells: dict[int, Callable[[], bool]] = {}  # by descriptors, which `_peers` has, too
+        self._only_bell: Callable[[], bool] | None = None
         self._rung: select.epoll | None = None  # tells of them where `wait_fd` does not
         # Sockets of queue pairs that ended while the port was down, or quietly: nobody may notice
         # yet.
@@ -326,10 +327,9 @@ class SoftRnic(Rnic):
     def quieten(self) -> bool:
         if self._rung is None:
             return False
-        if len(self._bells) == 1:  # then mostly it was that
-            [rung] = self._bells.values()
-            if rung():
-                return True
+        rung = self._only_bell
+        if rung is not None and rung():
+            return True  # where there is but one, mostly it was that
         self._hand_out(self._rung.poll(0, _EVENTS_AT_ONCE))
         return True
 
@@ -439,14 +439,19 @@ class SoftRnic(Rnic):
         except OSError:
             return None
         self._bells[bell.fd] = rung
+        self._find_only_bell()
         self._watch_peer(bell.fd, lambda _: rung())
         return bell
 
     def take_down(self, bell: Bell) -> None:
         """Undo `hang_bell`."""
         del self._bells[bell.fd]
+        self._find_only_bell()
         self._unwatch_peer(bell.fd)
         bell.close()
+
+    def _find_only_bell(self) -> None:
+        self._only_bell = next(iter(self._bells.values())) if len(self._bells) == 1 else None
 
     def _watch_peer(self, fd: int, handler: Callable[[int], object]) -> None:
         self._peers[fd] = select.EPOLLIN

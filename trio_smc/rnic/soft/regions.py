@@ -173,8 +173,9 @@ class PeerRegions:
             return _ACCESS
         view, base, length, slot, _ = known
         start = address - base
-        middle = start + len(data)
-        end = middle if more is None else middle + len(more)
+        end = middle = start + len(data)
+        if more is not None:
+            end += len(more)
         if start < 0 or end > length or self._keys[slot] != rkey:
             return _ACCESS
         view[start:middle] = data
