@@ -41,14 +41,32 @@ _FIXED: dict[str, Any] = {
 }  # fmt: skip
 _NUMBERED = {"alert_token": 0x260CB830, "user_id": 0xAC62CCC7, "peer_user_id": 0xAC62CCC7}
 """Different ones stay different: the first becomes this, the next one more."""
+_ADDRESSES = ("local", "peer", "listeners")
+_OTHER_PORT = 40003
+
+
+@dataclasses.dataclass
+class Numbers:
+    """What a number becomes; each kind by itself, as a process can have the number of a port, or
+    that of the bytes of a connection.
+
+    Attributes:
+      pid: of the process that is looked at.
+      ports: fixed ones by real ones.
+      told: of `_NUMBERED`, what each has become.
+    """
+
+    pid: int
+    ports: dict[int, int]
+    told: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def page(text: str) -> str:
     """The page with all examples renewed."""
     with _peer() as told:
-        numbers = {
-            told["pid"]: _PID, told["port"]: 7000, told["client"]: 40001, told["plain"]: 40002,
-        }  # fmt: skip
+        numbers = Numbers(
+            told["pid"], {told["port"]: 7000, told["client"]: 40001, told["plain"]: 40002}
+        )
 
         def renewed(match: re.Match[str]) -> str:
             output = _run(match[2], numbers)
@@ -79,10 +97,11 @@ def _peer() -> Iterator[dict[str, int]]:
             process.wait(20)
 
 
-def _run(command: str, numbers: dict[int, int]) -> str:
+def _run(command: str, numbers: Numbers) -> str:
     """The output of one command."""
     arguments = shlex.split(command)[1:]
-    real = {str(fixed): str(number) for number, fixed in numbers.items()}
+    real = {str(fixed): str(number) for number, fixed in numbers.ports.items()}
+    real[str(_PID)] = str(numbers.pid)
     arguments = [real.get(each, each) for each in arguments]
 
     def take_snapshots(*given: Any, **options: Any) -> list[Snapshot]:
@@ -96,33 +115,38 @@ def _run(command: str, numbers: dict[int, int]) -> str:
         with contextlib.suppress(SystemExit):
             trio_smc(arguments)
     text = output.getvalue()
-    for number, fixed in numbers.items():
-        text = text.replace(f":{number}", f":{fixed}").replace(
-            f"process {number},", f"process {fixed},"
+    if arguments[0] == "check":
+        text = text.replace(f"process {numbers.pid},", f"process {_PID},")
+        text = re.sub(
+            r"(?<=127\.0\.0\.1:)\d+",
+            lambda port: str(numbers.ports.get(int(port[0]), _OTHER_PORT)),
+            text,
         )
-    text = re.sub(r"127\.0\.0\.1:(?!7000|40001|40002)\d+", "127.0.0.1:40003", text)
     return re.sub(r"^\d\d:\d\d:\d\d ", "12:00:00 ", text, flags=re.MULTILINE)
 
 
-def _fixed(snapshot: Snapshot, numbers: dict[int, int]) -> Snapshot:
+def _fixed(snapshot: Snapshot, numbers: Numbers) -> Snapshot:
     """The snapshot with fixed numbers."""
-    plain = _with_fixed(dataclasses.asdict(snapshot), numbers)
+    plain = with_fixed(dataclasses.asdict(snapshot), numbers)
     plain["connections"].sort(key=lambda each: (each["mode"], each["local"]))
     return Snapshot(**plain)
 
 
-def _with_fixed(value: Any, numbers: dict[int, int], name: str = "") -> Any:
+def with_fixed(value: Any, numbers: Numbers, name: str = "") -> Any:
+    """A part of a snapshot with fixed numbers."""
     if name in _FIXED and value is not None:
         return _FIXED[name]
     if name in _NUMBERED:
         first = _NUMBERED[name]
-        taken = [fixed for fixed in numbers.values() if first <= fixed < first + 100]
-        return numbers.setdefault(value, first + len(taken))
+        taken = [fixed for fixed in numbers.told.values() if first <= fixed < first + 100]
+        return numbers.told.setdefault(value, first + len(taken))
+    if name == "pid":
+        return _PID
     if isinstance(value, dict):
-        return {each: _with_fixed(inner, numbers, each) for each, inner in value.items()}
+        return {each: with_fixed(inner, numbers, each) for each, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_fixed(inner, numbers) for inner in value]
-    return numbers.get(value, value) if isinstance(value, int) else value
+        return [with_fixed(inner, numbers, name) for inner in value]
+    return numbers.ports.get(value, value) if name in _ADDRESSES else value
 
 
 def main(arguments: Sequence[str]) -> int:
