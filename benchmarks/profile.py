@@ -1,39 +1,53 @@
 """Where the processor time goes: `python -m benchmarks.profile`.
 
-One of the measures of `benchmarks.cpu` runs under Python's profiler, both ends in one process.
-Printed is the share of each part: Trio, the modules of trio_smc, built-in functions (system calls
-and copies of memory are among them), the workload itself.  Use a machine that does nothing else.
-The profiler makes each call dearer, so parts with many small functions look larger than they are:
-compare shares, not times.
+One of the measures of `benchmarks.cpu`, or with ``--program`` a workload of the unmodified programs
+under `enable`, runs under Python's profiler, both ends in one process.  Printed is the share of
+each part: Trio, the modules of trio_smc, built-in functions (system calls and copies of memory are
+among them), the workload itself; and the share of all trio_smc with the built-in functions that it
+calls, which is what a program could gain if SMC-R cost nothing.  Use a machine that does nothing
+else.  The profiler makes each call dearer, so parts with many small functions look larger than they
+are: compare shares, not times.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import os
 import pstats
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import trio
+import trio.testing
 
 import trio_smc
 from benchmarks.cpu import MEASURES, serve
+from benchmarks.programs.common import Server
 from benchmarks.transports import TRANSPORTS
+from benchmarks.unmodified import WORKLOADS, certificates
 
 _TRIO = Path(trio.__file__).parent
 _OURS = Path(trio_smc.__file__).parent
 _BENCHMARKS = Path(__file__).parent
 _ROWS = 20
+_SECONDS = 1.0
+# The connections of a peer that was learned to be short are TCP.
+_PROGRAMS = [name for name in WORKLOADS if not name.endswith("-learned")]
+_SHARE_OF = "trio_smc"
+_BUILT_IN = "built-in functions"
+Functions = dict[tuple[str, int, str], tuple[int, int, float, float, dict[Any, Any]]]
 
 
 def part_of(filename: str) -> str:
     """The part of the table that a function of this file belongs to."""
     if filename == "~":
-        return "built-in functions"
+        return _BUILT_IN
     path = Path(filename)
     if path.is_relative_to(_OURS):
-        return ".".join(("trio_smc", *path.relative_to(_OURS).with_suffix("").parts))
+        return ".".join((_SHARE_OF, *path.relative_to(_OURS).with_suffix("").parts))
     if path.is_relative_to(_BENCHMARKS):
         return "the workload"
     # What Trio calls for each step of a task is Trio, too.
@@ -58,9 +72,50 @@ async def profile(transport_name: str, measure: str) -> pstats.Stats:
     return pstats.Stats(profiler)
 
 
+async def profile_program(name: str, directory: Path, seconds: float) -> pstats.Stats:
+    """Run a workload of the unmodified programs twice, the second time under the profiler."""
+    module = import_module(f"benchmarks.programs.{WORKLOADS[name].program}")
+    profiler = cProfile.Profile()
+    async with trio.open_nursery() as nursery:
+        ports = await nursery.start(module.serve, directory)
+        await trio.testing.wait_all_tasks_blocked()  # its listeners are published
+        server = Server(ports=ports, pid=os.getpid(), directory=directory)
+        workload = partial(module.WORKLOADS[name], server, seconds)
+        await workload()
+        profiler.enable()
+        await workload()
+        profiler.disable()
+        nursery.cancel_scope.cancel()
+    return pstats.Stats(profiler)
+
+
+def functions_of(stats: pstats.Stats) -> Functions:
+    """What was measured of each function: calls, calls not nested, its own time, with those it
+    called, and by caller."""
+    functions: Functions = stats.stats  # type: ignore[attr-defined]
+    return functions
+
+
+def our_share(stats: pstats.Stats) -> float:
+    """The part of the time that trio_smc takes, with the built-in functions that it calls."""
+    whole = ours = 0.0
+    for (filename, _, _), (_, _, spent, _, callers) in functions_of(stats).items():
+        whole += spent
+        part = part_of(filename)
+        if part.startswith(_SHARE_OF):
+            ours += spent
+        elif part == _BUILT_IN:
+            ours += sum(
+                taken
+                for (caller, _, _), (_, _, taken, _) in callers.items()
+                if part_of(caller).startswith(_SHARE_OF)
+            )
+    return ours / whole
+
+
 def table(stats: pstats.Stats) -> list[tuple[str, float, int]]:
     """Part, share of the time, calls; the largest share first."""
-    functions: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = stats.stats  # type: ignore[attr-defined]
+    functions = functions_of(stats)
     times: dict[str, float] = {}
     calls: dict[str, int] = {}
     for (filename, _, _), (_, count, spent, _, _) in functions.items():
@@ -79,12 +134,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument("--transport", default="smc-r", choices=TRANSPORTS)
     parser.add_argument("--measure", default=next(iter(MEASURES)), choices=MEASURES)
+    parser.add_argument("--program", choices=_PROGRAMS, help="instead of a measure")
     arguments = parser.parse_args()
-    print(f"{arguments.transport}, {arguments.measure}")
-    for part, share, calls in table(trio.run(profile, arguments.transport, arguments.measure))[
-        :_ROWS
-    ]:
+    if arguments.program is None:
+        print(f"{arguments.transport}, {arguments.measure}")
+        stats = trio.run(profile, arguments.transport, arguments.measure)
+    else:
+        print(WORKLOADS[arguments.program].metrics[0].name)
+        trio_smc.enable(trio_smc.Config(require_smc=True))
+        with certificates() as directory:
+            stats = trio.run(profile_program, arguments.program, directory, _SECONDS)
+    for part, share, calls in table(stats)[:_ROWS]:
         print(f"{part:40}{share:7.1%}{calls:12,} calls")
+    print(f"trio_smc, with the built-in functions it calls: {our_share(stats):.1%}")
 
 
 if __name__ == "__main__":

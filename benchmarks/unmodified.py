@@ -24,7 +24,7 @@ from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
 from benchmarks.workloads import Metric
 
-__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "measure"]
+__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "certificates", "measure"]
 
 RUN: Final = "trio-smc run"
 COMPILED: Final = "trio-smc run, compiled"
@@ -86,7 +86,7 @@ WORKLOADS: Final = {
 
 
 @contextlib.contextmanager
-def _certificates() -> Iterator[Path]:
+def certificates() -> Iterator[Path]:
     """A directory with what `benchmarks.programs.common` says."""
     import trustme
 
@@ -151,7 +151,7 @@ def measure(
         for metric in WORKLOADS[name].metrics
     }
     programs = dict.fromkeys((WORKLOADS[name].program, WORKLOADS[name].under) for name in names)
-    with _certificates() as directory:
+    with certificates() as directory:
         for program, under in programs:
             ours = [
                 name
