@@ -8,10 +8,11 @@ most one is ever owed, and a later one makes an earlier one unnecessary. One is
 - posted at once when the link has room;
 - owed when it has none: `Channel.wait_for_room` was called, and `on_room` posts it;
 - put off when many small sends in one pass of the scheduler may share one: ``flush_later`` was
-  given `flush`, to be called before the scheduler sleeps. The first send since the application
-  waited puts nothing off where its message can be posted at once: mostly no other follows. And
-  whoever is about to wait calls `tell`: what it waits for may be the answer. This is no Nagle
-  algorithm (4.5.2): nothing waits for time;
+  given `flush`, to be called before the scheduler sleeps. The first two sends since the
+  application waited put nothing off where their messages can be posted at once: mostly no others
+  follow, and what is put off takes longer by itself than a message of its own. So do those after
+  a pass in which no more were put off. And whoever is about to wait calls `tell`: what it waits
+  for may be the answer. This is no Nagle algorithm (4.5.2): nothing waits for time;
 - put off, too, when it tells a blocked writer of less than 10 % of the ring: a reader that goes
   on makes it more, and `tell` or ``tell_later`` sends it for one that does not (4.5.1).
 
@@ -109,6 +110,7 @@ class Channel(Protocol):
         """
 
 
+_PROMPT = 2  # a head and a body, as web servers and clients send them
 _LAST_WORD = cdc.CONNECTION_CLOSED | cdc.ABNORMAL_CLOSE
 # What each message needs, looked up once.
 _HEADER = cdc.HEADER
@@ -141,7 +143,7 @@ class Messenger:
       urgent_end: not 0: nothing may be written before the peer has taken so much.
       owed: a message is to be posted when there is room, or when `flush` is called.
       waiting: for room on the link, or for the holder.
-      first: the next send is the first since the application waited.
+      prompt: so many more sends post a message of their own; the next ones may put it off.
       patient: what is put off waits for more than the end of this pass.
       flush_later: calls `flush` before the scheduler sleeps; None: every send posts its own.
       flush_pending: `flush` is to be called.
@@ -150,6 +152,7 @@ class Messenger:
     """
 
     __slots__ = (
+        "_coalesced_before",
         "_receiver",
         "_tell_pending",
         "_urgent_sequence",
@@ -159,7 +162,6 @@ class Messenger:
         "channel",
         "coalesced",
         "completed",
-        "first",
         "flags",
         "flush_later",
         "flush_pending",
@@ -171,6 +173,7 @@ class Messenger:
         "peer_usable",
         "poster",
         "produced",
+        "prompt",
         "rkey",
         "sequence",
         "silent",
@@ -206,10 +209,11 @@ class Messenger:
         self._urgent_sequence = 0  # of the CDC message that told U last
         self.owed: bool = False
         self.waiting: bool = False
-        self.first: bool = True
+        self.prompt: int = _PROMPT
         self.patient: bool = False
         self.flush_later: Callable[[Callable[[], None]], None] | None = flush_later
         self.flush_pending: bool = False
+        self._coalesced_before = 0  # by the last flush
         self.tell_later: Callable[[Callable[[], None]], None] | None = None
         self._tell_pending = False
         self.cdcs_sent: int = 0
@@ -228,13 +232,16 @@ class Messenger:
     def flush(self) -> None:
         """Post the CDC message that was put off; for whom ``flush_later`` told about it."""
         self.flush_pending = False
+        more, self._coalesced_before = self.coalesced - self._coalesced_before, self.coalesced
+        if more < _PROMPT and not self.patient:
+            self.prompt = _PROMPT  # it was hardly worth it
         if self.owed:
             self.owe()
 
     def tell(self) -> None:
         """The application is about to wait: post a CDC message that waits for more sends."""
         receiver = self._receiver
-        self.first = not self.patient
+        self.prompt = 0 if self.patient else _PROMPT
         if (self.owed and self.flush_pending and not self.patient) or (
             receiver.writer_waits and receiver.consumed != receiver.told
         ):

@@ -198,7 +198,9 @@ class Receiver:
         length = self.received - consumed - self._hidden
         if not length and max_bytes > 0 and self.error is None and not self._eye_catcher:
             return b""  # as `_take` would come to
-        if not 0 < length <= max_bytes or self._eye_catcher or not self.open:
+        if length > max_bytes:
+            length = max_bytes
+        if length <= 0 or self._eye_catcher or not self.open:
             length = self._take(max_bytes)
             if not length:
                 return b""

@@ -177,11 +177,12 @@ class Sender:
             channel is not None
             and 0 < total <= window
             and total <= self._chunk
-            and (messenger.first or messenger.flush_later is None)
+            and (messenger.prompt or messenger.flush_later is None)
             and self._send_at_once(channel, data, total, False)
         ):
             self._wanted = 0
-            messenger.first = False
+            if messenger.prompt:
+                messenger.prompt -= 1
             return total
         return self._send_pieces(data, window)
 
@@ -207,7 +208,7 @@ class Sender:
             blocked = take == window and take < left
             if (
                 later is None
-                or messenger.first
+                or messenger.prompt
                 or blocked
                 or messenger.produced - messenger.announced + take >= chunk
             ) and self._send_at_once(channel, piece, take, blocked):
@@ -235,7 +236,8 @@ class Sender:
             if not window:
                 break
         self._wanted = left
-        messenger.first = False
+        if messenger.prompt:
+            messenger.prompt -= 1
         return total - left
 
     def send_limited(self, data: memoryview) -> int:
@@ -301,7 +303,7 @@ class Sender:
         self.flush_when_delivered = when_delivered
         self._corked = corked
         messenger.patient = corked or when_delivered
-        messenger.first = False
+        messenger.prompt = 0
         messenger.flush()
 
     def _copy_or_borrow(self, data: memoryview) -> memoryview:

@@ -388,7 +388,8 @@ class Link:
         """Write and send at once, if that is possible; see `Channel.try_post`."""
         if self._pending or self._waiting or self._host.observer is not None:
             return False
-        if not self._deliver(message, data, address, rkey):
+        deliver = self._deliver
+        if not deliver(message, data, address, rkey):
             return False
         if self._since_signal:
             # Unsignaled writes before it are done, too.
