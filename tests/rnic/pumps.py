@@ -7,6 +7,16 @@ import trio
 from trio_smc.rnic.pump import Pump
 
 
+class Passes(trio.abc.Instrument):
+    """Counts how often the loop looks for I/O."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
 async def is_awake(pump: Pump) -> bool:
     """Whether it has its hooks, and takes part in each pass of the scheduler."""
     before = pump.passes

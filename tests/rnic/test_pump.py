@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from tests.rnic.contract import PATIENCE, End, connect, make_end
-from tests.rnic.pumps import is_awake
+from tests.rnic.pumps import Passes, is_awake
 from tests.rnic.soft_peer import Peer
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
@@ -196,24 +196,16 @@ class TestPoller:
 def spins_of(pump: Pump) -> list[int]:
     """Gets the end of each spin from now on, on the clock that spins go by."""
     spins: list[int] = []
-    spin = pump._spin
 
-    def counted(end: int) -> bool:
-        spins.append(end)
-        return spin(end)
+    class Counted(Pump):
+        __slots__ = ()
 
-    pump._spin = counted  # type: ignore[method-assign]
+        def _spin(self, end: int) -> bool:
+            spins.append(end)
+            return super()._spin(end)
+
+    pump.__class__ = Counted
     return spins
-
-
-class Passes(trio.abc.Instrument):
-    """Counts how often the loop looks for I/O."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def before_io_wait(self, timeout: float) -> None:
-        self.count += 1
 
 
 class TestDispatch:
@@ -783,11 +775,11 @@ class TestLeading:
             assert pump.may_lead()
             yields.clear()
             a.qp.post_send(1, b"x")
-            assert not await pump.lead(answered=True)
+            assert not await pump.lead(asleep=True, answered=True)
             assert not yields
             assert to_b.messages == [b"x"]
             with trio.move_on_after(0):
-                await pump.lead(answered=True)
+                await pump.lead(asleep=True, answered=True)
             assert len(yields) == 1
 
     async def test_an_rnic_that_cannot_be_armed_is_polled(
@@ -822,7 +814,7 @@ class TestLeading:
         assert isinstance(caught.value.exceptions[0], RnicError)
         assert pollers() == []
 
-    async def test_a_fruitful_spin_ends_it(
+    async def test_after_a_fruitful_spin_who_leads_spins_again(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -839,9 +831,10 @@ class TestLeading:
                 pump._spinning.worthwhile()
             assert pump.may_lead()
             a.qp.post_send(2, b"y")
-            assert not await pump.lead()
+            assert not await pump.lead(asleep=True)
             assert to_b.messages == [b"x", b"y"]
-            assert await is_awake(pump)
+            assert not pump.is_led_asleep()
+            assert not await is_awake(pump)
 
     @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event"])
     async def test_others_end_it(self, rnics: tuple[SoftRnic, SoftRnic], by: str) -> None:

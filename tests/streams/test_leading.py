@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import trio
 import trio.testing
 
 import trio_smc
-from tests.rnic.pumps import is_awake
+from tests.rnic.pumps import Passes, is_awake
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
 from trio_smc import SmcStream
 from trio_smc.rnic import pump as pump_module
@@ -63,6 +65,14 @@ async def echo(stream: SmcStream) -> None:
         await stream.send_all(data)
 
 
+@pytest.fixture
+async def passes() -> AsyncIterator[Passes]:
+    counter = Passes()
+    trio.lowlevel.add_instrument(counter)
+    yield counter
+    trio.lowlevel.remove_instrument(counter)
+
+
 @asynccontextmanager
 async def led(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Led]:
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, **settings)
@@ -103,12 +113,14 @@ async def test_what_comes_for_others_again_and_again_lets_them_run(
             await trio.lowlevel.checkpoint()
 
     async with led() as connection:
-        finds, lead = [False] * 20, connection.pump.lead
+        finds, lead = [False] * 20, Pump.lead
 
-        async def find_something(*, answered: bool = False) -> bool:
-            return finds.pop() if finds else await lead(answered=answered)
+        async def find_something(pump: Pump, **how: bool) -> bool:
+            if finds and pump is connection.pump:
+                return finds.pop()
+            return await lead(pump, **how)
 
-        monkeypatch.setattr(connection.pump, "lead", find_something)
+        monkeypatch.setattr(Pump, "lead", find_something)
         await connection.ask()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
@@ -244,6 +256,31 @@ async def test_who_sends_now_and_then_does_not_end_it(monkeypatch: pytest.Monkey
             assert await read(connection.here, 1) == b"x"
 
 
+def work() -> None:
+    """Longer than a pass of the scheduler may take."""
+    end = time.thread_time_ns() + 2 * pump_module._LONG_PASS_NS
+    while time.thread_time_ns() < end:
+        pass
+
+
+async def test_who_has_let_others_run_need_not_do_so_in_its_next_call(passes: Passes) -> None:
+    """While nobody counts passes of the scheduler."""
+    async with led("amortised") as connection:
+        before = 0
+        for let in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
+            for _ in range(4):
+                work()
+                await let()
+                before = passes.count
+                await connection.there.send_all(b"x")
+                assert passes.count == before
+        work()
+        await connection.there.send_all(b"x")
+        assert passes.count == before + 1
+        assert connection.pump._led
+        assert await read(connection.here, 9) == b"x" * 9
+
+
 async def test_who_is_cancelled_leaves_nothing_behind() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
@@ -283,15 +320,10 @@ async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> 
             await pair[1].aclose()
 
 
-async def test_who_waits_for_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_long_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, passes: Passes
+) -> None:
     """A server without requests sleeps."""
-
-    class Passes(trio.abc.Instrument):
-        count = 0
-
-        def before_io_wait(self, timeout: float) -> None:
-            self.count += 1
-
     async with led() as connection:
         monkeypatch.setattr(pump_module, "_TERM", PAUSE)
         term = connection.pump._term
@@ -299,11 +331,9 @@ async def test_who_waits_for_long_is_left_alone(monkeypatch: pytest.MonkeyPatch)
         term.deadline = trio.current_time()
         await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
         assert connection.pump._led
-        passes = Passes()
-        trio.lowlevel.add_instrument(passes)
+        before = passes.count
         await trio.sleep(50 * PAUSE)
-        trio.lowlevel.remove_instrument(passes)
-        assert passes.count <= 5
+        assert passes.count - before <= 5
         monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
         await connection.ask()
         await connection.ask()

@@ -84,7 +84,11 @@ _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
 _PAUSE_NS: Final = 800_000
 """After such a pause the peer sleeps, and no spin is as long as waking it takes."""
+_AWAKE: Final = object()
+"""In a task's ``custom_sleep_data``, which Trio clears when the task is rescheduled."""
+# What each wait needs, looked up once.
 _wait_readable: Final = trio.lowlevel.wait_readable
+_now: Final = time.perf_counter_ns
 
 
 class CompletionSink(Protocol):
@@ -109,6 +113,7 @@ class _Lane:
         "rnic",
         "silent",
         "sinks",
+        "stirs",
         "watched",
     )
 
@@ -120,7 +125,7 @@ class _Lane:
         self.poll = rnic.poll
         self.arm = rnic.arm
         self.disarm = rnic.disarm
-        stirs = rnic.stirs
+        self.stirs = stirs = rnic.stirs
         self.look: Look = lambda: stirs() and drain()
         self.sinks: dict[int, Callable[[Completion], None]] = {}
         self.queue_pairs: dict[int, QueuePair] = {}
@@ -155,6 +160,16 @@ class Pump:
       passes: of Trio's scheduler since `run` was called, without those in which it rested.
       wakeups: how often the scheduler was woken through the wake eventfd, or by an RNIC itself.
     """
+
+    __slots__ = (
+        "_after_wait", "_alone_at", "_awake_passes", "_before_wait", "_busy_passes", "_calls",
+        "_draining", "_finishing", "_flushes", "_lanes", "_leader_fd", "_led", "_listening",
+        "_met", "_met_at", "_nursery", "_pass", "_pass_began", "_paused", "_put_off", "_rang",
+        "_reads_before", "_several_readers", "_soon", "_spinning", "_term", "_term_may_begin",
+        "_turn", "_unused_passes", "_waiting_since", "_wake_by", "_wake_fd", "_yielded",
+        "_yielding", "alone", "awake", "broken", "fresh", "looks", "passes", "reader", "reads",
+        "resting", "unused", "waiting", "wakeups",
+    )  # fmt: skip
 
     def __init__(self, *, spin: float, wake: Literal["auto", "trio", "thread"] = "auto") -> None:
         self._wake_by = wake
@@ -283,7 +298,8 @@ class Pump:
                 if self._put_off:
                     came = True
                     self._dispatch_put_off()  # older than what is polled now
-                completions = lane.poll()
+                poll = lane.poll  # a method in a slot, called through it, is looked up the slow way
+                completions = poll()
                 if completions:
                     came = True
                     sinks = lane.sinks
@@ -301,6 +317,14 @@ class Pump:
         finally:
             self._draining = False
         return came
+
+    def look(self) -> None:
+        """`drain`, but quicker where there is nothing."""
+        if self._put_off:
+            self.drain()
+        for lane in self._lanes:
+            look = lane.look
+            look()
 
     def drain_queue_pair(self, rnic: Rnic, qp: QueuePair) -> None:
         """Take what has completed on one queue pair and dispatch it, from within a sink too.
@@ -366,20 +390,24 @@ class Pump:
         is no longer than with those: the first call of a turn is full if the task has come from
         such a checkpoint, and the second in any case.
         """
-        now = time.perf_counter_ns()
+        now = _now()
         if self._pass != self.passes:
-            self._pass = self.passes
-            self._pass_began = now
-            self._calls = 1
-            self._turn = trio.lowlevel.current_task()
+            self._begin_pass(now, trio.lowlevel.current_task())
             if self._yielded or self._yielding:
                 self._yielded, self._yielding = self._yielding, set()
             return False
+        task = None
+        if self.resting:  # nobody counts passes; who has let others run since its last call did
+            task = trio.lowlevel.current_task()
+            if task.custom_sleep_data is not _AWAKE:
+                task.custom_sleep_data = _AWAKE
+                if self._turn is task:
+                    self._begin_pass(now, task)
+                    return False
         self._calls += 1
         if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
-        task = trio.lowlevel.current_task()
-        if self.resting:  # nobody counts passes; this call makes one
+        if task is not None:
             self._pass_began = now
             if self._turn is not task:
                 self._turn = task
@@ -388,6 +416,7 @@ class Pump:
                 self.rouse()  # with several busy tasks they have to be counted
             self._calls = 0
             return True
+        task = trio.lowlevel.current_task()
         if self._turn is not task:
             self._turn = task
             if task not in self._yielded:
@@ -395,10 +424,16 @@ class Pump:
         self._yielding.add(task)
         return True
 
+    def _begin_pass(self, now: int, task: trio.lowlevel.Task) -> None:
+        self._pass = self.passes
+        self._pass_began = now
+        self._calls = 1
+        self._turn = task
+
     def expect(self) -> None:
         """A connection begins: what is said over it first is no less quickly answered than the
         rest."""
-        self._met_at = time.perf_counter_ns()
+        self._met_at = _now()
         self.rouse()
 
     def try_spin(self, ready: Callable[[], bool] | None = None, *, answered: bool = False) -> bool:
@@ -416,7 +451,7 @@ class Pump:
         spinning = self._spinning
         if not spinning.ns or self.waiting:
             return False
-        now = time.perf_counter_ns()
+        self._waiting_since = now = _now()
         self._paused = now - self._met_at > _PAUSE_NS
         tired = self._paused or spinning.tired
         if tired and not answered:
@@ -424,26 +459,24 @@ class Pump:
         if self._flushes:
             self._flush()
             if self.drain() and (ready is None or ready()):
-                self._met_at = now
+                self._waiting_since, self._met_at = 0, now
                 return True
         if tired:
             # Who leads is alone, and needs not ask, which takes as long as all the rest.
             if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
                 return False
-            spinning.step_aside()
+            spinning.step_aside(now)
             if not self.drain() or not (ready is None or ready()):
                 return False
-            self._met_at = now
+            self._waiting_since, self._met_at = 0, now
             self.may_lead()  # as if it had waited, which is for the next time
             return True
-        self._waiting_since = now
-        end = self._waiting_since + spinning.ns
+        end = now + spinning.ns
         while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
             if ready is None or ready():
-                self._waiting_since = 0
-                self._met_at = now
+                self._waiting_since, self._met_at = 0, now
                 return True
-            if time.perf_counter_ns() >= end:
+            if _now() >= end:
                 break  # all that comes is for others
         return False
 
@@ -510,17 +543,19 @@ class Pump:
         looking first: then it is to `lead` at once."""
         if not self._led or self.waiting:
             return False
-        self._paused = time.perf_counter_ns() - self._met_at > _PAUSE_NS
+        self._waiting_since = now = _now()
+        self._paused = now - self._met_at > _PAUSE_NS
         return self._paused or self._spinning.tired
 
-    async def lead(self, *, answered: bool = False) -> bool:
+    async def lead(self, *, asleep: bool = False, answered: bool = False) -> bool:
         """Wait for a message, or for nothing when the pump is wanted otherwise.
 
         Whoever `may_lead` calls this instead of parking.  If another task finds what the leader
         waits for, that one has to call `end_wait`.
 
         Args:
-          answered: as for `try_spin`, where that was not called before.
+          asleep: it `is_led_asleep`, and the caller has not called `try_spin`.
+          answered: as for that.
 
         Returns:
           Whether others ran; False: something came before that, perhaps for others.
@@ -528,9 +563,8 @@ class Pump:
         lane = self._lanes[0]
         fd = lane.fd
         assert fd is not None
-        began = time.perf_counter_ns()
         try:
-            if self._is_met_awake(lane, began, answered):
+            if (asleep and self._is_met_awake(lane, answered)) or self._is_met_armed(lane):
                 return False
         except Exception as problem:
             self._break(problem)
@@ -557,44 +591,46 @@ class Pump:
                 self.drain()
         except Exception as problem:
             self._break(problem)
-        self._met_at = now = time.perf_counter_ns()
+        self._met_at = now = _now()
         if not self._paused:
-            spinning = self._spinning
-            spinning.slept(now - began)
-            if spinning.ns and not spinning.tired:
-                self.rouse()
+            self._spinning.slept(now - self._waiting_since)
+        self._waiting_since = 0
         if lane.silent:
             self.rouse()
         return True
 
-    def _is_met_awake(self, lane: _Lane, began: int, answered: bool) -> bool:
-        """Spin or step aside if that is worth it, then arm; True: do not wait for the doorbell."""
-        spinning = self._spinning
+    def _is_met_awake(self, lane: _Lane, answered: bool) -> bool:
+        """Spin or step aside if that is worth it; True: something came, which was taken."""
+        spinning, began = self._spinning, self._waiting_since
+        if not self._paused and spinning.worthwhile():
+            if trio.lowlevel.current_statistics().tasks_runnable:
+                return False
+            if not self._spin(began + spinning.ns):
+                return False
+            self._met_at = began
+            return True
+        if answered and spinning.ns:
+            stirs = lane.stirs
+            if not stirs():  # else the peer has run on this processor in between, and has answered
+                spinning.step_aside(began)
+        return False
+
+    def _is_met_armed(self, lane: _Lane) -> bool:
+        """Arm; True: something came before that, do not wait for the doorbell."""
         self.looks += 1
-        if not self._paused and spinning.ns and spinning.worthwhile():
-            if self._spin_alone(began + spinning.ns):
-                self.rouse()  # shorter waits are not for leaders
-                return True
-        elif answered and spinning.ns:
-            # The peer may have run on this processor in between, and have answered.
-            if lane.look():
-                self._met_at = began
-                return True
-            spinning.step_aside()
-        while self._rang:
-            self._quieten(self._rang.pop())
+        if self._rang:
+            self._rang.clear()
+            lane.silent = not lane.rnic.quieten()
         if self._soon:
             self._flush_all()
-        if lane.arm():
+        arm = lane.arm
+        if arm():
             return False
         if self.drain():
-            self._met_at = began
+            self._met_at = _now()
         else:
             self.rouse()  # it cannot be armed: somebody has to look
         return True
-
-    def _spin_alone(self, end: int) -> bool:
-        return not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end)
 
     def end_wait(self) -> None:
         """Have the leader look, if he waits: what he waits for has come, or he leads no more."""
@@ -734,7 +770,7 @@ class Pump:
                 self.fresh = False
                 if self.waiting:
                     self._paused = False
-                    self._met_at = time.perf_counter_ns()
+                    self._met_at = _now()
             if timeout > 0:
                 self._awake_passes = 0
                 if came or self._idle(timeout):
@@ -807,7 +843,7 @@ class Pump:
         """Spin if that is worth it, then arm; True: do not sleep, completions came after all."""
         spinning = self._spinning
         if self.fresh and spinning.ns and self.waiting and not self._paused:
-            now = time.perf_counter_ns()
+            now = _now()
             if not self._waiting_since:
                 self._waiting_since = now
             # One wait is one spin: others may wake the scheduler meanwhile, or a reader has spun.
@@ -838,7 +874,7 @@ class Pump:
                 self._met = self.drain()
                 if self._met and self.waiting:
                     self._paused = False
-                    self._met_at = now = time.perf_counter_ns()
+                    self._met_at = now = _now()
                     if self._waiting_since:
                         self._spinning.slept(now - self._waiting_since)
                         self._waiting_since = 0

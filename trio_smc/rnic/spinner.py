@@ -110,17 +110,19 @@ class AdaptiveSpin:
         self._tries += 1
         return self._tries % self._seldom == 0
 
-    def step_aside(self) -> None:
+    def step_aside(self, now: int) -> None:
         """Let a peer run now that waits for this processor, as it may have been woken on it.
 
         What keeps the processor for long is no such peer; then this is seldom done.
+
+        Args:
+          now: what `time.perf_counter_ns` gave just before.
         """
         if self._crowded:
             self._crowded -= 1
             return
-        before = time.perf_counter_ns()
         os.sched_yield()
-        if time.perf_counter_ns() - before > _LONG_TURN_NS:
+        if time.perf_counter_ns() - now > _LONG_TURN_NS:
             self._crowded = _SELDOM_ASIDE
 
     def spin(self, looks: Iterable[Look], end: int) -> Look | None:

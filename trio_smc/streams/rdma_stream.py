@@ -139,8 +139,6 @@ class RdmaStream(SmcStream):
         self._receiver, self._sender = core.receiver, core.sender
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
-        self._drain = stack.pump.drain
-        self._end_wait = stack.pump.end_wait
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._deaf = False  # closed, or shut down for reading
@@ -151,7 +149,6 @@ class RdmaStream(SmcStream):
         self._produced = 0  # bytes that had been sent when the last wait ended
         self._reader = object()  # this one to the pump, which must not keep it alive
         self._misses = 0  # readers that found nothing since a turn of others brought something
-        self._is_due = stack.pump.is_due
         self._options = StreamOptions(
             self._core,
             endpoint.group,
@@ -186,7 +183,7 @@ class RdmaStream(SmcStream):
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
             parked = await self._send_view(some_bytes(data), urgent=True)
-            if not parked and (self._strict or self._is_due()):
+            if not parked and (self._strict or self._pump.is_due()):
                 await _yield()
         finally:
             self._sending = False
@@ -224,7 +221,7 @@ class RdmaStream(SmcStream):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
-            if not parked and (self._strict or self._is_due()):
+            if not parked and (self._strict or self._pump.is_due()):
                 await _yield()
         finally:
             self._sending = False
@@ -258,7 +255,7 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_WRITER) or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked and (self._strict or self._is_due()):
+            if not parked and (self._strict or self._pump.is_due()):
                 await _yield()
             return sent
         finally:
@@ -317,7 +314,7 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
-            if not parked and (self._strict or self._is_due()):
+            if not parked and (self._strict or self._pump.is_due()):
                 await _yield()
         finally:
             self._sending = False
@@ -365,7 +362,7 @@ class RdmaStream(SmcStream):
             if receiver.is_blank() and not self._deaf:
                 # The usual case, in which to look again would be for nothing.
                 parked = await (
-                    self._lead(answered=self._core.messenger.produced != self._produced)
+                    self._lead(asleep=True)
                     if self._pump.is_led_asleep()
                     else self._park(_READER)
                 )
@@ -388,7 +385,7 @@ class RdmaStream(SmcStream):
                     pump.reads += 1
                     if pump.reader is not self._reader:
                         pump.change_reader(self._reader)
-                if self._strict or self._is_due():
+                if self._strict or pump.is_due():
                     await _yield()
             return data
         finally:
@@ -422,7 +419,7 @@ class RdmaStream(SmcStream):
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._is_due()):
+            if not parked and (self._strict or self._pump.is_due()):
                 await _yield()
             return taken
         finally:
@@ -560,7 +557,7 @@ class RdmaStream(SmcStream):
         self._pump.rouse()  # the peer's answer is awaited, by nobody in particular
         if not self._endpoint.closed_by_user:
             self._endpoint.closed_by_user = True
-            self._drain()
+            self._pump.drain()
             self._core.close()
         # The core wakes them when its state changes; a close that waits for data changes none.
         self._core.wake_all()
@@ -600,10 +597,10 @@ class RdmaStream(SmcStream):
 
     def is_readable(self) -> bool:
         """Whether there is data, the end or an error; looks at completions first."""
-        self._drain()
-        core = self._core
+        self._pump.look()
+        receiver = self._receiver
         return bool(
-            self._deaf or core.receiver.readable or core.receiver.at_eof or core.error is not None
+            self._deaf or receiver.readable or receiver.at_eof or receiver.error is not None
         )
 
     # --- waiting ---------------------------------------------------------------------------
@@ -629,7 +626,7 @@ class RdmaStream(SmcStream):
                     return True
             self._misses += 1
         if pump.waiting < _CROWD or not pump.awake:
-            self._drain()
+            pump.drain()
             pump.looks += 1
         if getattr(core, waiter) is None:
             return False
@@ -668,13 +665,14 @@ class RdmaStream(SmcStream):
         self._produced = core.messenger.produced
         return True
 
-    async def _lead(self, *, answered: bool = False) -> bool:
+    async def _lead(self, *, asleep: bool = False) -> bool:
         """As `_park`, for the only one who waits."""
         core, pump = self._core, self._pump
-        core.on_readable = self._end_wait
+        messenger = core.messenger
+        core.on_readable = pump.end_wait
         try:
-            core.messenger.tell()
-            if await pump.lead(answered=answered):
+            messenger.tell()
+            if await pump.lead(asleep=asleep, answered=messenger.produced != self._produced):
                 return True
             if not self._receiver.is_blank():
                 return False

@@ -98,6 +98,13 @@ class SoftRnic(Rnic):
       faults: what goes wrong on it, for tests; it costs time only where it is given.
     """
 
+    __slots__ = (
+        "_again", "_bells", "_directory", "_epoll", "_events", "_handlers", "_limbo", "_looks",
+        "_many", "_new_qp", "_only_bell", "_open", "_pds", "_peers", "_qps", "_reception", "_rings",
+        "_rkeys", "_rung", "_self_wake", "crowded", "done", "faults", "gid", "gone", "mac", "mtu",
+        "name", "on_event", "port_active", "restless", "send_depth", "stalled",
+    )  # fmt: skip
+
     kind: Literal["software", "roce"] = "software"
     copies_on_post = False
 
@@ -271,8 +278,9 @@ class SoftRnic(Rnic):
 
     def poll(self) -> list[Completion]:
         done = self.done
-        taken = done[:]
-        if taken:
+        taken: list[Completion] = []
+        if done:
+            taken += done
             done.clear()
         for ring in self._rings:
             if ring.head[0] != ring.tail and not ring.take_untrusted(taken.append):

@@ -55,6 +55,7 @@ __all__ = [
 
 SLOTS: Final = 1024
 """Receives that can be posted; a power of two."""
+_LAST: Final = SLOTS - 1
 _SLOT_SIZE: Final = 64
 _SLOTS_AT: Final = 4096
 _KEYS_AT: Final = _SLOTS_AT + SLOTS * _SLOT_SIZE
@@ -161,7 +162,7 @@ class ReceiveRing:
         if not tail <= head <= self.posted:
             return False
         while tail < head:
-            size, data = _unpack_slot(self.memory.view, _SLOTS_AT + (tail & SLOTS - 1) * _SLOT_SIZE)
+            size, data = _unpack_slot(self.memory.view, _SLOTS_AT + (tail & _LAST) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
@@ -218,15 +219,16 @@ class SendRing:
             refused = self._refusal()
             if refused:
                 return refused
-        _pack_slot(self._view, _SLOTS_AT + (head & SLOTS - 1) * _SLOT_SIZE, len(data), data)
+        _pack_slot(self._view, _SLOTS_AT + (head & _LAST) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
         with fence:
             pass
         if words[_ARMED]:
             words[_ARMED] = 0
+            ring = self._doorbell
             try:  # noqa: SIM105 - that takes longer
-                self._doorbell()
+                ring()
             except OSError:
                 pass  # as if it were silent
             if words[_POSTED] >= PORT_DOWN:
