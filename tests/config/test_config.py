@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from trio_smc import Config, SoftRnic
+from trio_smc.config.config import software_receive_buffer
+from trio_smc.host.caches import private_cache
 from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
 KIB = 1024
@@ -143,7 +145,6 @@ def test_refused(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("wanted", "software", "roce"),
     [
-        (None, 4 * MIB, 512 * KIB),
         (1, 16 * KIB, 16 * KIB),
         (16 * KIB, 16 * KIB, 16 * KIB),
         (16 * KIB + 1, 32 * KIB, 32 * KIB),
@@ -157,6 +158,17 @@ def test_receive_buffer(wanted: int | None, software: int, roce: int) -> None:
     config = Config(receive_buffer=wanted)
     assert config.receive_buffer_for("software") == software
     assert config.receive_buffer_for("roce") == roce
+
+
+@pytest.mark.parametrize(
+    ("cache", "size"),
+    [(0, 4), (MIB, 4), (2 * MIB - 1, 4), (2 * MIB, 8), (3 * MIB, 8), (16 * MIB, 8)],
+)
+def test_default_receive_buffers(cache: int, size: int) -> None:
+    """Larger than what two processors keep for themselves, where that is not too much."""
+    assert software_receive_buffer(cache) == size * MIB
+    assert Config().receive_buffer_for("software") == software_receive_buffer(private_cache())
+    assert Config().receive_buffer_for("roce") == 512 * KIB
 
 
 def test_size_codes() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
+from trio_smc.host.caches import private_cache
 from trio_smc.host.private_directory import default_directories
 from trio_smc.wire.fields import (
     MAX_EIDS,
@@ -31,6 +32,7 @@ __all__ = [
     "Listed",
     "check_list",
     "is_listed",
+    "software_receive_buffer",
 ]
 
 
@@ -102,9 +104,19 @@ DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
 
 _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
-# Larger than what two processors keep for themselves: docs/decisions.md, "Data path".
-_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
+_LEAST_SOFTWARE_RECEIVE_BUFFER = 4 * 1024 * 1024
+_MOST_SOFTWARE_RECEIVE_BUFFER = 8 * 1024 * 1024
 _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
+
+
+def software_receive_buffer(cache: int) -> int:
+    """Bytes of a software RNIC's RMB elements where nobody has asked for a size.
+
+    More than what two processors keep for themselves, ``cache`` bytes each (docs/decisions.md).
+    """
+    wanted = rmbe_size_for(2 * cache + 1)
+    return max(_LEAST_SOFTWARE_RECEIVE_BUFFER, min(wanted, _MOST_SOFTWARE_RECEIVE_BUFFER))
+
 
 # What belongs to the stack: a call's own config may not change these.
 _STACK_FIELDS = frozenset(
@@ -154,10 +166,10 @@ class Config:
         stack opens.  Without any: version 1 only.  They are not secret.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
-        on software RNICs and 512 KiB elsewhere.  More than 512 KiB is possible only on software
-        RNICs.  There memory is allocated when it is first written, so a connection takes all of
-        it only after carrying that much; with smaller rings, such as 1 MiB, two processors work
-        in each other's caches.
+        on software RNICs, or 8 where a processor has a level 2 cache of 2 MiB or more, and 512 KiB
+        elsewhere.  More than 512 KiB is possible only on software RNICs.  There memory is allocated
+        when it is first written, so a connection takes all of it only after carrying that much;
+        with smaller rings, such as 1 MiB, two processors work in each other's caches.
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; if
         the peer uses it, so does this side in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.  If the last waits were longer,
@@ -279,7 +291,7 @@ class Config:
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
         if kind == "software":
-            return rmbe_size_for(self.receive_buffer or _SOFTWARE_RECEIVE_BUFFER)
+            return rmbe_size_for(self.receive_buffer or software_receive_buffer(private_cache()))
         wanted = self.receive_buffer or _ROCE_RECEIVE_BUFFER
         return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
 
