@@ -276,9 +276,9 @@ class PlainQueuePair(QueuePair):
         wr_id: int,
         data: memoryview,
         more: memoryview | None,
-        *,
         address: int,
         rkey: int,
+        *,
         signaled: bool = False,
     ) -> None:
         pieces = (data,) if more is None else (data, more)

@@ -238,14 +238,20 @@ class Messenger:
         if self.owed:
             self.owe()
 
-    def tell(self) -> None:
-        """The application is about to wait: post a CDC message that waits for more sends."""
+    def tell(self) -> bool:
+        """The application is about to wait: post a CDC message that waits for more sends.
+
+        Returns:
+          Whether there was one to post, at which everything may have come to an end.
+        """
         receiver = self._receiver
         self.prompt = 0 if self.patient else _PROMPT
         if (self.owed and self.flush_pending and not self.patient) or (
             receiver.writer_waits and receiver.consumed != receiver.told
         ):
             self.owe()
+            return True
+        return False
 
     def tell_soon(self) -> None:
         """A blocked writer is to know what was consumed, which is little (4.5.1)."""
@@ -308,16 +314,15 @@ class Messenger:
     def _message(self, sequence: int, produced: int, flags: int, endings: int) -> bytes:
         """A CDC message with both cursors as they are, ``produced`` bytes written (A.4)."""
         receiver = self._receiver
-        wrap, offset = divmod(produced, self.peer_usable)
-        consumer_wrap, consumer_offset = divmod(receiver.consumed, receiver.usable)
+        theirs, consumed, ours = self.peer_usable, receiver.consumed, receiver.usable
         return _pack(
             _HEADER,
             sequence,
             self.peer_token,
-            wrap & 0xFFFF,
-            self.peer_first + offset,
-            consumer_wrap & 0xFFFF,
-            receiver.first + consumer_offset,
+            produced // theirs & 0xFFFF,  # not divmod: that takes longer
+            self.peer_first + produced % theirs,
+            consumed // ours & 0xFFFF,
+            receiver.first + consumed % ours,
             flags,
             endings,
         )

@@ -173,17 +173,22 @@ class Sender:
         total = len(data)
         window = messenger.peer_usable - messenger.produced + self.taken
         channel = messenger.channel
-        if (
-            channel is not None
-            and 0 < total <= window
-            and total <= self._chunk
-            and (messenger.prompt or messenger.flush_later is None)
-            and self._send_at_once(channel, data, total, False)
-        ):
-            self._wanted = 0
-            if messenger.prompt:
-                messenger.prompt -= 1
-            return total
+        if channel is not None and 0 < total <= window and total <= self._chunk:
+            # One piece, as mostly: the same as below in fewer steps.
+            if messenger.prompt or messenger.flush_later is None:
+                if self._send_at_once(channel, data, total, False):
+                    self._wanted = 0
+                    if messenger.prompt:
+                        messenger.prompt -= 1
+                    return total
+            elif (
+                messenger.produced + total - messenger.announced < self._chunk
+                and messenger.holder is None
+                and channel.capacity() >= total
+            ):
+                self._post_piece(channel, data, total, False)
+                self._wanted = 0
+                return total
         return self._send_pieces(data, window)
 
     def _send_pieces(self, data: memoryview, window: int) -> int:
@@ -224,15 +229,9 @@ class Sender:
             if take > room:
                 take = room
                 piece = piece[:room]
-            if type(piece.obj) is not bytes:
-                piece = self._copy_or_borrow(piece)
-            self.write(channel, piece, messenger.produced)
-            messenger.produced += take
-            self._record.append(((messenger.sequence + 1) & 0xFFFF, messenger.produced, piece))
             left -= take
             window -= take
-            messenger.blocked = not window and left > 0
-            self._tell_of_write(channel)
+            self._post_piece(channel, piece, take, not window and left > 0)
             if not window:
                 break
         self._wanted = left
@@ -351,6 +350,21 @@ class Sender:
         messenger.blocked = blocked
         self.writes += 1
         return True
+
+    def _post_piece(self, channel: Channel, data: memoryview, length: int, blocked: bool) -> None:
+        """Write a piece for which there is room, and tell of it now or later.
+
+        ``blocked``: it fills the window, and more waits.
+        """
+        messenger = self._messenger
+        if type(data.obj) is not bytes:
+            data = self._copy_or_borrow(data)
+        before = messenger.produced
+        self.write(channel, data, before)
+        messenger.produced = produced = before + length
+        self._record.append(((messenger.sequence + 1) & 0xFFFF, produced, data))
+        messenger.blocked = blocked
+        self._tell_of_write(channel)
 
     def write(self, channel: Channel, data: memoryview, count: int) -> None:
         """One RDMA write where byte number ``count`` belongs, two where the ring wraps (4.7.4)."""

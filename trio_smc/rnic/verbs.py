@@ -221,9 +221,9 @@ class QueuePair(ABC):
         wr_id: int,
         data: memoryview,
         more: memoryview | None,
-        *,
         address: int,
         rkey: int,
+        *,
         signaled: bool = False,
     ) -> None:
         """Write ``data`` and then ``more`` to the peer's memory at ``address``.

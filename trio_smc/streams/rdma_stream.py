@@ -112,6 +112,31 @@ def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
 
 
+class _Sleeper:
+    """The task that sleeps until the core calls one of its waiters."""
+
+    __slots__ = ("_core", "_pump", "_waiter", "task")
+
+    def __init__(self, core: Connection, pump: Pump, waiter: str) -> None:
+        self._core = core
+        self._pump = pump
+        self._waiter = waiter
+        self.task: trio.lowlevel.Task | None = None
+
+    def wake(self) -> None:
+        """What the core calls."""
+        task, self.task = self.task, None
+        assert task is not None
+        self._pump.awake += 1
+        _reschedule(task)
+
+    def abort(self, _: RaiseCancelT) -> Abort:
+        """It was cancelled."""
+        self.task = None
+        setattr(self._core, self._waiter, None)
+        return _ABORTED
+
+
 class RdmaStream(SmcStream):
     """A connection whose bytes travel by RDMA writes."""
 
@@ -139,6 +164,9 @@ class RdmaStream(SmcStream):
         self._receiver, self._sender = core.receiver, core.sender
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
+        self._sleepers = {
+            waiter: _Sleeper(core, stack.pump, waiter) for waiter in (_READER, _WRITER, _URGENT)
+        }
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
         self._deaf = False  # closed, or shut down for reading
@@ -615,50 +643,54 @@ class RdmaStream(SmcStream):
         brought nothing only now and then.  With strict checkpoints its last call has let them run.
         """
         core, pump = self._core, self._pump
-        setattr(core, waiter, _nothing)
-        core.messenger.tell()  # may call the waiter, too
-        if waiter is _READER and pump.waiting and not self._strict:
-            if not self._misses % _SELDOM:
-                await _yield()
-                if core.on_readable is None:
-                    self._misses = 0
-                    await _check_cancelled()
-                    return True
+        if (
+            waiter is _READER
+            and pump.waiting >= _CROWD
+            and pump.awake
+            and self._misses % _SELDOM
+            and not self._strict
+        ):
+            # The shortest way to the usual end of all that follows.
             self._misses += 1
-        if pump.waiting < _CROWD or not pump.awake:
-            pump.drain()
-            pump.looks += 1
-        if getattr(core, waiter) is None:
-            return False
-        if not pump.waiting:
-            pump.try_spin(
-                lambda: getattr(core, waiter) is None,
-                answered=core.messenger.produced != self._produced,
-            )
-            if getattr(core, waiter) is None:
-                self._produced = core.messenger.produced
+            if core.messenger.tell() and not self._receiver.is_blank():
                 return False
-
+        else:
+            setattr(core, waiter, _nothing)
+            core.messenger.tell()  # may call the waiter, too
+            if waiter is _READER and pump.waiting and not self._strict:
+                if not self._misses % _SELDOM:
+                    await _yield()
+                    if core.on_readable is None:
+                        self._misses = 0
+                        await _check_cancelled()
+                        return True
+                self._misses += 1
+            if pump.waiting < _CROWD or not pump.awake:
+                pump.drain()
+                pump.looks += 1
+            if getattr(core, waiter) is None:
+                return False
+            if not pump.waiting:
+                pump.try_spin(
+                    lambda: getattr(core, waiter) is None,
+                    answered=core.messenger.produced != self._produced,
+                )
+                if getattr(core, waiter) is None:
+                    self._produced = core.messenger.produced
+                    return False
+                if waiter is _READER and pump.may_lead():
+                    return await self._lead()
         if pump.waiting:
             pump.alone = 0
-        elif waiter is _READER and pump.may_lead():
-            return await self._lead()
-        pump.rouse()
-        task = _current_task()
-
-        def wake() -> None:
-            pump.awake += 1
-            _reschedule(task)
-
-        def abort(_: RaiseCancelT) -> Abort:
-            setattr(core, waiter, None)
-            return _ABORTED
-
-        setattr(core, waiter, wake)
+        if pump.resting:
+            pump.rouse()
+        sleeper = self._sleepers[waiter]
+        sleeper.task = _current_task()
+        setattr(core, waiter, sleeper.wake)
         pump.waiting += 1
         pump.fresh = True
         try:
-            await _sleep(abort)
+            await _sleep(sleeper.abort)
             pump.awake -= 1
         finally:
             pump.waiting -= 1

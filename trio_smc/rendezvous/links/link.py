@@ -131,6 +131,7 @@ _from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
+_LEAST_FREE: Final = _LLC_RESERVE + _MOST_PER_POST
 _LOOKS: Final = 4
 """How often in a test interval a link looks whether anything was heard."""
 
@@ -347,7 +348,7 @@ class Link:
 
     def capacity(self) -> int:
         """Bytes a connection may post now; 0 when the send queue has no room."""
-        if self._free < _LLC_RESERVE + _MOST_PER_POST or self.machine.state == "DOWN":
+        if self._free < _LEAST_FREE or self.machine.state == "DOWN":
             return 0
         return self.qp.write_capacity() if self.copies_on_post else _UNBOUNDED
 
@@ -370,7 +371,7 @@ class Link:
         observer = self._host.observer
         if observer is not None:
             observer.rdma_write(self, address, rkey, data)
-        self._post_write(wr_id, data, None, address=address, rkey=rkey)
+        self._post_write(wr_id, data, None, address, rkey)
 
     def post_cdc(self, poster: Poster, message: bytes) -> None:
         """Send a CDC message; ``poster.on_cdc_complete`` follows."""

@@ -361,9 +361,9 @@ class RoceQueuePair(QueuePair):
         wr_id: int,
         data: memoryview,
         more: memoryview | None,
-        *,
         address: int,
         rkey: int,
+        *,
         signaled: bool = False,
     ) -> None:
         if self.state is not QpState.RTS:

@@ -193,9 +193,9 @@ class SoftQueuePair(QueuePair):
         wr_id: int,
         data: memoryview,
         more: memoryview | None,
-        *,
         address: int,
         rkey: int,
+        *,
         signaled: bool = False,
     ) -> None:
         peer = self._ready

@@ -173,14 +173,13 @@ class PeerRegions:
             return _ACCESS
         view, base, length, slot, _ = known
         start = address - base
-        end = middle = start + len(data)
-        if more is not None:
-            end += len(more)
-        if start < 0 or end > length or self._keys[slot] != rkey:
+        end = start + len(data)
+        whole = end if more is None else end + len(more)
+        if start < 0 or whole > length or self._keys[slot] != rkey:
             return _ACCESS
-        view[start:middle] = data
+        view[start:end] = data
         if more is not None:
-            view[middle:end] = more
+            view[end:whole] = more
         return _OK
 
     def close(self) -> None:
