@@ -14,8 +14,10 @@ import trio_smc
 import trio_smc.streams.rdma_stream
 from tests.api.api_peers import HOST, PATIENCE, close_all, connect
 from trio_smc import Config, SmcStream
+from trio_smc.rnic.pump import Pump
 
 CONNECTIONS = 10
+FEW = 4
 ROUNDS = 20
 LONG = 0.001
 """Seconds; longer than a turn with amortised checkpoints may last."""
@@ -125,6 +127,49 @@ async def test_a_reader_for_whom_that_brings_nothing_sleeps(
                 await here.send_all(b"x")
         assert sleeps.calls == 2 * trio_smc.streams.rdma_stream._SELDOM
         assert yields.calls == 2, "it tries again now and then"
+
+
+async def test_of_those_that_wake_together_the_last_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others could find would be for tasks whose turn comes after all of theirs."""
+    readers: list[trio.lowlevel.Task] = []
+    looked: list[trio.lowlevel.Task] = []
+    drain = Pump.drain
+
+    def counted(pump: Pump) -> bool:
+        try:
+            task = trio.lowlevel.current_task()
+        except RuntimeError:
+            return drain(pump)  # between the scheduler's turns
+        if task in readers:
+            looked.append(task)
+        return drain(pump)
+
+    async def read(stream: SmcStream) -> None:
+        readers.append(trio.lowlevel.current_task())
+        while await stream.receive_some():
+            pass
+
+    config = Config(receive_buffer=16384, checkpoints="amortised", spin=0)
+    with trio.fail_after(PATIENCE):
+        async with trio_smc.open_stack(config) as stack:
+            [listener] = await stack.open_listeners(0, host=HOST)
+            pairs = [await connect(stack, listener) for _ in range(FEW)]
+            monkeypatch.setattr(Pump, "drain", counted)
+            async with trio.open_nursery() as nursery:
+                for _, there in pairs:
+                    nursery.start_soon(read, there)
+                for _ in range(
+                    2
+                ):  # in the first turn they look for whether letting others run helps
+                    await trio.testing.wait_all_tasks_blocked()
+                    looked.clear()
+                    for here, _ in pairs:
+                        await here.send_all(b"x")
+                await trio.testing.wait_all_tasks_blocked()
+                assert len(looked) == 1
+                for here, _ in pairs:
+                    await here.send_eof()
+            await close_all(*(stream for pair in pairs for stream in pair))
 
 
 async def test_the_turn_of_others_is_not_counted_as_ones_own() -> None:

@@ -89,8 +89,6 @@ _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
 _current_task: Final = trio.lowlevel.current_task
 _reschedule: Final = trio.lowlevel.reschedule
 _ABORTED: Final = Abort.SUCCEEDED
-_CROWD: Final = 8
-"""So many waiting tasks are better served together, when the last of them parks again."""
 _SELDOM: Final = 16
 # Waiters of the core.
 _READER: Final = "on_readable"
@@ -390,9 +388,7 @@ class RdmaStream(SmcStream):
             if receiver.is_blank() and not self._deaf:
                 # The usual case, in which to look again would be for nothing.
                 parked = await (
-                    self._lead(asleep=True)
-                    if self._pump.is_led_asleep()
-                    else self._park(_READER)
+                    self._lead(asleep=True) if self._pump.is_led_asleep() else self._park(_READER)
                 )
             if not parked:
                 await _check_cancelled()
@@ -643,13 +639,7 @@ class RdmaStream(SmcStream):
         brought nothing only now and then.  With strict checkpoints its last call has let them run.
         """
         core, pump = self._core, self._pump
-        if (
-            waiter is _READER
-            and pump.waiting >= _CROWD
-            and pump.awake
-            and self._misses % _SELDOM
-            and not self._strict
-        ):
+        if waiter is _READER and pump.awake and self._misses % _SELDOM and not self._strict:
             # The shortest way to the usual end of all that follows.
             self._misses += 1
             if core.messenger.tell() and not self._receiver.is_blank():
@@ -658,14 +648,10 @@ class RdmaStream(SmcStream):
             setattr(core, waiter, _nothing)
             core.messenger.tell()  # may call the waiter, too
             if waiter is _READER and pump.waiting and not self._strict:
-                if not self._misses % _SELDOM:
-                    await _yield()
-                    if core.on_readable is None:
-                        self._misses = 0
-                        await _check_cancelled()
-                        return True
                 self._misses += 1
-            if pump.waiting < _CROWD or not pump.awake:
+                if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
+                    return True
+            if not pump.awake:
                 pump.drain()
                 pump.looks += 1
             if getattr(core, waiter) is None:
@@ -695,6 +681,15 @@ class RdmaStream(SmcStream):
         finally:
             pump.waiting -= 1
         self._produced = core.messenger.produced
+        return True
+
+    async def _comes_in_turn_of_others(self) -> bool:
+        """Let other tasks run; whether what a reader waits for has come meanwhile."""
+        await _yield()
+        if self._core.on_readable is not None:
+            return False
+        self._misses = 0
+        await _check_cancelled()
         return True
 
     async def _lead(self, *, asleep: bool = False) -> bool:
