@@ -35,13 +35,13 @@ pump that is ``unused`` rests after `_UNUSED` passes: the RNICs are armed and no
 that a program whose connections are all TCP pays nothing.  Whoever is going to use it calls
 `rouse`; a doorbell or an RNIC's thread does the same.
 
-Where one task alone waits for messages, time and again and each time for longer than a spin, it
-*leads*: it waits for the doorbell itself, as who reads a socket waits for that, and no hook is left
-either.  Who reads alone in a loop that never sleeps leads, too: it drains when it has taken all
-that it knew of, and not in each pass.  Meanwhile nobody watches the doorbell, so whoever leads has
-to look again and again (`_TERM`).  Whoever else wants the pump, a second waiter, a writer, a
-timer, the end of a connection or of the stack, rouses it, and the leader is sent back to wait as
-others do.
+Where one task alone waits for messages, time and again for longer than a spin, it *leads*: it waits
+for the doorbell itself, as who reads a socket waits for that, and no hook is left either.  It goes
+on leading when a spin meets what comes.  Who reads alone in a loop that never sleeps leads, too: it
+drains when it has taken all that it knew of, and not in each pass.  Meanwhile nobody watches the
+doorbell, so whoever leads has to look again and again (`_TERM`).  Whoever else wants the pump, a
+second waiter, a writer, a timer, the end of a connection or of the stack, rouses it, and the leader
+is sent back to wait as others do.
 
 Work that was put off with `flush_later` is done in the next pass, before the loop sleeps; that of
 `flush_soon` before the loop sleeps, or after `_SOON` passes of a loop that does not.
