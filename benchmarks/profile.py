@@ -36,7 +36,7 @@ _ROWS = 20
 _SECONDS = 1.0
 # The connections of a peer that was learned to be short are TCP.
 _PROGRAMS = [name for name in WORKLOADS if not name.endswith("-learned")]
-_SHARE_OF = "trio_smc"
+_PACKAGE = "trio_smc"
 _BUILT_IN = "built-in functions"
 Functions = dict[tuple[str, int, str], tuple[int, int, float, float, dict[Any, Any]]]
 
@@ -47,7 +47,7 @@ def part_of(filename: str) -> str:
         return _BUILT_IN
     path = Path(filename)
     if path.is_relative_to(_OURS):
-        return ".".join((_SHARE_OF, *path.relative_to(_OURS).with_suffix("").parts))
+        return ".".join((_PACKAGE, *path.relative_to(_OURS).with_suffix("").parts))
     if path.is_relative_to(_BENCHMARKS):
         return "the workload"
     # What Trio calls for each step of a task is Trio, too.
@@ -102,13 +102,13 @@ def our_share(stats: pstats.Stats) -> float:
     for (filename, _, _), (_, _, spent, _, callers) in functions_of(stats).items():
         whole += spent
         part = part_of(filename)
-        if part.startswith(_SHARE_OF):
+        if part.startswith(_PACKAGE):
             ours += spent
         elif part == _BUILT_IN:
             ours += sum(
                 taken
                 for (caller, _, _), (_, _, taken, _) in callers.items()
-                if part_of(caller).startswith(_SHARE_OF)
+                if part_of(caller).startswith(_PACKAGE)
             )
     return ours / whole
 

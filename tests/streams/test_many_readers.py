@@ -158,9 +158,8 @@ async def test_of_those_that_wake_together_the_last_looks(monkeypatch: pytest.Mo
             async with trio.open_nursery() as nursery:
                 for _, there in pairs:
                     nursery.start_soon(read, there)
-                for _ in range(
-                    2
-                ):  # in the first turn they look for whether letting others run helps
+                # In the first turn they look for whether letting others run helps.
+                for _ in range(2):
                     await trio.testing.wait_all_tasks_blocked()
                     looked.clear()
                     for here, _ in pairs:

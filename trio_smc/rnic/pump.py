@@ -618,9 +618,8 @@ class Pump:
     def _is_met_armed(self, lane: _Lane) -> bool:
         """Arm; True: something came before that, do not wait for the doorbell."""
         self.looks += 1
-        if self._rang:
-            self._rang.clear()
-            lane.silent = not lane.rnic.quieten()
+        while self._rang:
+            self._quieten(self._rang.pop())
         if self._soon:
             self._flush_all()
         arm = lane.arm
