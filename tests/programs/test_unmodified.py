@@ -85,6 +85,16 @@ async def main():
 trio.run(main)
 """
 
+SUCCESSOR = """
+import trio, trio_smc
+
+async def main():
+    async with trio_smc.open_stack():
+        pass
+
+trio.run(main)
+"""
+
 
 @contextmanager
 def started(
@@ -129,7 +139,11 @@ def run_client(cwd: Path, program: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
-    """The workers are processes of its own, spawned by multiprocessing."""
+    """The workers are processes of its own, spawned by multiprocessing.
+
+    When the first worker has ended, hypercorn kills what is left of the others, which then cannot
+    remove their RNICs' sockets; the next process that opens an RNIC does.
+    """
     (tmp_path / "application.py").write_text(APPLICATION)
     hypercorn = str(Path(sys.executable).with_name("hypercorn"))
     command = [*RUN, "--", hypercorn, "-k", "trio", "-w", str(workers)]
@@ -137,6 +151,7 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
         line = wait_for(server, "Running on")
         said = run_client(tmp_path, BROWSER, line.split("Running on ")[1].split()[0])
     assert said.splitlines() == ["200 11000"] * 3
+    subprocess.run([sys.executable, "-c", SUCCESSOR], timeout=PATIENCE, check=True)
 
 
 def test_trio_websocket(tmp_path: Path) -> None:
