@@ -141,7 +141,9 @@ class FakeChannel:
         self.queue.append(("cdc", message, sequence))
         self.uncompleted.append((connection, sequence))
 
-    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def try_post(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         if not self.instant or self.uncompleted or self.waiting or not self._nothing_waits():
             return False
         self.doubt -= 1
@@ -156,7 +158,7 @@ class FakeChannel:
             assert rkey == self.rkey
             start = address - self.peer_base
             self.log.append(Write(start, start + len(data) - 1))
-            self._place(data, start)
+            self._place(memoryview(data), start)
         self.queue.append(("told", message, self._note(message)))
         if self.dead:
             raise DeliveryUnknown

@@ -20,6 +20,7 @@ from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
     MemoryRegion,
+    PlainCompletion,
     ProtectionDomain,
     QueuePair,
     Rnic,
@@ -81,7 +82,7 @@ class Device:
     def __init__(self, rnic: Rnic, pump: Pump | None) -> None:
         self.rnic = rnic
         self._pump = pump
-        self._sinks: dict[int, Callable[[Completion], None]] = {}
+        self._sinks: dict[int, Callable[[PlainCompletion], None]] = {}
         self._sleeps = 0
 
     @property
@@ -151,8 +152,8 @@ class Pair:
         self.peer: dict[str, Any] = {}
         device.attach(self)
 
-    def on_completion(self, completion: Completion) -> None:
-        self.got.append(completion)
+    def on_completion(self, plain: PlainCompletion) -> None:
+        self.got.append(Completion(*plain))
         self._news.set()
 
     async def wait(self, until: Callable[[Self], bool], seconds: float = PATIENCE) -> None:

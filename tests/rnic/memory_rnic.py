@@ -285,7 +285,9 @@ class PlainQueuePair(QueuePair):
         serial = self.rnic.fabric.number()
         self._post(Work(serial, wr_id, signaled, None, pieces, address, rkey))
 
-    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def deliver(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         peer = self.peer()
         if (
             not self.rnic.fabric.at_once
@@ -297,7 +299,7 @@ class PlainQueuePair(QueuePair):
             return False
         arrives = self.rnic.fabric.doubt(self)
         if data is not None:
-            write = Work(0, 0, False, None, (data,), address, rkey)
+            write = Work(0, 0, False, None, (memoryview(data),), address, rkey)
             assert self._write(peer, write) is WcStatus.SUCCESS
         work = Work(0, 0, True, message)
         if arrives is not False:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import select
 from collections.abc import Callable, Iterator
@@ -413,24 +412,22 @@ class TestBySeed:
 def once_in_put(monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], *, before: bool) -> None:
     """Have the next sender call ``end()`` when it has seen a posted receive, and its message is not
     published yet (``before``), or just is."""
-    pack, fence = _ring._pack_slot, _ring.fence
+    pack, release = _ring._pack_slot, _ring._release
 
     def pack_and_end(*arguments: Any) -> None:
         monkeypatch.setattr(_ring, "_pack_slot", pack)
         pack(*arguments)
         end()
 
-    @contextlib.contextmanager
-    def end_in_between() -> Iterator[None]:
-        monkeypatch.setattr(_ring, "fence", fence)
-        with fence:
-            yield
+    def release_and_end() -> None:
+        monkeypatch.setattr(_ring, "_release", release)
+        release()
         end()
 
     if before:
         monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
     else:
-        monkeypatch.setattr(_ring, "fence", end_in_between())
+        monkeypatch.setattr(_ring, "_release", release_and_end)
 
 
 @pytest.mark.pure  # compiled code calls its own functions, whatever the module has in their place

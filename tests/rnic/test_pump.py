@@ -23,6 +23,7 @@ from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import (
     Completion,
+    PlainCompletion,
     QpState,
     QueuePair,
     RnicError,
@@ -45,7 +46,8 @@ class Sink:
         self._task: trio.lowlevel.Task | None = None
         pump.register(end.rnic, end.qp, self)
 
-    def on_completion(self, completion: Completion) -> None:
+    def on_completion(self, plain: PlainCompletion) -> None:
+        completion = Completion(*plain)
         self.completions.append(completion)
         if completion.status == 0 and completion.opcode == WcOpcode.RECV:
             assert completion.data is not None
@@ -82,8 +84,8 @@ class Chain(Sink):
         super().__init__(pump, end)
         self.other = other
 
-    def on_completion(self, completion: Completion) -> None:
-        super().on_completion(completion)
+    def on_completion(self, plain: PlainCompletion) -> None:
+        super().on_completion(plain)
         number = len(self.messages)
         self.other.qp.post_send(number, b"%d" % number)
 
@@ -249,7 +251,7 @@ class TestDispatch:
         connect(c, d)
 
         class Broken:
-            def on_completion(self, completion: Completion) -> None:
+            def on_completion(self, plain: PlainCompletion) -> None:
                 raise RuntimeError("out of order")
 
         async with running(*rnics) as pump:
@@ -272,7 +274,7 @@ class TestDispatch:
         async with running(*rnics) as pump:
 
             class Nested:
-                def on_completion(self, completion: Completion) -> None:
+                def on_completion(self, plain: PlainCompletion) -> None:
                     seen.append(pump.drain())
 
             pump.register(b.rnic, b.qp, Nested())
@@ -291,7 +293,8 @@ class TestDispatch:
             at_once: list[bytes | None] = []
 
             class Nested:
-                def on_completion(self, completion: Completion) -> None:
+                def on_completion(self, plain: PlainCompletion) -> None:
+                    completion = Completion(*plain)
                     seen.append(completion.data)
                     if len(seen) == 1:
                         pump.drain_queue_pair(b.rnic, b.qp)
@@ -316,7 +319,7 @@ class TestDispatch:
         to_d = Sink(pump, d)
 
         class Nested:
-            def on_completion(self, _: Completion) -> None:
+            def on_completion(self, _: PlainCompletion) -> None:
                 c.qp.post_send(1, b"1", signaled=False)
                 pump.drain_queue_pair(b.rnic, b.qp)
                 assert to_d.messages == []
@@ -872,8 +875,8 @@ class TestLeading:
         a, b = ends
 
         class Teller(Sink):
-            def on_completion(self, completion: Completion) -> None:
-                super().on_completion(completion)
+            def on_completion(self, plain: PlainCompletion) -> None:
+                super().on_completion(plain)
                 self.pump.end_wait()
 
         async with running(rnics[1]) as pump:
@@ -907,7 +910,7 @@ class TestLeading:
         class Leader:
             led = False
 
-            def on_completion(self, completion: Completion) -> None:
+            def on_completion(self, plain: PlainCompletion) -> None:
                 self.led = pump.may_lead()
 
         async with running(rnics[1]) as pump:

@@ -11,7 +11,7 @@ import pytest
 
 from trio_smc.rnic.memory import PeerMemory
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Sent
-from trio_smc.rnic.verbs import Completion
+from trio_smc.rnic.verbs import PlainCompletion
 
 SCHEDULES = 1000
 
@@ -98,13 +98,13 @@ def test_what_counts_as_sent_is_taken(
             receiver.armed[0] = 1
         turns = Turns(rng)
         done: list[int] = []
-        taken: list[Completion] = []
+        taken: list[PlainCompletion] = []
         receiver_words: Any = receiver._words
         sender_words: Any = sender._words
         receiver._words = Words(receiver_words, turns, 0)  # type: ignore[assignment]
         sender._words = Words(sender_words, turns, 1)  # type: ignore[assignment]
 
-        def end(receiver: ReceiveRing = receiver, taken: list[Completion] = taken) -> None:
+        def end(receiver: ReceiveRing = receiver, taken: list[PlainCompletion] = taken) -> None:
             receiver.shut(word)
             assert receiver.take_untrusted(taken.append)
 
@@ -128,7 +128,7 @@ def test_each_receive_that_was_posted_can_be_used(
     ends: Callable[[], tuple[ReceiveRing, SendRing]],
 ) -> None:
     receiver, sender = ends()
-    taken: list[Completion] = []
+    taken: list[PlainCompletion] = []
     for rounds in (1, 2):
         receiver.posted = 3 * rounds
         receiver.tell(receiver.posted)

@@ -90,7 +90,9 @@ class Channel(Protocol):
         Completions are reported in order, each once.
         """
 
-    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def try_post(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         """RDMA-write ``data``, if any, and send a CDC message, if both can be done at once.
 
         Returns:
@@ -268,7 +270,12 @@ class Messenger:
             self.owe()
 
     def try_post(
-        self, channel: Channel, data: memoryview | None, address: int, produced: int, flags: int
+        self,
+        channel: Channel,
+        data: bytes | memoryview | None,
+        address: int,
+        produced: int,
+        flags: int,
     ) -> bool:
         """Write ``data`` and tell the peer everything, if that can be done at once.
 

@@ -60,7 +60,7 @@ import trio
 
 from .poller import Poller
 from .spinner import AdaptiveSpin, Look
-from .verbs import Completion, QueuePair, Rnic
+from .verbs import PlainCompletion, QueuePair, Rnic
 
 __all__ = ["CompletionSink", "Pump"]
 
@@ -94,7 +94,7 @@ _now: Final = time.perf_counter_ns
 class CompletionSink(Protocol):
     """Who gets the completions of a queue pair."""
 
-    def on_completion(self, completion: Completion) -> None:
+    def on_completion(self, completion: PlainCompletion) -> None:
         """Called on the Trio thread; must not block."""
 
 
@@ -122,15 +122,15 @@ class _Lane:
         self.fd = fd  # what Trio waits for; None: the thread waits for everything
         self.watched = False  # a task waits for it
         self.silent = False  # it failed: nothing comes any more
-        self.poll = rnic.poll
+        self.poll = rnic.poll_plain
         self.arm = rnic.arm
         self.disarm = rnic.disarm
         self.stirs = stirs = rnic.stirs
         self.look: Look = lambda: stirs() and drain()
-        self.sinks: dict[int, Callable[[Completion], None]] = {}
+        self.sinks: dict[int, Callable[[PlainCompletion], None]] = {}
         self.queue_pairs: dict[int, QueuePair] = {}
         self.poller: Poller | None = None
-        self.rest: Iterator[Completion] = iter(())  # polled, and not dispatched yet
+        self.rest: Iterator[PlainCompletion] = iter(())  # polled, and not dispatched yet
 
 
 class Pump:
@@ -197,9 +197,9 @@ class Pump:
         self._turn: trio.lowlevel.Task | None = None
         self._yielded: set[trio.lowlevel.Task] = set()
         self._yielding: set[trio.lowlevel.Task] = set()
-        self._put_off: deque[tuple[_Lane, Completion]] = deque()
+        self._put_off: deque[tuple[_Lane, PlainCompletion]] = deque()
         # What calls of `drain_queue_pair` have found and not dispatched yet; they nest.
-        self._finishing: list[tuple[_Lane, int, deque[Completion]]] = []
+        self._finishing: list[tuple[_Lane, int, deque[PlainCompletion]]] = []
         self._draining = False
         self._wake_fd = -1
         self._nursery: trio.Nursery
@@ -334,14 +334,14 @@ class Pump:
         lane = self._lane(rnic)
         found = [*self._put_off, *((lane, each) for each in (*lane.rest, *lane.poll()))]
         self._put_off.clear()
-        wanted: deque[Completion] = deque()
+        wanted: deque[PlainCompletion] = deque()
         for each, number, rest in self._finishing:
             if each is lane and number == qp.qp_num:
                 # A call around this one is at it: what it has left is older than the rest.
                 wanted.extend(rest)
                 rest.clear()
         for each, completion in found:
-            if each is lane and completion.qp_num == qp.qp_num:
+            if each is lane and completion[0] == qp.qp_num:
                 wanted.append(completion)
             else:
                 self._put_off.append((each, completion))
@@ -358,8 +358,8 @@ class Pump:
         while self._put_off:
             self._dispatch(*self._put_off.popleft())
 
-    def _dispatch(self, lane: _Lane, completion: Completion) -> None:
-        sink = lane.sinks.get(completion.qp_num)
+    def _dispatch(self, lane: _Lane, completion: PlainCompletion) -> None:
+        sink = lane.sinks.get(completion[0])
         if sink is not None:
             try:
                 sink(completion)
@@ -396,32 +396,37 @@ class Pump:
             if self._yielded or self._yielding:
                 self._yielded, self._yielding = self._yielding, set()
             return False
-        task = None
-        if self.resting:  # nobody counts passes; who has let others run since its last call did
-            task = trio.lowlevel.current_task()
-            if task.custom_sleep_data is not _AWAKE:
-                task.custom_sleep_data = _AWAKE
-                if self._turn is task:
-                    self._begin_pass(now, task)
-                    return False
-        self._calls += 1
-        if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
+        if self.resting:
+            return self._is_due_at_rest(now)
+        self._calls = calls = self._calls + 1
+        if calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
             return False
-        if task is not None:
-            self._pass_began = now
-            if self._turn is not task:
-                self._turn = task
-                if self._calls < _MOST_CALLS:
-                    return False  # perhaps the loop has slept in between
-                self.rouse()  # with several busy tasks they have to be counted
-            self._calls = 0
-            return True
         task = trio.lowlevel.current_task()
         if self._turn is not task:
             self._turn = task
             if task not in self._yielded:
                 return False
         self._yielding.add(task)
+        return True
+
+    def _is_due_at_rest(self, now: int) -> bool:
+        """As `is_due`, while nobody counts passes."""
+        task = trio.lowlevel.current_task()
+        if task.custom_sleep_data is not _AWAKE:  # it has let others run since its last call
+            task.custom_sleep_data = _AWAKE
+            if self._turn is task:
+                self._begin_pass(now, task)
+                return False
+        self._calls += 1
+        if self._calls < _MOST_CALLS and now - self._pass_began < _LONG_PASS_NS:
+            return False
+        self._pass_began = now
+        if self._turn is not task:
+            self._turn = task
+            if self._calls < _MOST_CALLS:
+                return False  # perhaps the loop has slept in between
+            self.rouse()  # with several busy tasks they have to be counted
+        self._calls = 0
         return True
 
     def _begin_pass(self, now: int, task: trio.lowlevel.Task) -> None:
@@ -498,9 +503,9 @@ class Pump:
         self._soon = []
         self._flush()
 
-    def _sink_failed(self, lane: _Lane, completion: Completion) -> None:
-        _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion.qp_num)
-        qp = lane.queue_pairs.get(completion.qp_num)
+    def _sink_failed(self, lane: _Lane, completion: PlainCompletion) -> None:
+        _log.exception("%s: queue pair %d is given up", lane.rnic.name, completion[0])
+        qp = lane.queue_pairs.get(completion[0])
         if qp is not None:
             qp.to_err()
 

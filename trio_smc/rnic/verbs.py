@@ -38,10 +38,10 @@ from __future__ import annotations
 import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from .memory import Memory
 
@@ -50,6 +50,7 @@ __all__ = [
     "Completion",
     "DeliveryUnknown",
     "MemoryRegion",
+    "PlainCompletion",
     "ProtectionDomain",
     "QpState",
     "QueueFull",
@@ -147,6 +148,10 @@ class Completion(NamedTuple):
     """The bytes received, for WcOpcode.RECV."""
 
 
+PlainCompletion: TypeAlias = "tuple[int, int, int, int, bytes | None]"
+"""The items of a `Completion`, without their names: made and taken apart in a third of the time."""
+
+
 class MemoryRegion(ABC):
     """Memory that peers of one protection domain may write into by RDMA."""
 
@@ -233,7 +238,9 @@ class QueuePair(ABC):
         bounds, peer gone) comes as an error completion, and the queue pair is then in ERR.
         """
 
-    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def deliver(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         """Write ``data``, if any, and send ``message``, if that can be done before this returns.
 
         Only where the peer's memory can be reached without a wire, and while nothing is queued.
@@ -324,6 +331,10 @@ class Rnic(ABC):
     @abstractmethod
     def poll(self) -> list[Completion]:
         """Take what has completed, oldest first; an empty list when there is nothing."""
+
+    def poll_plain(self) -> Sequence[PlainCompletion]:
+        """As `poll`, for the hot path."""
+        return self.poll()
 
     def stirs(self) -> bool:
         """Whether `poll` may find something: for who looks again and again.  Quicker than `poll`

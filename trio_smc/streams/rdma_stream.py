@@ -20,6 +20,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import trio
+from outcome import Outcome
 from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Fallback, Mode
@@ -37,7 +38,7 @@ from trio_smc.streams.stream import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 
     from typing_extensions import Buffer
 
@@ -96,11 +97,13 @@ _WRITER: Final = "on_writable"
 _URGENT: Final = "on_urgent"
 
 _Taken = TypeVar("_Taken", int, bytes)
+_Result = TypeVar("_Result")
 
 
 def _checked(max_bytes: int) -> int:
     """As an integer.  Raises ValueError: it is not positive."""
-    max_bytes = operator.index(max_bytes)
+    if type(max_bytes) is not int:
+        max_bytes = operator.index(max_bytes)
     if max_bytes < 1:
         raise ValueError("max_bytes must be >= 1")
     return max_bytes
@@ -108,6 +111,27 @@ def _checked(max_bytes: int) -> int:
 
 def _nothing() -> None:
     """A waiter of somebody who is awake: that it is gone says that it was called."""
+
+
+class _Woken(Outcome[None]):
+    """What a sleeper wakes up with: nothing, as often as wanted, where `outcome.Value` is made anew
+    each time."""
+
+    __slots__ = ()
+
+    def unwrap(self) -> None:
+        """Nothing."""
+
+    def send(self, gen: Generator[_Result, None, object]) -> _Result:
+        """As for a value."""
+        return gen.send(None)
+
+    async def asend(self, agen: AsyncGenerator[_Result, None]) -> _Result:
+        """As for a value."""
+        return await agen.asend(None)
+
+
+_WOKEN: Final = _Woken()
 
 
 class _Sleeper:
@@ -126,7 +150,7 @@ class _Sleeper:
         task, self.task = self.task, None
         assert task is not None
         self._pump.awake += 1
-        _reschedule(task)
+        _reschedule(task, _WOKEN)
 
     def abort(self, _: RaiseCancelT) -> Abort:
         """It was cancelled."""
@@ -232,17 +256,8 @@ class RdmaStream(SmcStream):
             parked = False
             if type(data) is bytes and data:
                 # Bytes that fit, the usual case, need none of `_send_view`'s care.
-                view = memoryview(data)
-                sender = self._core.sender
-                try:
-                    if sender.sendable and sender.send_limit is None:
-                        sent = sender.send(view)  # what that comes to
-                    else:
-                        sent = self._core.send(view)
-                except OSError as error:
-                    raise self._translated(error) from error
-                if sent < len(data):
-                    parked = await self._send_view(view, sent)
+                if not self._sender.send_whole(data):
+                    parked = await self._send_view(memoryview(data))
             elif view := flat(data):
                 parked = await self._send_view(view)
             else:
@@ -383,13 +398,11 @@ class RdmaStream(SmcStream):
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
         try:
-            receiver = self._receiver
+            receiver, pump = self._receiver, self._pump
             parked = False
             if receiver.is_blank() and not self._deaf:
                 # The usual case, in which to look again would be for nothing.
-                parked = await (
-                    self._lead(asleep=True) if self._pump.is_led_asleep() else self._park(_READER)
-                )
+                parked = await self._read_later()
             if not parked:
                 await _check_cancelled()
             while True:
@@ -404,7 +417,6 @@ class RdmaStream(SmcStream):
                     break
                 parked = await self._park(_READER) or parked
             if not parked:
-                pump = self._pump
                 if not pump.waiting:
                     pump.reads += 1
                     if pump.reader is not self._reader:
@@ -414,6 +426,15 @@ class RdmaStream(SmcStream):
             return data
         finally:
             self._receiving = False
+
+    def _read_later(self) -> Coroutine[Any, Any, bool]:
+        """The wait of a reader that knows of nothing to read."""
+        pump = self._pump
+        if pump.awake and self._misses % _SELDOM and not self._strict:
+            return self._park_in_crowd()
+        if pump.resting and pump.is_led_asleep():
+            return self._lead(asleep=True)
+        return self._park(_READER)
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
@@ -640,32 +661,28 @@ class RdmaStream(SmcStream):
         """
         core, pump = self._core, self._pump
         if waiter is _READER and pump.awake and self._misses % _SELDOM and not self._strict:
-            # The shortest way to the usual end of all that follows.
+            return await self._park_in_crowd()
+        setattr(core, waiter, _nothing)
+        core.messenger.tell()  # may call the waiter, too
+        if waiter is _READER and pump.waiting and not self._strict:
             self._misses += 1
-            if core.messenger.tell() and not self._receiver.is_blank():
-                return False
-        else:
-            setattr(core, waiter, _nothing)
-            core.messenger.tell()  # may call the waiter, too
-            if waiter is _READER and pump.waiting and not self._strict:
-                self._misses += 1
-                if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
-                    return True
-            if not pump.awake:
-                pump.drain()
-                pump.looks += 1
+            if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
+                return True
+        if not pump.awake:
+            pump.drain()
+            pump.looks += 1
+        if getattr(core, waiter) is None:
+            return False
+        if not pump.waiting:
+            pump.try_spin(
+                lambda: getattr(core, waiter) is None,
+                answered=core.messenger.produced != self._produced,
+            )
             if getattr(core, waiter) is None:
+                self._produced = core.messenger.produced
                 return False
-            if not pump.waiting:
-                pump.try_spin(
-                    lambda: getattr(core, waiter) is None,
-                    answered=core.messenger.produced != self._produced,
-                )
-                if getattr(core, waiter) is None:
-                    self._produced = core.messenger.produced
-                    return False
-                if waiter is _READER and pump.may_lead():
-                    return await self._lead()
+            if waiter is _READER and pump.may_lead():
+                return await self._lead()
         if pump.waiting:
             pump.alone = 0
         if pump.resting:
@@ -681,6 +698,30 @@ class RdmaStream(SmcStream):
         finally:
             pump.waiting -= 1
         self._produced = core.messenger.produced
+        return True
+
+    async def _park_in_crowd(self) -> bool:
+        """As `_park`, for a reader, while others are awake of whom the last one looks: the shortest
+        way to the usual end."""
+        core, pump = self._core, self._pump
+        messenger = core.messenger
+        self._misses += 1
+        if messenger.tell() and not self._receiver.is_blank():
+            return False
+        pump.alone = 0
+        if pump.resting:
+            pump.rouse()
+        sleeper = self._sleepers[_READER]
+        sleeper.task = _current_task()
+        core.on_readable = sleeper.wake
+        pump.waiting += 1
+        pump.fresh = True
+        try:
+            await _sleep(sleeper.abort)
+            pump.awake -= 1
+        finally:
+            pump.waiting -= 1
+        self._produced = messenger.produced
         return True
 
     async def _comes_in_turn_of_others(self) -> bool:

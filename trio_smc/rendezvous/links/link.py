@@ -41,7 +41,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.messenger import Poster
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
-    Completion,
+    PlainCompletion,
     ProtectionDomain,
     QueuePair,
     Rnic,
@@ -385,7 +385,9 @@ class Link:
             observer.cdc(self, True, message)
         self._post_send(wr_id, message)
 
-    def try_post(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def try_post(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         """Write and send at once, if that is possible; see `Channel.try_post`."""
         if self._pending or self._waiting or self._host.observer is not None:
             return False
@@ -422,18 +424,18 @@ class Link:
 
     # --- completions -----------------------------------------------------------------------
 
-    def on_completion(self, completion: Completion) -> None:
+    def on_completion(self, completion: PlainCompletion) -> None:
         """Take one completion of this link's queue pair."""
         _, opcode, status, wr_id, data = completion
-        if status:
-            self._failed(status)
-        elif opcode != _RECV:
-            self._sent(wr_id)
-        elif data is not None:
+        if data is not None and not status:
             if self.backlog is None:
                 self.receive_untrusted(data)
             else:
                 self.backlog.append(data)
+        elif status:
+            self._failed(status)
+        elif opcode != _RECV:
+            self._sent(wr_id)
 
     def receive_untrusted(self, data: bytes) -> None:
         """Take one message of the peer's, past the backlog."""

@@ -51,6 +51,7 @@ from trio_smc.rnic.soft.ring import ReceiveRing, fence
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
     Completion,
+    PlainCompletion,
     ProtectionDomain,
     QpState,
     Rnic,
@@ -117,7 +118,7 @@ class SoftRnic(Rnic):
         self.port_active: bool = False
         self.send_depth = _SEND_DEPTH
         self.on_event: Callable[[RnicEvent], None] | None = None
-        self.done: list[Completion] = []
+        self.done: list[PlainCompletion] = []
         self.stalled: dict[Pushed, None] = {}
         self.gone: list[PortUser] = []
         # How many of `stalled` wait for a moment and not for the peer: nobody sleeps meanwhile.
@@ -277,8 +278,11 @@ class SoftRnic(Rnic):
     # -- completions ---------------------------------------------------------------------
 
     def poll(self) -> list[Completion]:
+        return [Completion(*plain) for plain in self.poll_plain()]
+
+    def poll_plain(self) -> list[PlainCompletion]:
         done = self.done
-        taken: list[Completion] = []
+        taken: list[PlainCompletion] = []
         if done:
             taken += done
             done.clear()
@@ -304,8 +308,7 @@ class SoftRnic(Rnic):
         rings = self._rings
         for ring in rings:
             ring.armed[0] = 1
-        with fence:
-            pass
+        fence()
         for ring in rings:
             if ring.head[0] != ring.tail:
                 break
@@ -363,8 +366,7 @@ class SoftRnic(Rnic):
         idle = [ring for ring in self._rings if ring.tail == ring.looked]
         for ring in idle:
             ring.armed[0] = 1
-        with fence:
-            pass
+        fence()
         for ring in idle:
             ring.dozes = ring.head[0] == ring.tail
         for ring in self._rings:

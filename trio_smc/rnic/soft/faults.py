@@ -316,7 +316,9 @@ class FaultyQueuePair(SoftQueuePair):
     def refresh(self) -> None:
         self._ready = None
 
-    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def deliver(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         if self._waits():
             return False
         super().refresh()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from trio_smc.rnic.soft.messages import Bell
 from trio_smc.rnic.soft.ring import ReceiveRing
-from trio_smc.rnic.verbs import Completion
+from trio_smc.rnic.verbs import PlainCompletion
 
 __all__ = [
     "Port",
@@ -48,7 +48,7 @@ class Port(Protocol):
     gid: bytes
     port_active: bool
     send_depth: int
-    done: list[Completion]
+    done: list[PlainCompletion]
     stalled: dict[Pushed, None]
     gone: list[PortUser]
     restless: int

@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections import deque
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from trio_smc.rnic.soft.contact import Contact, Peer
 from trio_smc.rnic.soft.messages import Hello, Message, close_all
@@ -34,7 +34,6 @@ from trio_smc.rnic.soft.ring import (
 )
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
-    Completion,
     DeliveryUnknown,
     QpState,
     QueueFull,
@@ -72,8 +71,6 @@ _STATUS_OF: Final = {
     Sent.NONSENSE: int(WcStatus.GENERAL_ERR),
     Sent.UNKNOWN: _UNREACHABLE,
 }
-# Half the price of Completion(...).
-_new: Any = tuple.__new__
 
 
 class Request(NamedTuple):
@@ -157,7 +154,7 @@ class SoftQueuePair(QueuePair):
         self._closed = True
         self._enter_err()
         done = self._rnic.done
-        done[:] = [completion for completion in done if completion.qp_num != self.qp_num]
+        done[:] = [completion for completion in done if completion[0] != self.qp_num]
         self.ring.close()
         self._pd.queue_pairs.discard(self)
         self._rnic.forget(self)
@@ -184,7 +181,7 @@ class SoftQueuePair(QueuePair):
         peer = self._ready
         if peer is not None and not peer.ring.put(data):
             if signaled:
-                self._complete(_new(Completion, (self.qp_num, _SEND, _OK, wr_id, None)))
+                self._complete((self.qp_num, _SEND, _OK, wr_id, None))
             return
         self._post(Request(wr_id, signaled, bytes(data)))
 
@@ -205,11 +202,13 @@ class SoftQueuePair(QueuePair):
             and not peer.regions.write(data, more, address, rkey)
         ):
             if signaled:
-                self._complete(_new(Completion, (self.qp_num, _WRITE, _OK, wr_id, None)))
+                self._complete((self.qp_num, _WRITE, _OK, wr_id, None))
             return
         self._post(Request(wr_id, signaled, None, data, more, address, rkey))
 
-    def deliver(self, message: bytes, data: memoryview | None, address: int, rkey: int) -> bool:
+    def deliver(
+        self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
+    ) -> bool:
         peer = self._ready
         if peer is None:
             return False
@@ -276,7 +275,7 @@ class SoftQueuePair(QueuePair):
 
     def broken(self) -> None:
         """The receive ring makes no sense."""
-        self._complete(Completion(self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
+        self._complete((self.qp_num, _RECV, int(WcStatus.GENERAL_ERR), 0, None))
         self._enter_err()
 
     def abandon(self) -> None:
@@ -363,7 +362,7 @@ class SoftQueuePair(QueuePair):
 
     def _finish(self, request: Request, status: int) -> None:
         opcode = _WRITE if request.message is None else _SEND
-        self._complete(Completion(self.qp_num, opcode, status, request.wr_id, None))
+        self._complete((self.qp_num, opcode, status, request.wr_id, None))
 
     def _enter_err(
         self, failed: Request | None = None, status: int = _FLUSHED, *, quietly: bool = False
@@ -390,7 +389,7 @@ class SoftQueuePair(QueuePair):
             self._finish(request, _FLUSHED)
         self._queue.clear()
         if ring.posted > ring.tail:
-            self._complete(Completion(self.qp_num, _RECV, _FLUSHED, 0, None))
+            self._complete((self.qp_num, _RECV, _FLUSHED, 0, None))
         self._rnic.retire(self)
         self._contact.end(quietly=quietly)
 

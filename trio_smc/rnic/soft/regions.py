@@ -166,7 +166,9 @@ class PeerRegions:
             self._mapped -= known[2]
             known[4].close()
 
-    def write(self, data: memoryview, more: memoryview | None, address: int, rkey: int) -> int:
+    def write(
+        self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int
+    ) -> int:
         """Copy into the peer's memory, or nothing at all; returns a `WcStatus`."""
         known = self._regions.get(rkey)
         if known is None:
@@ -174,12 +176,14 @@ class PeerRegions:
         view, base, length, slot, _ = known
         start = address - base
         end = start + len(data)
-        whole = end if more is None else end + len(more)
-        if start < 0 or whole > length or self._keys[slot] != rkey:
+        if start < 0 or end > length or self._keys[slot] != rkey:
             return _ACCESS
-        view[start:end] = data
         if more is not None:
+            whole = end + len(more)
+            if whole > length:
+                return _ACCESS
             view[end:whole] = more
+        view[start:end] = data
         return _OK
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import Final
 
 from trio_smc.rnic.memory import Memory, PeerMemory
-from trio_smc.rnic.verbs import RECEIVE_SIZE, Completion, WcOpcode
+from trio_smc.rnic.verbs import RECEIVE_SIZE, PlainCompletion, WcOpcode
 
 __all__ = [
     "CLOSED",
@@ -78,11 +78,17 @@ _pack_slot = _SLOT.pack_into
 _unpack_slot = _SLOT.unpack_from
 
 _RECV: Final = int(WcOpcode.RECV)
-_new = tuple.__new__
 
-fence: Final = threading.Lock()
-"""To enter and leave it is a full memory fence (see above).  Never contended: all are on the Trio
-thread."""
+_lock: Final = threading.Lock()  # never contended: all are on the Trio thread
+# A lock that an exception left taken is found taken, and released, by the next fence.
+_acquire: Final = _lock.acquire
+_release: Final = _lock.release
+
+
+def fence() -> None:
+    """A full memory fence (see above)."""
+    _acquire(False)
+    _release()
 
 
 def silent() -> None:
@@ -138,8 +144,7 @@ class ReceiveRing:
         """Set POSTED to `posted`, `PORT_DOWN` or `CLOSED`; True: ring, the sender waits for it."""
         words = self._words
         words[_POSTED] = word
-        with fence:
-            pass
+        fence()
         if words[_WAITING]:
             words[_WAITING] = 0
             return True
@@ -155,18 +160,19 @@ class ReceiveRing:
         words[_ARMED] = 1
         return self.tell(word)
 
-    def take_untrusted(self, append: Callable[[Completion], None]) -> bool:
+    def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         """Append a completion for each message that is there; False: the ring makes no sense."""
         tail = self.tail
         head: int = self.head[0]
         if not tail <= head <= self.posted:
             return False
+        view, qp_num = self.memory.view, self.qp_num
         while tail < head:
-            size, data = _unpack_slot(self.memory.view, _SLOTS_AT + (tail & _LAST) * _SLOT_SIZE)
+            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _LAST) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
-            append(_new(Completion, (self.qp_num, _RECV, 0, 0, data[:size])))
+            append((qp_num, _RECV, 0, 0, data if size == RECEIVE_SIZE else data[:size]))
         return True
 
     def close(self) -> None:
@@ -222,8 +228,8 @@ class SendRing:
         _pack_slot(self._view, _SLOTS_AT + (head & _LAST) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
-        with fence:
-            pass
+        _acquire(False)  # `fence`
+        _release()
         if words[_ARMED]:
             words[_ARMED] = 0
             ring = self._doorbell
@@ -239,8 +245,7 @@ class SendRing:
         """Why nothing can be published; `Sent.DONE` when it can after all."""
         # Announce the wait before the second look (see the theory of operation).
         self._words[_WAITING] = 1
-        with fence:
-            pass
+        fence()
         posted: int = self._words[_POSTED]
         if posted == self._head:
             return Sent.NOT_READY
