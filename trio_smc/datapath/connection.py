@@ -565,7 +565,7 @@ class Connection:
             _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = (
                 unpack_untrusted(message)
             )
-            if flags and flags & FAILOVER_VALIDATION and not self._released:
+            if flags & FAILOVER_VALIDATION and not self._released:
                 self._validate_untrusted(sequence)
                 return
             if (sequence - self._last_received) & 0x8000 or self._released:

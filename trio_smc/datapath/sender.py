@@ -165,51 +165,7 @@ class Sender:
         """Whether all that the peer was told of has arrived there."""
         return self.delivered == self._messenger.announced
 
-    def send_whole(self, data: bytes | memoryview) -> bool:
-        """Post all of ``data`` and tell of it at once, where that is one piece and nothing is in
-        the way; False: nothing has happened.
-
-        The same as `Connection.send` would come to, in fewer steps: most sends are such ones.
-        """
-        messenger = self._messenger
-        length = len(data)
-        before = messenger.produced
-        produced = before + length
-        usable = messenger.peer_usable
-        start = before % usable
-        channel = messenger.channel
-        if (
-            not (messenger.prompt or messenger.flush_later is None)
-            or start + length > usable
-            or produced - self.taken > usable
-            or not 0 < length <= self._chunk
-            or messenger.urgent_end
-            or messenger.urgent_goal
-            or messenger.waiting
-            or channel is None
-            or not self.sendable
-            or self.send_limit is not None
-        ):
-            return False
-        try:
-            if not messenger.try_post(channel, data, self.address + start, produced, 0):
-                return False
-            messenger.completed = messenger.sequence
-            self.delivered = produced
-            if self._record:
-                self._record.clear()
-                self.borrowed = 0
-        except DeliveryUnknown:
-            kept = data if type(data) is bytes else bytes(data)
-            self._record.append((messenger.sequence, produced, memoryview(kept)))  # as if posted
-        messenger.blocked = False
-        self._wanted = 0
-        self.writes += 1
-        if messenger.prompt:
-            messenger.prompt -= 1
-        return True
-
-    def send(self, data: memoryview) -> int:
+    def send(self, data: bytes | memoryview) -> int:
         """Post as much of ``data`` as window and link take; see `Connection.send`."""
         messenger = self._messenger
         if messenger.urgent_end:
@@ -230,10 +186,10 @@ class Sender:
                 and messenger.holder is None
                 and channel.capacity() >= total
             ):
-                self._post_piece(channel, data, total, False)
+                self._post_piece(channel, memoryview(data), total, False)
                 self._wanted = 0
                 return total
-        return self._send_pieces(data, window)
+        return self._send_pieces(memoryview(data), window)
 
     def _send_pieces(self, data: memoryview, window: int) -> int:
         """As `send`, piece by piece; the window has room for so many bytes."""
@@ -366,7 +322,9 @@ class Sender:
 
     # --- posting -----------------------------------------------------------------------------
 
-    def _send_at_once(self, channel: Channel, data: memoryview, length: int, blocked: bool) -> bool:
+    def _send_at_once(
+        self, channel: Channel, data: bytes | memoryview, length: int, blocked: bool
+    ) -> bool:
         """Write a piece and tell of it where that can be done at once (`Channel.try_post`).
 
         ``blocked``: it fills the window, and more waits. False: nothing has happened.
@@ -389,7 +347,9 @@ class Sender:
                 self._record.clear()
                 self.borrowed = 0
         except DeliveryUnknown:
-            kept = data if type(data.obj) is bytes else memoryview(bytes(data))
+            kept = memoryview(data)
+            if type(kept.obj) is not bytes:
+                kept = memoryview(bytes(data))
             self._record.append((messenger.sequence, produced, kept))  # as if posted
         messenger.blocked = blocked
         self.writes += 1

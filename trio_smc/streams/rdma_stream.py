@@ -38,7 +38,7 @@ from trio_smc.streams.stream import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
     from typing_extensions import Buffer
 
@@ -256,8 +256,16 @@ class RdmaStream(SmcStream):
             parked = False
             if type(data) is bytes and data:
                 # Bytes that fit, the usual case, need none of `_send_view`'s care.
-                if not self._sender.send_whole(data):
-                    parked = await self._send_view(memoryview(data))
+                sender = self._sender
+                try:
+                    if sender.sendable and sender.send_limit is None:
+                        sent = sender.send(data)  # what that comes to
+                    else:
+                        sent = self._core.send(memoryview(data))
+                except OSError as error:
+                    raise self._translated(error) from error
+                if sent < len(data):
+                    parked = await self._send_view(memoryview(data), sent)
             elif view := flat(data):
                 parked = await self._send_view(view)
             else:
@@ -402,7 +410,8 @@ class RdmaStream(SmcStream):
             parked = False
             if receiver.is_blank() and not self._deaf:
                 # The usual case, in which to look again would be for nothing.
-                parked = await self._read_later()
+                leads = pump.resting and pump.is_led_asleep()
+                parked = await (self._lead(asleep=True) if leads else self._park(_READER))
             if not parked:
                 await _check_cancelled()
             while True:
@@ -426,15 +435,6 @@ class RdmaStream(SmcStream):
             return data
         finally:
             self._receiving = False
-
-    def _read_later(self) -> Coroutine[Any, Any, bool]:
-        """The wait of a reader that knows of nothing to read."""
-        pump = self._pump
-        if pump.awake and self._misses % _SELDOM and not self._strict:
-            return self._park_in_crowd()
-        if pump.resting and pump.is_led_asleep():
-            return self._lead(asleep=True)
-        return self._park(_READER)
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
@@ -661,28 +661,32 @@ class RdmaStream(SmcStream):
         """
         core, pump = self._core, self._pump
         if waiter is _READER and pump.awake and self._misses % _SELDOM and not self._strict:
-            return await self._park_in_crowd()
-        setattr(core, waiter, _nothing)
-        core.messenger.tell()  # may call the waiter, too
-        if waiter is _READER and pump.waiting and not self._strict:
+            # The shortest way to the usual end of all that follows.
             self._misses += 1
-            if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
-                return True
-        if not pump.awake:
-            pump.drain()
-            pump.looks += 1
-        if getattr(core, waiter) is None:
-            return False
-        if not pump.waiting:
-            pump.try_spin(
-                lambda: getattr(core, waiter) is None,
-                answered=core.messenger.produced != self._produced,
-            )
-            if getattr(core, waiter) is None:
-                self._produced = core.messenger.produced
+            if core.messenger.tell() and not self._receiver.is_blank():
                 return False
-            if waiter is _READER and pump.may_lead():
-                return await self._lead()
+        else:
+            setattr(core, waiter, _nothing)
+            core.messenger.tell()  # may call the waiter, too
+            if waiter is _READER and pump.waiting and not self._strict:
+                self._misses += 1
+                if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
+                    return True
+            if not pump.awake:
+                pump.drain()
+                pump.looks += 1
+            if getattr(core, waiter) is None:
+                return False
+            if not pump.waiting:
+                pump.try_spin(
+                    lambda: getattr(core, waiter) is None,
+                    answered=core.messenger.produced != self._produced,
+                )
+                if getattr(core, waiter) is None:
+                    self._produced = core.messenger.produced
+                    return False
+                if waiter is _READER and pump.may_lead():
+                    return await self._lead()
         if pump.waiting:
             pump.alone = 0
         if pump.resting:
@@ -698,30 +702,6 @@ class RdmaStream(SmcStream):
         finally:
             pump.waiting -= 1
         self._produced = core.messenger.produced
-        return True
-
-    async def _park_in_crowd(self) -> bool:
-        """As `_park`, for a reader, while others are awake of whom the last one looks: the shortest
-        way to the usual end."""
-        core, pump = self._core, self._pump
-        messenger = core.messenger
-        self._misses += 1
-        if messenger.tell() and not self._receiver.is_blank():
-            return False
-        pump.alone = 0
-        if pump.resting:
-            pump.rouse()
-        sleeper = self._sleepers[_READER]
-        sleeper.task = _current_task()
-        core.on_readable = sleeper.wake
-        pump.waiting += 1
-        pump.fresh = True
-        try:
-            await _sleep(sleeper.abort)
-            pump.awake -= 1
-        finally:
-            pump.waiting -= 1
-        self._produced = messenger.produced
         return True
 
     async def _comes_in_turn_of_others(self) -> bool:

@@ -176,14 +176,12 @@ class PeerRegions:
         view, base, length, slot, _ = known
         start = address - base
         end = start + len(data)
-        if start < 0 or end > length or self._keys[slot] != rkey:
+        whole = end if more is None else end + len(more)
+        if start < 0 or whole > length or self._keys[slot] != rkey:
             return _ACCESS
-        if more is not None:
-            whole = end + len(more)
-            if whole > length:
-                return _ACCESS
-            view[end:whole] = more
         view[start:end] = data
+        if more is not None:
+            view[end:whole] = more
         return _OK
 
     def close(self) -> None:
