@@ -121,6 +121,7 @@ def _clients(
                 module, "client", str(directory), said, core=here, under=words, tree=tree
             )
             found[transport] = stack.enter_context(client)
+            client.answer()  # it is ready: one that starts takes the processor of who is measured
         yield found
 
 

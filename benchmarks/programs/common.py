@@ -1,10 +1,10 @@
 """What these programs have in common: a server's and a client's process, and what is timed.
 
 `python -m benchmarks.programs.NAME serve DIRECTORY` says its ports and its process, and serves
-until its standard input ends.  `... client DIRECTORY SERVER` takes what that said, reads a JSON
-object {"workload", "seconds"} per line and answers {"values"} or {"error"}: what a user sees (a
-time or a rate), and the processor time of both ends.  The directory holds certificates for
-127.0.0.1: ca.pem and server.pem.
+until its standard input ends.  `... client DIRECTORY SERVER` takes what that said, says its process
+when it is ready, reads a JSON object {"workload", "seconds"} per line and answers {"values"} or
+{"error"}: what a user sees (a time or a rate), and the processor time of both ends.  The directory
+holds certificates for 127.0.0.1: ca.pem and server.pem.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ async def _serve(serve: Serve, directory: Path) -> None:
 
 
 async def _client(workloads: Mapping[str, Workload], server: Server) -> None:
+    _say(pid=os.getpid())
     async for line in TrioLoop().lines():
         command = json.loads(line)
         name, seconds = command["workload"], command["seconds"]

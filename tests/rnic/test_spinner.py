@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from trio_smc.rnic.spinner import AdaptiveSpin, Spinner
+from trio_smc.rnic.spinner import AdaptiveSpin, Spinner, Vigil
 
 QUICK = 1e-3
 PATIENT = 10.0
@@ -163,3 +163,72 @@ def test_no_spin_stays_none() -> None:
     for _ in range(6):
         spin.slept(1)
     assert spin.ns == 0
+
+
+# --- Vigil -------------------------------------------------------------------------------------
+
+
+async def test_a_vigil_keeps_the_loop_awake_until_something_comes() -> None:
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        while others < 10:
+            await trio.lowlevel.checkpoint()
+            others += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        await Vigil(PATIENT).keep(lambda: others >= 5)
+        assert others >= 5, "who can run does"
+
+
+@pytest.mark.parametrize("seconds", [0.0, QUICK])
+async def test_a_vigil_in_vain_ends(seconds: float) -> None:
+    await Vigil(seconds).keep(nothing_came)
+
+
+async def test_vigils_in_vain_become_rare_and_come_back() -> None:
+    vigil = Vigil(QUICK)
+    looked = 0
+
+    def look() -> bool:
+        nonlocal looked
+        looked = 1
+        return came
+
+    async def kept() -> int:
+        nonlocal looked
+        looked = 0
+        await vigil.keep(look)
+        return looked
+
+    came = False
+    tries = [await kept() for _ in range(200)]
+    assert tries[:5] == [1, 1, 1, 1, 0]
+    assert 5 <= sum(tries) <= 8
+    came = True
+    while not await kept():
+        pass
+    assert await kept(), "one that was worth it brings it back"
+
+
+async def test_one_task_at_a_time_keeps_a_vigil() -> None:
+    vigil, came = Vigil(PATIENT), trio.Event()
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return came.is_set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(vigil.keep, look)
+        while not looks:
+            await trio.lowlevel.checkpoint()
+
+        def unasked() -> bool:
+            raise AssertionError("a second one looks")
+
+        await vigil.keep(unasked)
+        came.set()

@@ -96,7 +96,7 @@ def test_an_address_is_connected_to_without_a_race(run: Any, host: str | bytes) 
                     assert await stream.receive_some() == b"hello"
                 trio.lowlevel.remove_instrument(spawned)
                 names = {name.rpartition(".")[2] for name in spawned.names}
-                assert names == {"_keep_one", "_handle"}  # the server's alone
+                assert names == {"_handle"}  # the server's alone
                 await first.send_all(b"still there")
                 assert await first.receive_some() == b"still there"
             nursery.cancel_scope.cancel()
@@ -273,24 +273,62 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
             port = listener.socket.getsockname()[1]
             serve = partial(trio.serve_listeners, echo, [listener], handler_nursery=closed)
             async with trio.open_nursery() as nursery:
-                if not early:
-                    await nursery.start(serve)
-                with trio.CancelScope(shield=True):
+
+                async def ask() -> None:
                     async with await trio.open_tcp_stream(LOOPBACK, port) as stream:
                         if early:
                             await wait_all_tasks_blocked()
                             nursery.start_soon(serve)
-                        broken.append(await outcome_of(stream.receive_some))
+                        await stream.receive_some()
+
+                if not early:
+                    await nursery.start(serve)
+                with trio.CancelScope(shield=True):
+                    broken.append(await outcome_of(ask))
                 await trio.sleep_forever()
 
         error = await outcome_of(together)
-        assert [*map(type, broken)] == [trio.BrokenResourceError]
+        # In time there is a task to start as soon as TCP has the connection: in its handshake.
+        assert [*map(type, broken)] == [trio.BrokenResourceError if early else OSError]
         return described(error)
 
     seen = run("enabled", main)
     while seen[0] is ExceptionGroup:
         [seen] = seen[3]
     assert seen[:2] == (RuntimeError, "Nursery is closed to new arrivals")
+
+
+class Watched:
+    """In place of a listener's vigil."""
+
+    def __init__(self) -> None:
+        self.kept: list[Callable[[], bool]] = []
+
+    async def keep(self, came: Callable[[], bool]) -> None:
+        assert not came()
+        self.kept.append(came)
+
+
+@pytest.mark.parametrize("kind", ["SMC-R", "TCP"])
+def test_a_server_stays_awake_for_the_next_connection_over_smc_r(run: Any, kind: str) -> None:
+    vigil = Watched()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
+            listener.socket._listener._vigil = vigil
+            port = listener.socket.getsockname()[1]
+            assert await asked(port) == b"hello"
+            await wait_all_tasks_blocked()
+            assert len(vigil.kept) == (kind == "SMC-R")
+            assert await asked(port) == b"hello"
+            assert all(came() for came in vigil.kept[:1])
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    trio_smc.enable(trio_smc.Config(deny=() if kind == "SMC-R" else (LOOPBACK,)))
+    run("enabled", main)
+    assert len(vigil.kept) == (2 if kind == "SMC-R" else 0)
 
 
 def test_descriptors_that_have_run_out_are_waited_for(

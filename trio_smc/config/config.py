@@ -173,7 +173,8 @@ class Config:
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; if
         the peer uses it, so does this side in any case.
       spin: how long to poll before the scheduler sleeps; 0 = off.  If the last waits were longer,
-        but less than four times as long, it polls for four times as long.
+        but less than four times as long, it polls for four times as long.  That long it also stays
+        awake for the next message of a handshake, and for the next connection where one was served.
       wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
         or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
         on software RNICs.

@@ -29,6 +29,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.connecting.accept import Arrival, HandshakeHost
+from trio_smc.rnic.spinner import Vigil
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPACITY_ERRORS",
     "CAPACITY_PAUSE",
+    "Incoming",
     "ListenerHost",
     "SmcListener",
     "open_listening_sockets",
@@ -62,6 +64,8 @@ _LOOK_INTERVAL: Final = 0.02
 
 # The kernel keeps it in 16 bits and may take more for less.
 _MAX_BACKLOG: Final = 0xFFFF
+_VIGIL: Final = 4
+"""So many times `Config.spin` a client takes from the end of a connection to the next one."""
 
 
 class ListenerHost(HandshakeHost, Protocol):
@@ -78,6 +82,28 @@ class ListenerHost(HandshakeHost, Protocol):
 
     def busy(self, work: Cancellable) -> Busy:
         """Around work that leaving the stack cancels and waits for."""
+
+
+class Incoming:
+    """A connection of a listener that hands out, for the task that is going to serve it."""
+
+    __slots__ = ("_listener", "_made")
+
+    def __init__(self, listener: SmcListener, made: SmcStream | Arrival) -> None:
+        self._listener = listener
+        self._made = made
+
+    async def stream(self) -> SmcStream | None:
+        """What is left of the handshake, then the stream; None: it had to be closed.
+
+        Raises nothing that the client can bring about.
+        """
+        made = self._made
+        return await self._listener.come_in(made) if isinstance(made, Arrival) else made
+
+    async def served(self) -> None:
+        """To be awaited when the stream was closed: the next connection may be about to come."""
+        await self._listener.expect_another()
 
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
@@ -102,7 +128,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._ready: deque[SmcStream] = deque()
         self._error: BaseException | None = None
         self._arrived = trio.Event()
-        self._take: Callable[[SmcStream], None] | None = None  # of `hand_out`
+        self._take: Callable[[Incoming], None] | None = None  # of `hand_out`
         self._to_serve = self._accepting = to_serve
         self._closed = False
         self._arrivals: set[Arrival] = set()
@@ -111,6 +137,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._shaking: dict[Arrival, None] = {}
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
+        self._came = 0
+        self._vigil = Vigil(_VIGIL * config.spin)
         self._released = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)
@@ -152,10 +180,11 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         finally:
             self._accepting = False
 
-    async def hand_out(self, take: Callable[[SmcStream], None]) -> NoReturn:
-        """As `accept` time and again, but call ``take`` with each stream, in no task of its own.
+    async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
+        """As `accept` time and again, but call ``take`` for each connection as soon as TCP has it.
 
-        That saves a server two passes of the scheduler for each connection.  Ends with what
+        ``take`` starts a task, which finishes the handshake and goes on with the stream: that saves
+        a server a task and two passes of the scheduler for each connection.  Ends with what
         ``take`` raises, and as `accept` does.
         """
         self._begin_to_accept()
@@ -185,10 +214,10 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._arrived = trio.Event()
         await self._arrived.wait()
 
-    def _hand_one(self, stream: SmcStream, take: Callable[[SmcStream], None]) -> None:
+    def _hand_one(self, stream: SmcStream, take: Callable[[Incoming], None]) -> None:
         self._release()
         try:
-            take(stream)
+            take(Incoming(self, stream))
         except BaseException:
             stream.abort()
             raise
@@ -237,10 +266,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _serve_one(
         self, handler: Callable[[SmcStream], Awaitable[object]], arrival: Arrival
     ) -> None:
-        try:
-            stream = await self._shake_hands(arrival)
-        finally:
-            self._release()
+        stream = await self.come_in(arrival)
         if stream is not None:
             try:
                 await handler(stream)
@@ -249,6 +275,24 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                     stream.close_forcefully()
                 else:
                     await trio.aclose_forcefully(stream)
+            if isinstance(stream, RdmaStream):
+                await self.expect_another()
+
+    async def come_in(self, arrival: Arrival) -> SmcStream | None:
+        """The handshake of one that nobody has to take any more."""
+        try:
+            return await self._shake_hands(arrival)
+        finally:
+            self._release()
+
+    async def expect_another(self) -> None:
+        """A connection has been served: stay awake for the next one, where that is worth it.
+
+        A server of short connections sleeps in between, and to be woken takes a tenth of what such
+        a connection takes.
+        """
+        came = self._came
+        await self._vigil.keep(lambda: self._came != came or self._closed)
 
     async def _run(self) -> None:
         with self._stack.busy(self._scope), self._scope:
@@ -256,13 +300,28 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
                 def begin(arrival: Arrival) -> None:
                     stream = arrival.plain_stream()
-                    if stream is None:
-                        nursery.start_soon(self._keep_one, arrival)
-                    else:
+                    if stream is not None:
                         self._arrivals.remove(arrival)
                         self._keep(stream)
+                    elif self._take is None or not self._begin_at_once(arrival, self._take):
+                        nursery.start_soon(self._keep_one, arrival)
 
                 await self._accept_all(begin)
+
+    def _begin_at_once(self, arrival: Arrival, take: Callable[[Incoming], None]) -> bool:
+        """Hand one out before its handshake; False: not to this one, who is done for."""
+        try:
+            take(Incoming(self, arrival))
+        except BaseException as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: BaseException) -> None:
+        """Something that is for who serves, and not for the task that accepts."""
+        self._take = None
+        self._error = error
+        self._arrived.set()
 
     async def _keep_one(self, arrival: Arrival) -> None:
         stream = None
@@ -279,8 +338,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             try:
                 self._hand_one(stream, self._take)
             except BaseException as error:
-                self._error = error  # of who serves, not of this task
-                self._arrived.set()
+                self._failed(error)
             return
         self._ready.append(stream)
         self._arrived.set()
@@ -320,7 +378,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._released.wait()
         try:
             await trio.lowlevel.wait_readable(self.socket)
-            for _ in range(_ACCEPTS_AT_ONCE):
+            # Where one comes after the other, to ask for a second keeps the first one waiting.
+            for _ in range(_ACCEPTS_AT_ONCE if self._shaking else 1):
                 if not self._has_room() or self.socket.fileno() < 0:
                     break
                 accepted, remote = plain.accept()
@@ -330,6 +389,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                     self._stack, config, self.publication, accepted, remote, busy=busy
                 )
                 self._held += 1
+                self._came += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:
                     self._shaking[arrival] = None

@@ -10,9 +10,10 @@ that each was paid for and slept through all the same, it is made as long as the
 misses as often as it hits it only takes the processor from the peer, and each time it takes twice
 as many such waits until it is tried again.
 
-There are two who wait so: `rnic.pump` for completions, and with `Spinner` each handshake for a
-message of a peer on this host, which answers within some 100 µs.  Whoever shares its loop with
-other work sleeps: that work is then what the time is for.
+There are three who wait so: `rnic.pump` for completions, with `Spinner` each handshake for a
+message of a peer on this host, which answers within some 100 µs, and with `Vigil` a server whose
+connections are short for the next one, of which Trio's loop alone can tell.  Whoever shares its
+loop with other work sleeps: that work is then what the time is for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptiveSpin",
     "Look",
     "Spinner",
+    "Vigil",
 ]
 
 Look = Callable[[], bool]
@@ -137,19 +139,27 @@ class AdaptiveSpin:
         while True:
             for look in looks:
                 if look():
-                    self._misses = 0
-                    self.tired = False
-                    self._gain += 1
+                    self.met()
                     return look
             if now() >= end:
-                self._misses += 1
-                self._gain -= 1
-                self.tired = self._misses >= self._patience
-                if self.tired and self.ns > self._asked:
-                    self._end_stretch()
+                self.missed()
                 return None
             # With one processor for both ends the peer could not get on otherwise.
             os.sched_yield()
+
+    def met(self) -> None:
+        """A try was fruitful."""
+        self._misses = 0
+        self.tired = False
+        self._gain += 1
+
+    def missed(self) -> None:
+        """A try was fruitless."""
+        self._misses += 1
+        self._gain -= 1
+        self.tired = self._misses >= self._patience
+        if self.tired and self.ns > self._asked:
+            self._end_stretch()
 
 
 _LOOKS: Final = 4
@@ -206,3 +216,34 @@ class Spinner:
 
 NEVER: Final = Spinner(0.0, lambda: False)
 """For peers of other hosts, and for whoever has no stack."""
+
+
+class Vigil:
+    """Keeps Trio's loop awake for a moment, where nobody but the loop can look.
+
+    Args:
+      seconds: how long; 0: never.
+    """
+
+    __slots__ = ("_kept", "_spin")
+
+    def __init__(self, seconds: float) -> None:
+        self._spin = AdaptiveSpin(seconds, patience=4, seldom=64)
+        self._kept = False  # by some task
+
+    async def keep(self, came: Look) -> None:
+        """Have the loop turn until ``came`` is true, for one task at a time.  No checkpoint."""
+        spin = self._spin
+        if self._kept or not spin.ns or not spin.worthwhile():
+            return
+        self._kept = True
+        end = time.perf_counter_ns() + spin.ns
+        try:
+            while not came():
+                if time.perf_counter_ns() >= end:
+                    spin.missed()
+                    return
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            spin.met()
+        finally:
+            self._kept = False

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from trio_smc.connecting.connect import connect_socket
-from trio_smc.connecting.listener import SmcListener
+from trio_smc.connecting.listener import Incoming, SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import flat
@@ -142,7 +142,7 @@ class DropInSocket(trio.socket.SocketType):
     @property
     def type(self) -> stdlib_socket.SocketKind:
         """SOCK_STREAM."""
-        return self.plain.type
+        return stdlib_socket.SOCK_STREAM
 
     @property
     def proto(self) -> int:
@@ -407,9 +407,10 @@ class DropInSocket(trio.socket.SocketType):
             stream = await (await self._published()).accept()
         except _STREAM_ERRORS as error:
             raise _of_socket(error) from error
-        return self._accepted(stream)
+        return self.over(stream)
 
-    def _accepted(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
+    def over(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
+        """As `accept` gives it: the socket of a stream that came here, and the peer's address."""
         sock: Any = stream.socket
         if isinstance(stream, TcpStream):
             name = stream.accepted  # the peer may have reset the connection since
@@ -417,11 +418,11 @@ class DropInSocket(trio.socket.SocketType):
             name, sock = sock.getpeername(), sock._sock
         return DropInSocket(sock, self._find_stack, stream), name
 
-    async def hand_out(self, take: Callable[[DropInSocket], None]) -> NoReturn:
-        """`accept` for one who goes on accepting: ``take`` gets each connection, at once."""
+    async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
+        """`accept` for one who goes on accepting: ``take`` is called for each connection at once,
+        and starts a task that waits for the stream, which `over` makes a socket of."""
         try:
-            listener = await self._published()
-            await listener.hand_out(lambda stream: take(self._accepted(stream)[0]))
+            await (await self._published()).hand_out(take)
         except _STREAM_ERRORS as error:
             raise _of_socket(error) from error
 
@@ -433,6 +434,14 @@ class DropInSocket(trio.socket.SocketType):
         try:
             plain: Any = self.plain
             resolved = await plain._resolve_address_nocp(address, local=False)
+        except trio.Cancelled:
+            self.close()  # as Trio does, wherever it was cancelled
+            raise
+        await self.connect_to(resolved)
+
+    async def connect_to(self, resolved: Any) -> None:
+        """`connect` of a new socket, to an address that need not be looked up."""
+        try:
             stack = await self._find_stack()
             stack.runtime.check_usable()
             config = _config_of(stack)
@@ -440,7 +449,7 @@ class DropInSocket(trio.socket.SocketType):
                 await connect_socket(stack.runtime, self.plain, resolved, config, self._sock)
             )
         except trio.Cancelled:
-            self.close()  # as Trio does, wherever it was cancelled
+            self.close()
             raise
 
     def _take(self, stream: SmcStream) -> None:

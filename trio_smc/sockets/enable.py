@@ -12,7 +12,8 @@ start runs are wrapped to make it in each.  Sockets that come from the standard 
 `trio.open_tcp_stream` races the addresses of a name against each other, in a nursery, a task and a
 cancel scope for each.  An address needs no race; without one, a connection with one request takes
 a fourth less time.  And `trio.serve_listeners` (`trio.serve_tcp`, hypercorn) has each accepted
-connection go from one task to the next; of our sockets each is handed out where its handshake ends.
+connection go from one task to the next; with our sockets the handler's task begins with the
+handshake.
 
 What is not reached: a name that a module took from Trio before `enable` (``from trio import run``
 or ``from trio.socket import from_stdlib_socket``; with `trio.open_tcp_stream` only the shorter way
@@ -34,9 +35,10 @@ from typing import Any, Final
 import trio
 
 from trio_smc._api import find_stack, set_default_config
+from trio_smc._base.reasons import Mode
 from trio_smc.config.config import Config
 from trio_smc.connecting.dial import Target, numeric_targets
-from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE
+from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE, Incoming
 from trio_smc.sockets.drop_in import DropInFactory, DropInSocket
 
 __all__ = [
@@ -138,7 +140,10 @@ def _without_a_race(
         [(*kind, address)] = targets
         sock = trio.socket.socket(*kind)
         try:
-            await sock.connect(address)
+            if isinstance(sock, DropInSocket):
+                await sock.connect_to(address)
+            else:
+                await sock.connect(address)
             return trio.SocketStream(sock)
         except OSError as error:
             sock.close()
@@ -184,8 +189,8 @@ async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: 
     sock: Any = listener.socket
     context = copy_context()  # the server's, which its handlers are to have
 
-    def take(accepted: DropInSocket) -> None:
-        context.run(nursery.start_soon, _handle, trio.SocketStream(accepted), handler)
+    def take(incoming: Incoming) -> None:
+        context.run(nursery.start_soon, _handle, sock, incoming, handler)
 
     async with listener:
         while True:
@@ -201,11 +206,18 @@ async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: 
                 await trio.sleep(CAPACITY_PAUSE)
 
 
-async def _handle(stream: trio.SocketStream, handler: _Handler) -> None:
+async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler) -> None:
+    made = await incoming.stream()
+    if made is None:
+        return
+    accepted, _ = listening.over(made)
+    stream = trio.SocketStream(accepted)
     try:
         await handler(stream)
     finally:
-        await trio.aclose_forcefully(stream)
+        accepted.close()  # as `trio.aclose_forcefully` does, in more steps
+    if made.mode is Mode.SMC_R:
+        await incoming.served()
 
 
 def _init_and_carry(init: Callable[..., None]) -> Callable[..., None]:
