@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.rmb import Rmb
 from trio_smc.failover import replay
@@ -12,7 +13,7 @@ from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import DeliveryUnknown
 from trio_smc.wire import cdc
 
-__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive"]
+__all__ = ["CLOSE_TIMEOUT", "Cdc", "FakeChannel", "FakeHost", "Pair", "Write", "arrive", "hear"]
 
 CLOSE_TIMEOUT = 60.0
 PAGE = 4096
@@ -37,10 +38,20 @@ class Cdc(NamedTuple):
     endings: int = 0
 
 
-def arrive(connection: Connection, message: bytes) -> None:
-    """Hand over a message as a link does that is the only one."""
+def hear(connection: Connection, message: bytes) -> None:
+    """Hand over a message as a link does."""
     try:
-        connection.on_cdc_untrusted(message)
+        unpacked = cdc.unpack_untrusted(message)
+    except ProtocolError as error:
+        connection.protocol_error(error)
+        raise
+    connection.on_cdc_untrusted(unpacked)
+
+
+def arrive(connection: Connection, message: bytes) -> None:
+    """The same, as a link that is the only one."""
+    try:
+        hear(connection, message)
     except cdc.MessageMissing as error:
         connection.protocol_error(error)
         raise

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.campaigns import datapath as campaign
-from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write
+from tests.datapath.datapath_pair import Cdc, FakeChannel, Pair, Write, hear
 from trio_smc.datapath.connection import Connection
 from trio_smc.wire.cdc import UPDATE_REQUESTED, URGENT_PENDING, WRITER_BLOCKED, pack
 
@@ -473,7 +473,7 @@ def test_ten_percent_is_enough(pairs: list[Pair], read: int, told: bool) -> None
 
 def forge(pair: Pair, flags: int, count: int, sequence: int = 1) -> None:
     """A CDC message to B by hand."""
-    pair.b.on_cdc_untrusted(pack(sequence, 0xA1, 0, count, 0, 0, flags))
+    hear(pair.b, pack(sequence, 0xA1, 0, count, 0, 0, flags))
 
 
 @pytest.mark.rfc("4.5.1/3", "4.5.1/4", "A.4/12", "A.4/13")

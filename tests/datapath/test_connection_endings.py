@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, FakeHost, Write
+from tests.datapath.datapath_pair import CLOSE_TIMEOUT, Cdc, FakeChannel, FakeHost, Write, hear
 from trio_smc._base.errors import ProtocolError
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.cursor import to_wire
@@ -66,7 +66,8 @@ class Lone:
         self.memory.view[start : start + len(data)] = data
         self.written += len(data)
         self.sequence += 1
-        self.it.on_cdc_untrusted(
+        hear(
+            self.it,
             cdc.pack(
                 self.sequence,
                 1,
@@ -74,7 +75,7 @@ class Lone:
                 *to_wire(self.taken, SIZE, 0),
                 flags,
                 endings,
-            )
+            ),
         )
 
     def complete(self) -> None:

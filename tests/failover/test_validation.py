@@ -36,10 +36,9 @@ class Reader:
         self.given: list[int] = []
         self.lost: list[Exception] = []
 
-    def on_cdc_untrusted(self, data: bytes) -> None:
-        found = cdc.decode_untrusted(data)
-        sequence = found.sequence
-        if found.producer_flags & cdc.FAILOVER_VALIDATION:
+    def on_cdc_untrusted(self, message: cdc.CdcItems) -> None:
+        sequence, flags = message[1], message[7]
+        if flags & cdc.FAILOVER_VALIDATION:
             if (self.last - sequence) & 0x8000:
                 raise MessageMissing(f"{sequence} is missing after {self.last}")
             return
@@ -155,9 +154,9 @@ def test_a_connection_that_ended_meanwhile_is_nobodys_loss() -> None:
     connections = {1: one, 2: two}
     rings = Rings(connections, [validation(1, 9), message(2, 1)], [message(2, 2)])
 
-    def ended(data: bytes) -> None:
+    def ended(message: cdc.CdcItems) -> None:
         connections.pop(1, None)
-        two.given.append(int.from_bytes(data[2:4], "big"))
+        two.given.append(message[1])
 
     two.on_cdc_untrusted = ended  # type: ignore[method-assign]
     rings.take(1)
@@ -174,9 +173,9 @@ def test_a_connection_that_fails_when_it_is_judged_again_costs_no_other() -> Non
     )
     take = one.on_cdc_untrusted
 
-    def fails(data: bytes) -> None:
-        take(data)
-        if cdc.decode_untrusted(data).producer_flags:
+    def fails(message: cdc.CdcItems) -> None:
+        take(message)
+        if message[7]:
             raise ProtocolError("its cursors make no sense")
 
     one.on_cdc_untrusted = fails  # type: ignore[method-assign]
@@ -193,8 +192,8 @@ def test_the_rest_of_a_link_that_ends_is_found() -> None:
     )
     take = one.on_cdc_untrusted
 
-    def catches_up(data: bytes) -> None:
-        take(data)
+    def catches_up(message: cdc.CdcItems) -> None:
+        take(message)
         if one.last == 1:
             rings.mover.catch_up()
 

@@ -43,7 +43,6 @@ from trio_smc.wire.cdc import (
     FAILOVER_VALIDATION,
     SENDING_DONE,
     MessageMissing,
-    unpack_untrusted,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
     from trio_smc.datapath.messenger import Channel, Holder
     from trio_smc.datapath.rmb import Rmbe
+    from trio_smc.wire.cdc import CdcItems
 
 __all__ = ["Connection", "Host"]
 
@@ -550,8 +550,8 @@ class Connection:
 
     # --- from the peer -----------------------------------------------------------------------
 
-    def on_cdc_untrusted(self, message: bytes) -> None:
-        """Apply a CDC message that names our token.
+    def on_cdc_untrusted(self, message: CdcItems) -> None:
+        """Apply a CDC message that names our token, unpacked.
 
         Raises:
           MessageMissing: failover validation failed, and nothing has happened. When everything
@@ -559,12 +559,10 @@ class Connection:
             data is lost, and `protocol_error` is due.
           ProtocolError: it cannot be true; the connection has been aborted.
         """
+        _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = message
         arrived = False
         receiver, sender = self.receiver, self.sender
         try:
-            _, sequence, _, wrap, offset, taken_wrap, taken_offset, flags, endings = (
-                unpack_untrusted(message)
-            )
             if flags & FAILOVER_VALIDATION and not self._released:
                 self._validate_untrusted(sequence)
                 return

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from trio_smc.datapath.cursor import to_wire
 from trio_smc.rnic.verbs import DeliveryUnknown
 from trio_smc.wire import cdc
 
@@ -285,7 +286,20 @@ class Messenger:
         Raises DeliveryUnknown: it counts as posted, and its link fails.
         """
         sequence = (self.sequence + 1) & 0xFFFF
-        message = self._message(sequence, produced, flags, 0)
+        receiver = self._receiver
+        theirs, consumed, ours = self.peer_usable, receiver.consumed, receiver.usable
+        # As in `post`, in half the time: no calls, and // and % take less than divmod.
+        message = _pack(
+            _HEADER,
+            sequence,
+            self.peer_token,
+            produced // theirs & 0xFFFF,
+            self.peer_first + produced % theirs,
+            consumed // ours & 0xFFFF,
+            receiver.first + consumed % ours,
+            flags,
+            0,
+        )
         known = True
         try:
             if not channel.try_post(message, data, address, self.rkey):
@@ -293,8 +307,7 @@ class Messenger:
         except DeliveryUnknown:
             known = False
         self.sequence = sequence
-        receiver = self._receiver
-        receiver.told = receiver.consumed
+        receiver.told = consumed
         self.produced = self.announced = produced
         self.owed = False
         self.cdcs_sent += 1
@@ -310,29 +323,20 @@ class Messenger:
             flags |= self._tell_urgent()
         if self.flags & _LAST_WORD:
             self.silent = True
-        message = self._message(sequence, self.produced, flags, self.flags)
         receiver = self._receiver
+        message = cdc.pack(
+            sequence,
+            self.peer_token,
+            *to_wire(self.produced, self.peer_usable, self.peer_first),
+            *to_wire(receiver.consumed, receiver.usable, receiver.first),
+            flags,
+            self.flags,
+        )
         receiver.told = receiver.consumed
         self.announced = self.produced
         self.owed = False
         self.cdcs_sent += 1
         channel.post_cdc(self.poster, message)
-
-    def _message(self, sequence: int, produced: int, flags: int, endings: int) -> bytes:
-        """A CDC message with both cursors as they are, ``produced`` bytes written (A.4)."""
-        receiver = self._receiver
-        theirs, consumed, ours = self.peer_usable, receiver.consumed, receiver.usable
-        return _pack(
-            _HEADER,
-            sequence,
-            self.peer_token,
-            produced // theirs & 0xFFFF,  # not divmod: that takes longer
-            self.peer_first + produced % theirs,
-            consumed // ours & 0xFFFF,
-            receiver.first + consumed % ours,
-            flags,
-            endings,
-        )
 
     def owe(self) -> None:
         """Send a CDC message now, or as soon as there is room; nothing after C or A (A.4)."""

@@ -18,7 +18,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.wire.cdc import CDC_SIZE, CDC_TYPE, FAILOVER_VALIDATION, MessageMissing
+from trio_smc.wire.cdc import (
+    CDC_SIZE,
+    CDC_TYPE,
+    FAILOVER_VALIDATION,
+    MessageMissing,
+    unpack_untrusted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,10 +75,11 @@ class Backlog:
         """
         link, messages = self.link, self._messages
         message = messages.popleft()
-        connection = link.group.connections.get(int.from_bytes(message[4:8], "big"))
+        unpacked = unpack_untrusted(message)
+        connection = link.group.connections.get(unpacked[2])
         if connection is not None:
             try:
-                connection.on_cdc_untrusted(message)
+                connection.on_cdc_untrusted(unpacked)
             except MessageMissing as error:
                 if not give_up:
                     messages.appendleft(message)

@@ -102,8 +102,7 @@ _Result = TypeVar("_Result")
 
 def _checked(max_bytes: int) -> int:
     """As an integer.  Raises ValueError: it is not positive."""
-    if type(max_bytes) is not int:
-        max_bytes = operator.index(max_bytes)
+    max_bytes = operator.index(max_bytes)
     if max_bytes < 1:
         raise ValueError("max_bytes must be >= 1")
     return max_bytes
@@ -186,8 +185,11 @@ class RdmaStream(SmcStream):
         self._receiver, self._sender = core.receiver, core.sender
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
+        # With its methods, which are made anew each time they are looked up.
         self._sleepers = {
-            waiter: _Sleeper(core, stack.pump, waiter) for waiter in (_READER, _WRITER, _URGENT)
+            waiter: (sleeper, sleeper.wake, sleeper.abort)
+            for waiter in (_READER, _WRITER, _URGENT)
+            for sleeper in (_Sleeper(core, stack.pump, waiter),)
         }
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
@@ -401,7 +403,12 @@ class RdmaStream(SmcStream):
           trio.BrokenResourceError: the connection failed.
           trio.BusyResourceError: another task is receiving.
         """
-        most = _DEFAULT_RECEIVE if max_bytes is None else _checked(max_bytes)
+        if max_bytes is None:
+            most = _DEFAULT_RECEIVE
+        elif type(max_bytes) is int and max_bytes > 0:
+            most = max_bytes
+        else:
+            most = _checked(max_bytes)
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
@@ -691,13 +698,16 @@ class RdmaStream(SmcStream):
             pump.alone = 0
         if pump.resting:
             pump.rouse()
-        sleeper = self._sleepers[waiter]
+        sleeper, wake, abort = self._sleepers[waiter]
         sleeper.task = _current_task()
-        setattr(core, waiter, sleeper.wake)
+        if waiter is _READER:
+            core.on_readable = wake  # `setattr` takes longer
+        else:
+            setattr(core, waiter, wake)
         pump.waiting += 1
         pump.fresh = True
         try:
-            await _sleep(sleeper.abort)
+            await _sleep(abort)
             pump.awake -= 1
         finally:
             pump.waiting -= 1

@@ -28,7 +28,7 @@ lie in the ring and whether the token is anybody's is not the codec's to know: s
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from trio_smc._base.errors import ProtocolError
 
@@ -45,6 +45,7 @@ __all__ = [
     "URGENT_PENDING",
     "URGENT_PRESENT",
     "WRITER_BLOCKED",
+    "CdcItems",
     "CdcMessage",
     "MessageMissing",
     "decode_untrusted",
@@ -75,6 +76,9 @@ FAILOVER_VALIDATION = 0x08  # F: only token and sequence number count (4.6.1)
 SENDING_DONE = 0x80  # D
 CONNECTION_CLOSED = 0x40  # C
 ABNORMAL_CLOSE = 0x20  # A
+
+CdcItems: TypeAlias = tuple[int, int, int, int, int, int, int, int, int]
+"""The items of :data:`LAYOUT`: a CDC message on the receive path."""
 
 _pack = LAYOUT.pack
 _unpack = LAYOUT.unpack
@@ -123,9 +127,7 @@ def pack(
     )
 
 
-def unpack_untrusted(
-    data: bytes | bytearray | memoryview,
-) -> tuple[int, int, int, int, int, int, int, int, int]:
+def unpack_untrusted(data: bytes | bytearray | memoryview) -> CdcItems:
     """The receive path's decoder: the nine items of :data:`LAYOUT`, ``HEADER`` first.
 
     Reserved bytes are ignored, as RFC 7609, A.4 has it; reserved flag bits stay in the flags.
@@ -134,7 +136,7 @@ def unpack_untrusted(
       ProtocolError: not 44 bytes, or not type 0xFE with length 44.
     """
     try:
-        items: tuple[int, int, int, int, int, int, int, int, int] = _unpack(data)
+        items: CdcItems = _unpack(data)
     except struct.error:
         raise ProtocolError(f"CDC message of {len(data)} bytes instead of {CDC_SIZE}") from None
     if items[0] != HEADER:

@@ -15,7 +15,8 @@ from tests.rnic.memory_rnic import DEPTH, PlainQueuePair
 from tests.wire import vectors
 from trio_smc.rendezvous.links import own_rmbs
 from trio_smc.rendezvous.links.link import Link
-from trio_smc.wire import llc
+from trio_smc.rnic.verbs import WcOpcode
+from trio_smc.wire import cdc, llc
 
 BIG = 4 * SIZE
 
@@ -199,6 +200,25 @@ def test_a_link_full_of_data_has_room_for_llc_messages(world: World) -> None:
     assert len(link.qp.work) == posted + 32
     world.settle()
     assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize(("size", "length"), [(1, 44), (43, 44), (44, 43), (45, 44)])
+def test_a_cdc_message_that_cannot_be_read_costs_the_connection_that_it_names(
+    world: World, size: int, length: int, named: bool
+) -> None:
+    client, server = world.side(), world.side()
+    call, other = world.connect(client, server), world.connect(client, server)
+    connection = call.connections[1]
+    token = connection.alert_token if named else 0
+    message = bytearray(cdc.pack(1, token, 0, 0, 0, 0) + b"\0")[:size]
+    message[1:2] = bytes((length,))[: size - 1]
+    link = server.group.links[1]
+    link.on_completion((link.qp.qp_num, int(WcOpcode.RECV), 0, 0, bytes(message)))
+    hit = named and size > 1
+    assert connection.state == ("PEERABORTWAIT" if hit else "ACTIVE")
+    assert server.stack.groups._counts["unknown_tokens"] == (not hit)
+    assert exchange(world, other, (b"ping", b"pong")) == (b"pong", b"ping")
 
 
 @pytest.mark.parametrize("orderly", [False, True])

@@ -52,13 +52,14 @@ from trio_smc.rnic.verbs import (
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
-from trio_smc.wire.cdc import CDC_TYPE, MessageMissing
+from trio_smc.wire.cdc import CDC_TYPE, MessageMissing, unpack_untrusted
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._base.timers import Timer, Timers
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.terms import Terms
+    from trio_smc.wire.cdc import CdcItems
 
 __all__ = [
     "PATIENCE",
@@ -127,7 +128,6 @@ class AddressWait:
 LOGGER = logging.getLogger("trio_smc.link")
 
 _RECV: Final = int(WcOpcode.RECV)
-_from_bytes: Final = int.from_bytes
 _LLC_RESERVE: Final = 32
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
@@ -164,7 +164,7 @@ class PeerQueuePair:
 class LinkConnection(Poster, Protocol):
     """What a link needs of a connection that uses it."""
 
-    def on_cdc_untrusted(self, message: bytes) -> None:
+    def on_cdc_untrusted(self, message: CdcItems) -> None:
         """A CDC message for this connection arrived.  Raises MessageMissing, ProtocolError."""
 
     def protocol_error(self, exc: ProtocolError) -> None:
@@ -454,16 +454,30 @@ class Link:
             return
         if observer is not None:
             observer.cdc(self, False, data)
-        connection = self._connection_of.get(_from_bytes(data[4:8], "big"))
+        try:
+            message = unpack_untrusted(data)
+        except ProtocolError as error:
+            self._malformed(data, error)
+            return
+        connection = self._connection_of.get(message[2])
         if connection is None:
             self._host.count_unknown_token()
             return
         try:
-            connection.on_cdc_untrusted(data)
+            connection.on_cdc_untrusted(message)
         except MessageMissing:
             self.group.mover.message_missing(self, data)
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
+
+    def _malformed(self, data: bytes, error: ProtocolError) -> None:
+        """A CDC message cannot be read: that costs the connection which it names, if any."""
+        connection = self._connection_of.get(int.from_bytes(data[4:8], "big"))
+        if connection is None:
+            self._host.count_unknown_token()
+        else:
+            LOGGER.warning("%r: %s", self, error)
+            connection.protocol_error(error)
 
     def _sent(self, wr_id: int) -> None:
         pending = self._pending
