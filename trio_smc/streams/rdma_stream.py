@@ -415,8 +415,10 @@ class RdmaStream(SmcStream):
         try:
             receiver, pump = self._receiver, self._pump
             parked = False
-            if receiver.is_blank() and not self._deaf:
-                # The usual case, in which to look again would be for nothing.
+            if receiver.received == receiver.consumed and not (
+                receiver.done or receiver.error or self._deaf
+            ):
+                # It `is_blank`, without a call.  To look again, as below, would be for nothing.
                 leads = pump.resting and pump.is_led_asleep()
                 parked = await (self._lead(asleep=True) if leads else self._park(_READER))
             if not parked:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -52,7 +53,7 @@ from trio_smc.rnic.verbs import (
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import LINK
 from trio_smc.wire import llc
-from trio_smc.wire.cdc import CDC_TYPE, MessageMissing, unpack_untrusted
+from trio_smc.wire.cdc import CDC_TYPE, HEADER, LAYOUT, MessageMissing, unpack_untrusted
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
@@ -129,6 +130,7 @@ LOGGER = logging.getLogger("trio_smc.link")
 
 _RECV: Final = int(WcOpcode.RECV)
 _LLC_RESERVE: Final = 32
+_unpack_cdc: Final = LAYOUT.unpack
 _UNBOUNDED: Final = 1 << 62
 _MOST_PER_POST: Final = 3  # a wrapping write takes two requests, its CDC message a third
 _LEAST_FREE: Final = _LLC_RESERVE + _MOST_PER_POST
@@ -445,20 +447,18 @@ class Link:
             self._received = 0
             if self.machine.state != "DOWN":
                 self.qp.post_receive(count)
-        observer = self._host.observer
-        if not data or data[0] != CDC_TYPE:
-            if observer is not None:
-                observer.llc(self, False, data)
-            if not self.failing:  # exchanges begin anew over another link (2.3)
-                self.group.on_llc_untrusted(self, data)
+        # As `unpack_untrusted`, without a call.
+        try:
+            message = _unpack_cdc(data)
+        except struct.error:
+            self._other_untrusted(data)
             return
+        if message[0] != HEADER:
+            self._other_untrusted(data)
+            return
+        observer = self._host.observer
         if observer is not None:
             observer.cdc(self, False, data)
-        try:
-            message = unpack_untrusted(data)
-        except ProtocolError as error:
-            self._malformed(data, error)
-            return
         connection = self._connection_of.get(message[2])
         if connection is None:
             self._host.count_unknown_token()
@@ -470,12 +470,25 @@ class Link:
         except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)  # the connection has aborted itself
 
-    def _malformed(self, data: bytes, error: ProtocolError) -> None:
-        """A CDC message cannot be read: that costs the connection which it names, if any."""
+    def _other_untrusted(self, data: bytes) -> None:
+        """Take an LLC message; or a CDC message that cannot be read, which costs the connection
+        that it names, if any."""
+        observer = self._host.observer
+        if not data or data[0] != CDC_TYPE:
+            if observer is not None:
+                observer.llc(self, False, data)
+            if not self.failing:  # exchanges begin anew over another link (2.3)
+                self.group.on_llc_untrusted(self, data)
+            return
+        if observer is not None:
+            observer.cdc(self, False, data)
         connection = self._connection_of.get(int.from_bytes(data[4:8], "big"))
         if connection is None:
             self._host.count_unknown_token()
-        else:
+            return
+        try:
+            unpack_untrusted(data)
+        except ProtocolError as error:
             LOGGER.warning("%r: %s", self, error)
             connection.protocol_error(error)
 
