@@ -669,7 +669,7 @@ class RdmaStream(SmcStream):
         brought nothing only now and then.  With strict checkpoints its last call has let them run.
         """
         core, pump = self._core, self._pump
-        if waiter is _READER and pump.awake and self._misses % _SELDOM and not self._strict:
+        if waiter is _READER and pump.awake and (self._misses % _SELDOM or self._strict):
             # The shortest way to the usual end of all that follows.
             self._misses += 1
             if core.messenger.tell() and not self._receiver.is_blank():
