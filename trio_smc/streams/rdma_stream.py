@@ -403,12 +403,8 @@ class RdmaStream(SmcStream):
           trio.BrokenResourceError: the connection failed.
           trio.BusyResourceError: another task is receiving.
         """
-        if max_bytes is None:
-            most = _DEFAULT_RECEIVE
-        elif type(max_bytes) is int and max_bytes > 0:
-            most = max_bytes
-        else:
-            most = _checked(max_bytes)
+        most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
+        most = most if type(most) is int and most > 0 else _checked(most)
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving on this stream")
         self._receiving = True
@@ -684,18 +680,10 @@ class RdmaStream(SmcStream):
             if not pump.awake:
                 pump.drain()
                 pump.looks += 1
-            if getattr(core, waiter) is None:
+            if getattr(core, waiter) is None or (not pump.waiting and self._comes_in_spin(waiter)):
                 return False
-            if not pump.waiting:
-                pump.try_spin(
-                    lambda: getattr(core, waiter) is None,
-                    answered=core.messenger.produced != self._produced,
-                )
-                if getattr(core, waiter) is None:
-                    self._produced = core.messenger.produced
-                    return False
-                if waiter is _READER and pump.may_lead():
-                    return await self._lead()
+            if waiter is _READER and not pump.waiting and pump.may_lead():
+                return await self._lead()
         if pump.waiting:
             pump.alone = 0
         if pump.resting:
@@ -713,6 +701,18 @@ class RdmaStream(SmcStream):
             pump.awake -= 1
         finally:
             pump.waiting -= 1
+        self._produced = core.messenger.produced
+        return True
+
+    def _comes_in_spin(self, waiter: str) -> bool:
+        """Spin, where that is worth it; whether what somebody waits for has come meanwhile."""
+        core = self._core
+        self._pump.try_spin(
+            lambda: getattr(core, waiter) is None,
+            answered=core.messenger.produced != self._produced,
+        )
+        if getattr(core, waiter) is not None:
+            return False
         self._produced = core.messenger.produced
         return True
 
