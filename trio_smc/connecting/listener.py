@@ -99,11 +99,11 @@ class Incoming:
         Raises nothing that the client can bring about.
         """
         made = self._made
-        return await self._listener.come_in(made) if isinstance(made, Arrival) else made
+        return await self._listener._come_in(made) if isinstance(made, Arrival) else made
 
     async def served(self) -> None:
         """To be awaited when the stream was closed: the next connection may be about to come."""
-        await self._listener.expect_another()
+        await self._listener._expect_another()
 
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
@@ -266,7 +266,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _serve_one(
         self, handler: Callable[[SmcStream], Awaitable[object]], arrival: Arrival
     ) -> None:
-        stream = await self.come_in(arrival)
+        stream = await self._come_in(arrival)
         if stream is not None:
             try:
                 await handler(stream)
@@ -276,16 +276,16 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 else:
                     await trio.aclose_forcefully(stream)
             if isinstance(stream, RdmaStream):
-                await self.expect_another()
+                await self._expect_another()
 
-    async def come_in(self, arrival: Arrival) -> SmcStream | None:
+    async def _come_in(self, arrival: Arrival) -> SmcStream | None:
         """The handshake of one that nobody has to take any more."""
         try:
             return await self._shake_hands(arrival)
         finally:
             self._release()
 
-    async def expect_another(self) -> None:
+    async def _expect_another(self) -> None:
         """A connection has been served: stay awake for the next one, where that is worth it.
 
         A server of short connections sleeps in between, and to be woken takes a tenth of what such
