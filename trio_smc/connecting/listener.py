@@ -60,12 +60,12 @@ _HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
 _GRACE: Final = 1.0  # how long a client may say nothing, whoever comes; seconds
 _GIVE_WAY_OF: Final = 32  # handshakes, of which one gives way at a time
 _LOOK_INTERVAL: Final = 0.02
+_VIGIL_SPINS: Final = 4
+"""So many times `Config.spin` a client takes from the end of a connection to the next one."""
 
 
 # The kernel keeps it in 16 bits and may take more for less.
 _MAX_BACKLOG: Final = 0xFFFF
-_VIGIL: Final = 4
-"""So many times `Config.spin` a client takes from the end of a connection to the next one."""
 
 
 class ListenerHost(HandshakeHost, Protocol):
@@ -137,8 +137,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._shaking: dict[Arrival, None] = {}
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
-        self._came = 0
-        self._vigil = Vigil(_VIGIL * config.spin)
+        self._came = 0  # connections that were accepted so far
+        self._vigil = Vigil(_VIGIL_SPINS * config.spin)
         self._released = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)

@@ -433,24 +433,20 @@ class DropInSocket(trio.socket.SocketType):
             return
         try:
             plain: Any = self.plain
-            resolved = await plain._resolve_address_nocp(address, local=False)
+            await self.connect_to(await plain._resolve_address_nocp(address, local=False))
         except trio.Cancelled:
             self.close()  # as Trio does, wherever it was cancelled
             raise
-        await self.connect_to(resolved)
 
     async def connect_to(self, resolved: Any) -> None:
-        """`connect` of a new socket, to an address that need not be looked up."""
-        try:
-            stack = await self._find_stack()
-            stack.runtime.check_usable()
-            config = _config_of(stack)
-            self._take(
-                await connect_socket(stack.runtime, self.plain, resolved, config, self._sock)
-            )
-        except trio.Cancelled:
-            self.close()
-            raise
+        """`connect` of a new socket, to an address that need not be looked up.
+
+        Whoever calls it closes the socket when it raises.
+        """
+        stack = await self._find_stack()
+        stack.runtime.check_usable()
+        config = _config_of(stack)
+        self._take(await connect_socket(stack.runtime, self.plain, resolved, config, self._sock))
 
     def _take(self, stream: SmcStream) -> None:
         """It is connected."""
