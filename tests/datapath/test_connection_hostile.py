@@ -303,6 +303,36 @@ def test_a_message_missing_after_a_failover_is_a_loss(
         assert pair.b.state == "ACTIVE"
 
 
+def test_after_a_failover_a_cursor_may_lie_behind(pair: Pair) -> None:
+    """Linux says so when it tells what it has read before it has written again (4.6.2)."""
+    hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+    woken: list[str] = []
+    pair.b.on_readable = lambda: woken.append("reader")
+    old = (0, 700)
+    hear(pair.b, message(pair, producer=old, flags=cdc.URGENT_PRESENT | cdc.WRITER_BLOCKED))
+    hear(pair.b, message(pair, producer=old, sequence=4))
+    receiver = pair.b.receiver
+    assert pair.b.state == "ACTIVE"
+    assert (receiver.received, receiver.readable, receiver.urgent_mark, woken) == (1001, 0, 0, [])
+    hear(pair.b, message(pair, producer=(0, 1004), sequence=5))
+    assert (receiver.received, receiver.readable, woken) == (1004, 3, ["reader"])
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_cursor_lies_behind_by_a_ring_at_most_and_only_after_a_failover(
+    pair: Pair, validated: bool
+) -> None:
+    if validated:
+        hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+        back = 1001 - pair.b.rmbe.usable - 1
+    else:
+        back = 1000
+    wrap, offset = divmod(back, pair.b.rmbe.usable)
+    with pytest.raises(ProtocolError, match="cursor"):
+        hear(pair.b, message(pair, producer=(wrap & 0xFFFF, offset)))
+    assert pair.b.state in ABORTED
+
+
 # --- the eye catcher -------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from trio_smc.wire.cdc import (
     CONNECTION_CLOSED,
     FAILOVER_VALIDATION,
     SENDING_DONE,
+    URGENT_PRESENT,
     MessageMissing,
 )
 
@@ -573,8 +574,9 @@ class Connection:
             self.cdcs_received += 1
             if not self._aborting:
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
-                    receiver.producer_untrusted(wrap, offset)
-                    arrived = True
+                    arrived = receiver.producer_untrusted(wrap, offset)
+                    if not arrived:
+                        flags &= ~URGENT_PRESENT  # before a cursor that says nothing new
                     if self.sent_closed:
                         receiver.drop_unread()
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:
@@ -633,6 +635,7 @@ class Connection:
                 f"data was lost with a link: message {sequence} is missing after "
                 f"{self._last_received}"
             )
+        self.receiver.replayed = True
 
     # --- for the receiver --------------------------------------------------------------------
 

@@ -13,14 +13,15 @@ ring of ``usable`` bytes (element size - first) therefore::
 
 A pair names a count modulo 65536 rings. An honest cursor advances by at most one ring between
 two messages, so the way back is unique, and one comparison finds every lie: a cursor that goes
-back looks like an advance of nearly 65536 rings.
+back looks like an advance of nearly 65536 rings. Only a peer that has just changed links may send
+one that goes back, and by no more than a ring (`is_behind_untrusted`).
 """
 
 from __future__ import annotations
 
 from trio_smc._base.errors import ProtocolError
 
-__all__ = ["advance_untrusted", "to_wire"]
+__all__ = ["advance_untrusted", "is_behind_untrusted", "to_wire"]
 
 
 def to_wire(count: int, usable: int, first: int) -> tuple[int, int]:
@@ -62,3 +63,19 @@ def advance_untrusted(
             "the last: {}:{}".format(*to_wire(count, usable, first))
         )
     return count + advance
+
+
+def is_behind_untrusted(count: int, wrap: int, offset: int, *, usable: int, first: int) -> bool:
+    """Whether a received (wrap, offset) pair stands for less than ``count``, by a ring at most.
+
+    Args:
+      count: the last known value of this cursor, bytes since the connection began.
+      wrap: wrap sequence number received, 16 bits.
+      offset: cursor received, bytes from the start of the RMBE.
+      usable: bytes of the ring.
+      first: offset of the ring's first byte: 4 or 0.
+    """
+    position = offset - first
+    if not 0 <= position < usable:
+        return False
+    return 0 < (count - wrap * usable - position) % (usable << 16) <= usable

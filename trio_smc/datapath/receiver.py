@@ -29,6 +29,10 @@ the peer says. Every other CDC message carries the cursor for free.
 The peer can change the ring's bytes at any time: they are copied out once and never looked at
 again in place.
 
+A peer that changes links writes again what may not have arrived (4.6.2). Linux's producer cursor
+goes back for that to what it knows to have arrived, and a CDC message that it sends for another
+reason meanwhile says so. By its window that is at most a ring behind ``received``, and no news.
+
 Urgent data (4.7.5, 4.7.6)
 --------------------------
 P in a CDC message says that urgent data is on its way, U that it is there: the byte before the
@@ -51,7 +55,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cursor import advance_untrusted
+from trio_smc.datapath.cursor import advance_untrusted, is_behind_untrusted
 from trio_smc.wire.cdc import (
     UPDATE_REQUESTED,
     URGENT_PENDING,
@@ -95,6 +99,7 @@ class Receiver:
       done: the peer has said that it sends nothing more.
       purged: what it had sent was dropped.
       open: the application may see what has come.
+      replayed: the peer has changed links: its cursor may have gone back.
       writer_waits: the peer's writer is blocked (B).
       urgent_mark: the count behind the last urgent byte.
       urgent_inline: leave urgent bytes that arrive from now on in the stream.
@@ -121,6 +126,7 @@ class Receiver:
         "received",
         "received_offset",
         "received_wrap",
+        "replayed",
         "told",
         "urgent_inline",
         "urgent_mark",
@@ -142,6 +148,7 @@ class Receiver:
         self.done: bool = False
         self.purged: bool = False
         self.open: bool = False
+        self.replayed: bool = False
         self.watchful: bool = False
         self._tell_all = False  # the peer waits for each cursor update: R, P or U
         self.writer_waits: bool = False
@@ -317,8 +324,11 @@ class Receiver:
 
     # --- what the peer says ------------------------------------------------------------------
 
-    def producer_untrusted(self, wrap: int, offset: int) -> None:
-        """Follow the peer's producer cursor; the caller knows that it has moved.
+    def producer_untrusted(self, wrap: int, offset: int) -> bool:
+        """Follow the peer's producer cursor; the caller knows that it is not what it was.
+
+        Returns:
+          Whether it has moved on; else it is from before a failover.
 
         Raises:
           ProtocolError: it left the window, or moved after the peer said it was done.
@@ -330,13 +340,13 @@ class Receiver:
             or offset >= usable
             or not self.received < count <= self.told + usable
         ):
+            first = self.first
+            if self.replayed and is_behind_untrusted(
+                self.received, wrap, offset, usable=usable, first=first
+            ):
+                return False
             count = advance_untrusted(
-                self.received,
-                wrap,
-                offset,
-                usable=usable,
-                first=self.first,
-                limit=self.told + usable,
+                self.received, wrap, offset, usable=usable, first=first, limit=self.told + usable
             )
         if self.done and count != self.received:
             raise ProtocolError("data after the end of the data")
@@ -347,6 +357,7 @@ class Receiver:
         self.received = count
         self.received_wrap = wrap
         self.received_offset = offset
+        return True
 
     def flags_untrusted(self, flags: int, arrived: bool) -> bool:
         """Apply producer flags, where they or those of the message before say anything.
