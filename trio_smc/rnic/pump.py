@@ -467,22 +467,27 @@ class Pump:
                 self._waiting_since, self._met_at = 0, now
                 return True
         if tired:
+            if not spinning.may_step_aside():
+                return False
             # Who leads is alone, and needs not ask, which takes as long as all the rest.
             if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
+                spinning.stay()
                 return False
-            spinning.step_aside(now)
-            if not self.drain() or not (ready is None or ready()):
+            if not spinning.step_aside(self.drain) or not (ready is None or ready()):
                 return False
             self._waiting_since, self._met_at = 0, now
             self.may_lead()  # as if it had waited, which is for the next time
             return True
         end = now + spinning.ns
-        while not trio.lowlevel.current_statistics().tasks_runnable and self._spin(end):
+        while not trio.lowlevel.current_statistics().tasks_runnable:
+            if not self._spin(end):
+                return False
             if ready is None or ready():
                 self._waiting_since, self._met_at = 0, now
                 return True
             if _now() >= end:
-                break  # all that comes is for others
+                return False  # all that comes is for others
+        spinning.hindered()
         return False
 
     def _spin(self, end: int) -> bool:
@@ -609,15 +614,16 @@ class Pump:
         spinning, began = self._spinning, self._waiting_since
         if not self._paused and spinning.worthwhile():
             if trio.lowlevel.current_statistics().tasks_runnable:
+                spinning.hindered()
                 return False
             if not self._spin(began + spinning.ns):
                 return False
             self._met_at = began
             return True
-        if answered and spinning.ns:
+        if answered and spinning.ns and spinning.may_step_aside():
             stirs = lane.stirs
             if not stirs():  # else the peer has run on this processor in between, and has answered
-                spinning.step_aside(began)
+                spinning.step_aside(stirs)
         return False
 
     def _is_met_armed(self, lane: _Lane) -> bool:

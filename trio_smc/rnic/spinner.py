@@ -47,6 +47,8 @@ _MOST_ALIKE: Final = 1024
 """And so many when that was often in vain."""
 
 
+_MOST_VAIN: Final = 8
+_LESS_ASIDE: Final = 16
 _LONG_TURN_NS: Final = 1_000_000
 _SELDOM_ASIDE: Final = 64
 
@@ -65,8 +67,8 @@ class AdaptiveSpin:
     """
 
     __slots__ = (
-        "_asked", "_crowded", "_gain", "_habit", "_misses", "_near", "_patience", "_seldom",
-        "_tries", "ns", "tired",
+        "_aloof", "_asked", "_gain", "_habit", "_misses", "_near", "_patience", "_seldom",
+        "_tries", "_vain", "ns", "tired",
     )  # fmt: skip
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
@@ -80,7 +82,8 @@ class AdaptiveSpin:
         self._misses = 0
         self.tired: bool = False
         self._tries = 0
-        self._crowded = 0  # so many times more nobody steps aside
+        self._vain = 0  # so many times in a row stepping aside brought nothing
+        self._aloof = 0  # so many times more nobody steps aside
 
     def slept(self, ns: int) -> None:
         """A wait that no spin has met took so long, the spin included."""
@@ -112,20 +115,39 @@ class AdaptiveSpin:
         self._tries += 1
         return self._tries % self._seldom == 0
 
-    def step_aside(self, now: int) -> None:
+    def may_step_aside(self) -> bool:
+        """Whether to `step_aside` now; to be asked once for each wait."""
+        if self._aloof:
+            self._aloof -= 1
+            return False
+        return True
+
+    def step_aside(self, came: Look) -> bool:
         """Let a peer run now that waits for this processor, as it may have been woken on it.
 
-        What keeps the processor for long is no such peer; then this is seldom done.
+        Where that was in vain several times in a row it is done less often; seldom, where others
+        keep the processor for long.
 
         Args:
-          now: what `time.perf_counter_ns` gave just before.
+          came: whether it has answered meanwhile; called once, to be returned.
         """
-        if self._crowded:
-            self._crowded -= 1
-            return
+        began = time.perf_counter_ns()
         os.sched_yield()
-        if time.perf_counter_ns() - now > _LONG_TURN_NS:
-            self._crowded = _SELDOM_ASIDE
+        took = time.perf_counter_ns() - began
+        fruitful = came()
+        if fruitful:
+            self._vain = 0
+        else:
+            self.stay()
+        if took > _LONG_TURN_NS:
+            self._aloof = _SELDOM_ASIDE
+        return fruitful
+
+    def stay(self) -> None:
+        """To step aside was in vain, or others have to run."""
+        self._vain += 1
+        if self._vain >= _MOST_VAIN:
+            self._aloof = _LESS_ASIDE
 
     def spin(self, looks: Iterable[Look], end: int) -> Look | None:
         """Take one look after the other, round and round; returns the first that is fruitful.
@@ -152,6 +174,11 @@ class AdaptiveSpin:
         self._misses = 0
         self.tired = False
         self._gain += 1
+
+    def hindered(self) -> None:
+        """A try was not made, as others have to run; to find that out takes a while, too."""
+        self._misses += 1
+        self.tired = self._misses >= self._patience
 
     def missed(self) -> None:
         """A try was fruitless."""
