@@ -82,7 +82,7 @@ class StreamEndpoint(Protocol):
         """The stream was collected, and nobody had closed it."""
 
 
-_DEFAULT_RECEIVE: Final = 65536
+_DEFAULT_RECEIVE: Final = 131072
 # What each call needs, looked up once.
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
