@@ -473,7 +473,8 @@ class Pump:
             if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
                 spinning.stay()
                 return False
-            if not spinning.step_aside(self.drain) or not (ready is None or ready()):
+            spinning.step_aside()
+            if not self.drain() or not (ready is None or ready()):
                 return False
             self._waiting_since, self._met_at = 0, now
             self.may_lead()  # as if it had waited, which is for the next time
@@ -623,7 +624,7 @@ class Pump:
         if answered and spinning.ns and spinning.may_step_aside():
             stirs = lane.stirs
             if not stirs():  # else the peer has run on this processor in between, and has answered
-                spinning.step_aside(stirs)
+                spinning.step_aside()
         return False
 
     def _is_met_armed(self, lane: _Lane) -> bool:

@@ -47,8 +47,9 @@ _MOST_ALIKE: Final = 1024
 """And so many when that was often in vain."""
 
 
-_MOST_VAIN: Final = 8
-_LESS_ASIDE: Final = 16
+_MOST_VAIN: Final = 64
+_NO_TURN_NS: Final = 10_000
+"""Less than anybody needs to be switched to, to take a message and to answer it."""
 _LONG_TURN_NS: Final = 1_000_000
 _SELDOM_ASIDE: Final = 64
 
@@ -122,32 +123,27 @@ class AdaptiveSpin:
             return False
         return True
 
-    def step_aside(self, came: Look) -> bool:
+    def step_aside(self) -> None:
         """Let a peer run now that waits for this processor, as it may have been woken on it.
 
-        Where that was in vain several times in a row it is done less often; seldom, where others
-        keep the processor for long.
-
-        Args:
-          came: whether it has answered meanwhile; called once, to be returned.
+        Where nobody did, several times in a row, it is done less often, and so it is where others
+        keep the processor for long, who are no such peer.
         """
         began = time.perf_counter_ns()
         os.sched_yield()
         took = time.perf_counter_ns() - began
-        fruitful = came()
-        if fruitful:
-            self._vain = 0
-        else:
+        if took < _NO_TURN_NS:
             self.stay()
+            return
+        self._vain = 0
         if took > _LONG_TURN_NS:
             self._aloof = _SELDOM_ASIDE
-        return fruitful
 
     def stay(self) -> None:
-        """To step aside was in vain, or others have to run."""
+        """To step aside was in vain, or other tasks have to run."""
         self._vain += 1
         if self._vain >= _MOST_VAIN:
-            self._aloof = _LESS_ASIDE
+            self._aloof = _SELDOM_ASIDE
 
     def spin(self, looks: Iterable[Look], end: int) -> Look | None:
         """Take one look after the other, round and round; returns the first that is fruitful.
