@@ -621,11 +621,16 @@ class Pump:
                 return False
             self._met_at = began
             return True
-        if answered and spinning.ns and spinning.may_step_aside():
-            stirs = lane.stirs
-            if not stirs():  # else the peer has run on this processor in between, and has answered
-                spinning.step_aside()
-        return False
+        if not answered or not spinning.ns or not spinning.may_step_aside():
+            return False
+        stirs = lane.stirs
+        if not stirs():  # else the peer has run on this processor in between, and has answered
+            spinning.step_aside()
+            if not stirs():
+                return False
+        self.looks += 1
+        self._met_at = began
+        return self.drain()
 
     def _is_met_armed(self, lane: _Lane) -> bool:
         """Arm; True: something came before that, do not wait for the doorbell."""
