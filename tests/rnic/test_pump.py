@@ -125,7 +125,7 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy; `TestPauses` is about pauses."""
-    monkeypatch.setattr("trio_smc.rnic.pump._PAUSE_NS", 1 << 62)
+    monkeypatch.setattr("trio_smc.rnic.pump.PAUSE_NS", 1 << 62)
 
 
 @contextlib.asynccontextmanager
@@ -1078,7 +1078,7 @@ class TestPauses:
 
     @pytest.fixture
     def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
-        monkeypatch.setattr("trio_smc.rnic.pump._PAUSE_NS", int(PATIENCE * 1e9))
+        monkeypatch.setattr("trio_smc.rnic.pump.PAUSE_NS", int(PATIENCE * 1e9))
         pump = Pump(spin=1e-6)
         pump._met_at = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
         return pump

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 import trio
 
-from trio_smc.rnic.spinner import AdaptiveSpin, Spinner, Vigil
+from trio_smc.rnic.spinner import PAUSE_NS, AdaptiveSpin, Spinner, Vigil
 
 QUICK = 1e-3
 PATIENT = 10.0
@@ -134,6 +135,53 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
     assert spin.ns == 50_000
 
 
+def test_a_peer_that_makes_pauses_is_not_waited_for_awake_for_long() -> None:
+    """Two of them are enough, one is not, where it takes eight tries else."""
+    spin = AdaptiveSpin(50e-6, patience=8, seldom=64)
+    for _ in range(2):
+        assert spin.worthwhile()
+        assert spin.spin([nothing_came], 0) is None
+        spin.slept(PAUSE_NS + 1)
+    assert not spin.worthwhile()
+    spin.met()
+    for _ in range(2):
+        assert spin.worthwhile()
+        assert spin.spin([nothing_came], 0) is None
+        spin.slept(PAUSE_NS - 1)
+    assert spin.worthwhile()
+
+
+def test_who_is_hindered_time_and_again_asks_less_often() -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin.hindered()
+    assert spin.worthwhile()
+    spin.hindered()
+    assert [spin.worthwhile() for _ in range(64)] == [False] * 63 + [True]
+
+
+@pytest.mark.parametrize(
+    ("turn", "asked"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["nobody", "peer", "others"]
+)
+def test_stepping_aside_is_for_who_takes_a_short_turn(
+    turn: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has run: after 64 times only each 65th time.  For long: so at once."""
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    now, yields = 0, 0
+
+    def sched_yield() -> None:
+        nonlocal now, yields
+        yields += 1
+        now += int(turn * 1e9)
+
+    monkeypatch.setattr(os, "sched_yield", sched_yield)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
+    for _ in range(200):
+        if spin.may_step_aside():
+            spin.step_aside()
+    assert yields == asked
+
+
 @pytest.mark.parametrize("fruitful", [False, True])
 def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bool) -> None:
     spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
@@ -146,7 +194,7 @@ def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bo
         before = number
         if fruitful:
             assert spin.spin([lambda: True], 0)
-            spin.slept(1_000_000)
+            spin.slept(500_000)
         else:
             assert spin.spin([nothing_came], 0) is None
             assert spin.spin([nothing_came], 0) is None

@@ -42,7 +42,6 @@ from trio_smc.wire.cdc import (
     CONNECTION_CLOSED,
     FAILOVER_VALIDATION,
     SENDING_DONE,
-    URGENT_PRESENT,
     MessageMissing,
 )
 
@@ -575,8 +574,6 @@ class Connection:
             if not self._aborting:
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
-                    if not arrived:
-                        flags &= ~URGENT_PRESENT  # before a cursor that says nothing new
                     if self.sent_closed:
                         receiver.drop_unread()
                 if taken_offset != sender.taken_offset or taken_wrap != sender.taken_wrap:

@@ -107,6 +107,7 @@ class Receiver:
     """
 
     __slots__ = (
+        "_behind",
         "_eye_catcher",
         "_hidden",
         "_least_update",
@@ -149,6 +150,7 @@ class Receiver:
         self.purged: bool = False
         self.open: bool = False
         self.replayed: bool = False
+        self._behind = False  # so is the cursor of the message whose flags come next
         self.watchful: bool = False
         self._tell_all = False  # the peer waits for each cursor update: R, P or U
         self.writer_waits: bool = False
@@ -344,6 +346,7 @@ class Receiver:
             if self.replayed and is_behind_untrusted(
                 self.received, wrap, offset, usable=usable, first=first
             ):
+                self._behind = self.watchful = True
                 return False
             count = advance_untrusted(
                 self.received, wrap, offset, usable=usable, first=first, limit=self.told + usable
@@ -372,6 +375,9 @@ class Receiver:
         Raises:
           ProtocolError: it calls urgent what cannot be.
         """
+        if self._behind:
+            self._behind = False
+            flags &= ~URGENT_PRESENT  # that byte is no news either
         urgent = bool((flags | self._urgent_flags) & _URGENT)
         if urgent:
             self._urgent_untrusted(flags & _URGENT, arrived)

@@ -18,7 +18,7 @@ go, its thread waits for in any case.
 Waking a sleeping thread costs more than everything else a small message costs, hence the spin
 (`spinner`), one for each task that begins to wait.  There is none while no task waits for a
 completion, or none has begun to since the last one: what Trio sleeps for then may come by another
-way, as a new connection does.  And there is none after a pause (`_PAUSE_NS`): the peer has fallen
+way, as a new connection does.  And there is none after a pause (`PAUSE_NS`): the peer has fallen
 asleep, and to wake it takes longer than a spin.
 
 What ends a sleep is worked off in the order in which somebody waits for it: those whose data came
@@ -59,7 +59,7 @@ from typing import Final, Literal, Protocol
 import trio
 
 from .poller import Poller
-from .spinner import AdaptiveSpin, Look
+from .spinner import PAUSE_NS, AdaptiveSpin, Look
 from .verbs import PlainCompletion, QueuePair, Rnic
 
 __all__ = ["CompletionSink", "Pump"]
@@ -82,8 +82,6 @@ _TERM: Final = 0.5
 _MOST_CALLS: Final = 64
 _LONG_PASS_NS: Final = 400_000
 _LOOKS: Final = 6
-_PAUSE_NS: Final = 800_000
-"""After such a pause the peer sleeps, and no spin is as long as waking it takes."""
 _AWAKE: Final = object()
 """In a task's ``custom_sleep_data``, which Trio clears when the task is rescheduled."""
 # What each wait needs, looked up once.
@@ -457,7 +455,7 @@ class Pump:
         if not spinning.ns or self.waiting:
             return False
         self._waiting_since = now = _now()
-        self._paused = now - self._met_at > _PAUSE_NS
+        self._paused = now - self._met_at > PAUSE_NS
         tired = self._paused or spinning.tired
         if tired and not answered:
             return False
@@ -467,18 +465,7 @@ class Pump:
                 self._waiting_since, self._met_at = 0, now
                 return True
         if tired:
-            if not spinning.may_step_aside():
-                return False
-            # Who leads is alone, and needs not ask, which takes as long as all the rest.
-            if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
-                spinning.stay()
-                return False
-            spinning.step_aside()
-            if not self.drain() or not (ready is None or ready()):
-                return False
-            self._waiting_since, self._met_at = 0, now
-            self.may_lead()  # as if it had waited, which is for the next time
-            return True
+            return self._is_met_aside(now, ready)
         end = now + spinning.ns
         while not trio.lowlevel.current_statistics().tasks_runnable:
             if not self._spin(end):
@@ -490,6 +477,22 @@ class Pump:
                 return False  # all that comes is for others
         spinning.hindered()
         return False
+
+    def _is_met_aside(self, now: int, ready: Callable[[], bool] | None) -> bool:
+        """Step aside if that is worth it; True: what ``ready`` tells of came."""
+        spinning = self._spinning
+        if not spinning.may_step_aside():
+            return False
+        # Who leads is alone, and needs not ask, which takes as long as all the rest.
+        if not self._led and trio.lowlevel.current_statistics().tasks_runnable:
+            spinning.stay()
+            return False
+        spinning.step_aside()
+        if not self.drain() or not (ready is None or ready()):
+            return False
+        self._waiting_since, self._met_at = 0, now
+        self.may_lead()  # as if it had waited, which is for the next time
+        return True
 
     def _spin(self, end: int) -> bool:
         """Poll until something comes (True) or the clock shows ``end``, in ns."""
@@ -555,7 +558,7 @@ class Pump:
         if not self._led or self.waiting:
             return False
         self._waiting_since = now = _now()
-        self._paused = now - self._met_at > _PAUSE_NS
+        self._paused = now - self._met_at > PAUSE_NS
         return self._paused or self._spinning.tired
 
     async def lead(self, *, asleep: bool = False, answered: bool = False) -> bool:

@@ -8,7 +8,10 @@ processor; one that is fruitful brings it back.  How long answers take depends o
 on the program at the other end: where the last waits were only somewhat longer than the spin, so
 that each was paid for and slept through all the same, it is made as long as they are.  Where that
 misses as often as it hits it only takes the processor from the peer, and each time it takes twice
-as many such waits until it is tried again.
+as many such waits until it is tried again.  A peer that makes pauses is not waited for so.
+
+Where no spin is worth it, whoever has sent something may at least step aside: Linux wakes a peer
+mostly on the processor of whoever woke it.  That, too, is done less often where nobody takes it up.
 
 There are three who wait so: `rnic.pump` for completions, with `Spinner` each handshake for a
 message of a peer on this host, which answers within some 100 µs, and with `Vigil` a server whose
@@ -27,6 +30,7 @@ import trio
 
 __all__ = [
     "NEVER",
+    "PAUSE_NS",
     "AdaptiveSpin",
     "Look",
     "Spinner",
@@ -36,6 +40,13 @@ __all__ = [
 Look = Callable[[], bool]
 """Whether something has come."""
 
+
+PAUSE_NS: Final = 800_000
+"""After such a pause the peer sleeps, and no spin is as long as waking it takes."""
+
+_PAUSE_MISSES: Final = 3
+"""A wait of that length counts for so many fruitless tries more: a peer that makes pauses will
+make others."""
 
 _STRETCH: Final = 4
 """How many times as long as asked for a spin may be: sleeping costs about as much."""
@@ -92,6 +103,9 @@ class AdaptiveSpin:
             self._near = 0
             if self.ns > self._asked:
                 self._end_stretch()
+            if ns > PAUSE_NS:
+                self._misses += _PAUSE_MISSES
+                self.tired = self._misses >= self._patience
             return
         self._near += 1
         if self._near == self._habit:
