@@ -396,7 +396,8 @@ class RdmaStream(SmcStream):
     # --- receiving -------------------------------------------------------------------------
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Receive at least one byte and at most ``max_bytes``; b"" at the end of the stream.
+        """Receive at least one byte and at most ``max_bytes`` (128 KiB if None); b"" at the
+        end of the stream.
 
         Raises:
           trio.ClosedResourceError: this side closed the stream.
