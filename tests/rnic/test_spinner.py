@@ -143,12 +143,36 @@ def test_a_peer_that_makes_pauses_is_not_waited_for_awake_for_long() -> None:
         assert spin.spin([nothing_came], 0) is None
         spin.slept(PAUSE_NS + 1)
     assert not spin.worthwhile()
+
+
+@pytest.mark.parametrize(("vain", "given_up"), [(2, False), (3, True)])
+def test_one_fruitful_try_outweighs_two_that_were_not(vain: int, given_up: bool) -> None:
+    spin = AdaptiveSpin(50e-6, patience=8, seldom=64)
+    gave_up = False
+    for _ in range(20):
+        spin.met()
+        for _ in range(vain):
+            spin.missed()
+            gave_up |= spin.tired
+    assert gave_up is given_up
+
+
+def test_tries_in_vain_are_made_ever_less_often() -> None:
+    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin.missed()
+    spin.missed()
+    waits, since = [], 0
+    while len(waits) < 8:
+        since += 1
+        if spin.worthwhile():
+            spin.missed()
+            waits.append(since)
+            since = 0
+    assert waits == [64, 128, 256, 512, 1024, 1024, 1024, 1024]
     spin.met()
-    for _ in range(2):
-        assert spin.worthwhile()
-        assert spin.spin([nothing_came], 0) is None
-        spin.slept(PAUSE_NS - 1)
-    assert spin.worthwhile()
+    spin.missed()
+    spin.missed()
+    assert [spin.worthwhile() for _ in range(64)] == [False] * 63 + [True]
 
 
 def test_who_is_hindered_time_and_again_asks_less_often() -> None:

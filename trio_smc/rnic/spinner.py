@@ -3,12 +3,13 @@
 Theory of operation.  To sleep and to be woken costs more than all else that a small message
 costs, so who waits alone looks again and again for a moment first.  That pays where the peer
 answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after several fruitless
-tries in a row only every so many-th is made, as when both ends are in one process or share a
-processor; one that is fruitful brings it back.  How long answers take depends on the machine and
-on the program at the other end: where the last waits were only somewhat longer than the spin, so
-that each was paid for and slept through all the same, it is made as long as they are.  Where that
-misses as often as it hits it only takes the processor from the peer, and each time it takes twice
-as many such waits until it is tried again.  A peer that makes pauses is not waited for so.
+tries only every so many-th is made, as when both ends are in one process or share a processor, and
+ever fewer while those are in vain; one that is fruitful brings it back, and for as long as one of
+three is.  How long answers take depends on the machine and on the program at the other end: where
+the last waits were only somewhat longer than the spin, so that each was paid for and slept through
+all the same, it is made as long as they are.  Where that misses as often as it hits it only takes
+the processor from the peer, and each time it takes twice as many such waits until it is tried
+again.  A peer that makes pauses is not waited for so.
 
 Where no spin is worth it, whoever has sent something may at least step aside: Linux wakes a peer
 mostly on the processor of whoever woke it.  That, too, is done less often where nobody takes it up.
@@ -48,6 +49,11 @@ _PAUSE_MISSES: Final = 3
 """A wait of that length counts for so many fruitless tries more: a peer that makes pauses will
 make others."""
 
+_OUTWEIGHS: Final = 2
+"""So many fruitless tries does one that is fruitful outweigh: sleeping costs half a spin."""
+
+_MOST_RARELY: Final = 1024
+
 _STRETCH: Final = 4
 """How many times as long as asked for a spin may be: sleeping costs about as much."""
 
@@ -70,8 +76,9 @@ class AdaptiveSpin:
 
     Args:
       seconds: how long to look; 0: never.
-      patience: so many fruitless tries in a row are made all the same.
-      seldom: and then each so many-th.
+      patience: so many fruitless tries in a row are made all the same; a fruitful one outweighs
+        two of them.
+      seldom: and then each so many-th, and less and less often while those are fruitless.
 
     Attributes:
       ns: how long to look, in nanoseconds: ``seconds``, or four times that.
@@ -79,8 +86,8 @@ class AdaptiveSpin:
     """
 
     __slots__ = (
-        "_aloof", "_asked", "_gain", "_habit", "_misses", "_near", "_patience", "_seldom",
-        "_tries", "_vain", "ns", "tired",
+        "_aloof", "_asked", "_gain", "_habit", "_misses", "_near", "_patience", "_rarely",
+        "_seldom", "_skipped", "_vain", "ns", "tired",
     )  # fmt: skip
 
     def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
@@ -91,9 +98,10 @@ class AdaptiveSpin:
         self._gain = 0  # hits less misses since it was stretched
         self._patience = patience
         self._seldom = seldom
+        self._rarely = seldom  # how seldom that is by now
+        self._skipped = 0
         self._misses = 0
         self.tired: bool = False
-        self._tries = 0
         self._vain = 0  # so many times in a row stepping aside brought nothing
         self._aloof = 0  # so many times more nobody steps aside
 
@@ -104,8 +112,7 @@ class AdaptiveSpin:
             if self.ns > self._asked:
                 self._end_stretch()
             if ns > PAUSE_NS:
-                self._misses += _PAUSE_MISSES
-                self.tired = self._misses >= self._patience
+                self._miss(_PAUSE_MISSES)
             return
         self._near += 1
         if self._near == self._habit:
@@ -127,8 +134,11 @@ class AdaptiveSpin:
         """Whether to try now; to be asked once for each try."""
         if not self.tired:
             return True
-        self._tries += 1
-        return self._tries % self._seldom == 0
+        self._skipped += 1
+        if self._skipped < self._rarely:
+            return False
+        self._skipped = 0
+        return True
 
     def may_step_aside(self) -> bool:
         """Whether to `step_aside` now; to be asked once for each wait."""
@@ -181,22 +191,27 @@ class AdaptiveSpin:
 
     def met(self) -> None:
         """A try was fruitful."""
-        self._misses = 0
+        self._misses = max(0, self._misses - _OUTWEIGHS)
         self.tired = False
+        self._rarely = self._seldom
         self._gain += 1
 
     def hindered(self) -> None:
         """A try was not made, as others have to run; to find that out takes a while, too."""
-        self._misses += 1
-        self.tired = self._misses >= self._patience
+        self._miss(1)
 
     def missed(self) -> None:
         """A try was fruitless."""
-        self._misses += 1
+        if self.tired:
+            self._rarely = min(2 * self._rarely, _MOST_RARELY)
         self._gain -= 1
-        self.tired = self._misses >= self._patience
+        self._miss(1)
         if self.tired and self.ns > self._asked:
             self._end_stretch()
+
+    def _miss(self, count: int) -> None:
+        self._misses = min(self._misses + count, self._patience)
+        self.tired = self._misses == self._patience
 
 
 _LOOKS: Final = 4
