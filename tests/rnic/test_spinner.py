@@ -161,7 +161,8 @@ def test_tries_in_vain_are_made_ever_less_often() -> None:
     spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
     spin.missed()
     spin.missed()
-    waits, since = [], 0
+    waits: list[int] = []
+    since = 0
     while len(waits) < 8:
         since += 1
         if spin.worthwhile():
