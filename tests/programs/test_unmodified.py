@@ -86,11 +86,12 @@ trio.run(main)
 """
 
 SUCCESSOR = """
-import trio, trio_smc
+import sys, trio, trio_smc
 
 async def main():
-    async with trio_smc.open_stack():
-        pass
+    async with trio_smc.open_stack() as stack:
+        for listener in await stack.open_listeners(int(sys.argv[1]), host="127.0.0.1"):
+            await listener.aclose()
 
 trio.run(main)
 """
@@ -142,16 +143,18 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
     """The workers are processes of its own, spawned by multiprocessing.
 
     When the first worker has ended, hypercorn kills what is left of the others, which then cannot
-    remove their RNICs' sockets; the next process that opens an RNIC does.
+    remove their sockets; the next process that opens an RNIC and listens there does.
     """
     (tmp_path / "application.py").write_text(APPLICATION)
     hypercorn = str(Path(sys.executable).with_name("hypercorn"))
     command = [*RUN, "--", hypercorn, "-k", "trio", "-w", str(workers)]
     with started([*command, "-b", "127.0.0.1:0", "application:app"], tmp_path) as server:
         line = wait_for(server, "Running on")
-        said = run_client(tmp_path, BROWSER, line.split("Running on ")[1].split()[0])
+        address = line.split("Running on ")[1].split()[0]
+        said = run_client(tmp_path, BROWSER, address)
     assert said.splitlines() == ["200 11000"] * 3
-    subprocess.run([sys.executable, "-c", SUCCESSOR], timeout=PATIENCE, check=True)
+    port = address.rpartition(":")[2]
+    subprocess.run([sys.executable, "-c", SUCCESSOR, port], timeout=PATIENCE, check=True)
 
 
 def test_trio_websocket(tmp_path: Path) -> None:
