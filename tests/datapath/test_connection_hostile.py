@@ -333,6 +333,38 @@ def test_a_cursor_lies_behind_by_a_ring_at_most_and_only_after_a_failover(
     assert pair.b.state in ABORTED
 
 
+@pytest.mark.parametrize(("more_than_a_ring", "true"), [(0, True), (1, False)])
+def test_a_cursor_that_lies_behind_by_a_ring(pair: Pair, more_than_a_ring: int, true: bool) -> None:
+    receiver, usable = pair.b.receiver, pair.b.rmbe.usable
+    while receiver.received < 2 * usable:
+        pair.a.send(memoryview(bytes(8000)))
+        pair.settle()
+        receiver.receive(8000)
+    received, last = receiver.received, pair.b.sequence_received
+    hear(pair.b, message(pair, sequence=last, flags=cdc.FAILOVER_VALIDATION))
+    behind = message(
+        pair,
+        sequence=last + 1,
+        producer=divmod(received - usable - more_than_a_ring, usable),
+        consumer=(0, 500),
+    )
+    if true:
+        hear(pair.b, behind)
+        assert (pair.b.state, receiver.received) == ("ACTIVE", received)
+    else:
+        with pytest.raises(ProtocolError, match="cursor"):
+            hear(pair.b, behind)
+        assert pair.b.state in ABORTED
+
+
+def test_no_cursor_lies_before_the_first_byte(pair: Pair) -> None:
+    """Not even after a failover: 1001 bytes were sent in all."""
+    hear(pair.b, message(pair, sequence=2, flags=cdc.FAILOVER_VALIDATION))
+    with pytest.raises(ProtocolError, match="cursor"):
+        hear(pair.b, message(pair, producer=(0xFFFF, pair.b.rmbe.usable - 1)))
+    assert pair.b.state in ABORTED
+
+
 # --- the eye catcher -------------------------------------------------------------------------
 
 

@@ -125,7 +125,8 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy; `TestPauses` is about pauses."""
-    monkeypatch.setattr("trio_smc.rnic.pump.PAUSE_NS", 1 << 62)
+    for module in ("pump", "spinner"):
+        monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
 
 
 @contextlib.asynccontextmanager

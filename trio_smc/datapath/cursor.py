@@ -13,15 +13,15 @@ ring of ``usable`` bytes (element size - first) therefore::
 
 A pair names a count modulo 65536 rings. An honest cursor advances by at most one ring between
 two messages, so the way back is unique, and one comparison finds every lie: a cursor that goes
-back looks like an advance of nearly 65536 rings. Only a peer that has just changed links may send
-one that goes back, and by no more than a ring (`is_behind_untrusted`).
+back looks like an advance of nearly 65536 rings. Where one may go back, as it may after a failover,
+the advance is counted from the least that it may stand for.
 """
 
 from __future__ import annotations
 
 from trio_smc._base.errors import ProtocolError
 
-__all__ = ["advance_untrusted", "is_behind_untrusted", "to_wire"]
+__all__ = ["advance_untrusted", "to_wire"]
 
 
 def to_wire(count: int, usable: int, first: int) -> tuple[int, int]:
@@ -42,7 +42,8 @@ def advance_untrusted(
     """The count that a received (wrap, offset) pair stands for.
 
     Args:
-      count: the last known value of this cursor, bytes since the connection began.
+      count: the least that it may stand for, mostly the last known value of this cursor; bytes
+        since the connection began.
       wrap: wrap sequence number received, 16 bits.
       offset: cursor received, bytes from the start of the RMBE.
       usable: bytes of the ring.
@@ -51,7 +52,7 @@ def advance_untrusted(
         the bytes produced for a consumer cursor.
 
     Raises:
-      ProtocolError: the cursor lies outside the ring, goes back or exceeds ``limit``.
+      ProtocolError: the cursor lies outside the ring, lies before ``count`` or exceeds ``limit``.
     """
     position = offset - first
     if not 0 <= position < usable:
@@ -60,22 +61,6 @@ def advance_untrusted(
     if advance > limit - count:
         raise ProtocolError(
             f"cursor {wrap}:{offset} is not within {limit - count} bytes after "
-            "the last: {}:{}".format(*to_wire(count, usable, first))
+            "{}:{}".format(*to_wire(count, usable, first))
         )
     return count + advance
-
-
-def is_behind_untrusted(count: int, wrap: int, offset: int, *, usable: int, first: int) -> bool:
-    """Whether a received (wrap, offset) pair stands for less than ``count``, by a ring at most.
-
-    Args:
-      count: the last known value of this cursor, bytes since the connection began.
-      wrap: wrap sequence number received, 16 bits.
-      offset: cursor received, bytes from the start of the RMBE.
-      usable: bytes of the ring.
-      first: offset of the ring's first byte: 4 or 0.
-    """
-    position = offset - first
-    if not 0 <= position < usable:
-        return False
-    return 0 < (count - wrap * usable - position) % (usable << 16) <= usable

@@ -55,7 +55,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.datapath.cursor import advance_untrusted, is_behind_untrusted
+from trio_smc.datapath.cursor import advance_untrusted
 from trio_smc.wire.cdc import (
     UPDATE_REQUESTED,
     URGENT_PENDING,
@@ -342,15 +342,18 @@ class Receiver:
             or offset >= usable
             or not self.received < count <= self.told + usable
         ):
-            first = self.first
-            if self.replayed and is_behind_untrusted(
-                self.received, wrap, offset, usable=usable, first=first
-            ):
+            received = self.received
+            count = advance_untrusted(
+                max(0, received - usable) if self.replayed else received,
+                wrap,
+                offset,
+                usable=usable,
+                first=self.first,
+                limit=self.told + usable,
+            )
+            if count < received:
                 self._behind = self.watchful = True
                 return False
-            count = advance_untrusted(
-                self.received, wrap, offset, usable=usable, first=first, limit=self.told + usable
-            )
         if self.done and count != self.received:
             raise ProtocolError("data after the end of the data")
         if self.urgent_mark > self.told:

@@ -127,8 +127,7 @@ class AdaptiveSpin:
             self._habit = _ALIKE
         else:
             self._habit = min(2 * self._habit, _MOST_ALIKE)
-            self._misses = self._patience
-            self.tired = True
+            self._miss(self._patience)
 
     def worthwhile(self) -> bool:
         """Whether to try now; to be asked once for each try."""
