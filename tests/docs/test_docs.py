@@ -134,7 +134,7 @@ def test_the_page_shows_unmodified_programs(
         assert [line for line in lines if line.startswith(row)], row
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_to_files_lead_somewhere(name: str) -> None:
     """Those of the pages are followed by scripts/check_docs.py."""
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
@@ -181,7 +181,10 @@ def test_every_page_is_in_the_contents() -> None:
 
 def all_pages() -> str:
     """Everything that a reader reads."""
-    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *DOCS.glob("*.md")]
+    pages = [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *DOCS.glob("*.md"),
+    ]
     return "\n".join(page.read_text() for page in pages)
 
 
