@@ -6,15 +6,18 @@ CASES ?= 50000
 JOBS ?= 2
 SEED ?=
 TIME ?= 600
+QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example test test-compiled pythons programs wheels interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
+.PHONY: help demo example quick test where test-compiled pythons programs wheels interop lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
 	@echo 'make demo       round trips, a file, processor time: SMC-R and TCP side by side'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
-	@echo 'make test       the tests (at most five minutes)'
+	@echo 'make quick      the tests of protocol and data path, without processes: under a minute'
+	@echo 'make test       all tests: about five minutes on an idle machine with two cores'
+	@echo 'make where      the tests of a module: FILE=trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
 	@echo 'make programs   programs nobody here wrote, unmodified: FastAPI, MCP, purerpc, Postgres, Chromium'
 	@echo 'make test-compiled the tests on a build whose hot modules are compiled'
@@ -54,8 +57,14 @@ demo: ready-cli
 example: ready-dev
 	@$(BIN)/python -m examples.$(or $(NAME),web) $(ARGS)
 
+quick: ready-docs
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not processes" $(QUICK) $(ARGS)
+
 test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+where: ready-dev
+	@$(BIN)/python -m scripts.where $(FILE)
 
 test-compiled: ready-docs
 	@$(BIN)/python -m scripts.wheels --test -n $(JOBS) $(ARGS)

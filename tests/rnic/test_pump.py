@@ -949,6 +949,7 @@ class TestLeading:
                 await called.wait()
 
 
+@pytest.mark.processes
 class TestSecondProcess:
     @pytest.mark.parametrize("spin", [0, 50e-6])
     @pytest.mark.parametrize("inline", [False, True])

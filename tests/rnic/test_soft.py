@@ -194,6 +194,7 @@ class TestPort:
         b.close()
 
 
+@pytest.mark.processes
 class TestSecondProcess:
     def test_no_wakeup_is_lost(self, rnic: SoftRnic, directory: Path, seed: int) -> None:
         """Thousands of round trips; each side sleeps in between, after pauses of any length."""
