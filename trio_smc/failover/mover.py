@@ -1,24 +1,26 @@
-"""Moving the connections of one link group: links that fail, that are left, that come.
+"""Moving the connections of one link group when a link fails, is deleted, or is added.
 
 Theory of operation
 -------------------
-Which link a connection sends on is this side's affair alone, and the peer notices it by nothing
-but the failover validation message (RFC 7609, 4.6). So each side moves what it sends, when it
-learns of the failure; how one connection moves is told in `failover.replay`.
+Each side chooses the link on which it sends. The peer learns of a change only from the failover
+validation message (RFC 7609, 4.6). So each side moves its own connections when it learns of the
+failure. `failover.replay` describes how one connection moves.
 
-A link that fails: its queue pair goes to ERR first. From then on it can write nothing, so nothing
-old can land on what the new link writes, and the peer is not told any more that something has
-arrived. Then all that has completed is taken: what the peer believes delivered (its SS) must be
-counted here (as SR) before its validation message comes over another link, and the more of our
-own work is known to be complete, the less has to be sent again. Only then connections move.
+A link fails. First its queue pair goes to ERR. From then on the queue pair writes nothing, so no
+old write can land on a write of the new link, and it acknowledges nothing more to the peer. Then
+all completions are drained. A CDC message that the peer counts as delivered (its SS) must be
+counted here (as SR) before the peer's validation message arrives over another link. Also, each
+completed request of our own is one less to send again. After that the connections move.
 
-A link that is left while it works: its connections stop posting there and move one by one as
-soon as nothing of theirs is in flight. When it becomes the only one in the meantime, it stays.
+A link is deleted while it works. Its connections stop posting there. Each of them moves as soon as
+none of its requests is in flight. If the link becomes the only usable one meanwhile, its
+connections stay.
 
-A link that comes takes over as few connections as make the loads even. A difference of one is
-even: nothing is moved for it.
+A link is added. It takes over the smallest number of connections that makes the loads even. Loads
+that differ by one are even: no connection moves for a difference of one.
 
-What a lost link still brought may hold back others' messages for a while: that is `validation`.
+A message that a lost link delivered may hold back messages of other links for a while: see
+`validation`.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ LOGGER = logging.getLogger("trio_smc.failover")
 
 
 class MovedGroup(Protocol):
-    """What a mover wants of the link group whose connections it moves."""
+    """The link group, as seen by the mover of its connections."""
 
     links: Links
     connections: GroupConnections
 
     @property
     def host(self) -> LinkHost:
-        """The stack, whose observer is told."""
+        """The stack. Its observer is notified of each move."""
 
 
 class GroupMover:
@@ -61,7 +63,7 @@ class GroupMover:
 
     Args:
       group: the link group.
-      drain: takes and dispatches what has completed on a queue pair (`rnic.pump.Pump`).
+      drain: polls a queue pair and dispatches its completions (`rnic.pump.Pump`).
     """
 
     def __init__(self, group: MovedGroup, drain: Callable[[Rnic, QueuePair], None]) -> None:
@@ -74,9 +76,9 @@ class GroupMover:
     # --- rendezvous.links.context.Mover --------------------------------------------------------
 
     def link_lost(self, link: Link) -> None:
-        """The link is failing: take what it still brought, and move its connections now.
+        """The link is failing: drain it, and move its connections now.
 
-        Without another link nothing is moved: the group ends its connections then (4.8.3).
+        If no other link is left, no connection moves, and the group ends them (4.8.3).
         """
         self._departures.pop(link, None)
         self.link_ends(link)
@@ -91,10 +93,10 @@ class GroupMover:
             self._move(connection, link)
 
     def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        """The link goes in order: move its connections off while it still works.
+        """The link is being deleted in order: move its connections while it still works.
 
         Args:
-          done: called once nothing of them is in flight there, at once if nothing is.
+          done: called once, as soon as the link has no request of a connection in flight.
         """
         connections = _connections(link)
         if not connections or not any(other is not link for other in self._group.links.usable()):
@@ -105,10 +107,10 @@ class GroupMover:
             replay.hold(connection, partial(self._left, link, departure, connection))
 
     def link_ready(self, link: Link) -> None:
-        """A link became ACTIVE: it gets its share of the connections.
+        """A link became ACTIVE: move its share of the connections to it.
 
-        Not an asymmetric one: it shares an RNIC with the link it would relieve, and goes as soon
-        as the group is symmetric again (2.2.2).
+        An asymmetric link gets none. It shares an RNIC with the link that it would relieve, and it
+        is deleted as soon as the group is symmetric again (2.2.2).
         """
         loads = {each: each.load for each in self._group.links.usable()}
         movable = {each: _connections(each) for each in loads if each is not link}
@@ -124,10 +126,11 @@ class GroupMover:
             replay.hold(connection, partial(self._rebalance, connection, donor, link))
 
     def link_ends(self, link: Link) -> None:
-        """Take what the link still brought: the peer counts it as delivered."""
+        """Drain the link: the peer counts the messages on it as delivered."""
         with contextlib.suppress(RnicError):
             link.qp.to_err()
-        # The group may have forgotten it, but what is taken now may have to be judged by the rest.
+        # The group may have removed the link already. A validation message on it may still need
+        # the messages of the other links.
         self._ending.append(link)
         try:
             self._drain(link.rnic, link.qp)
@@ -135,33 +138,35 @@ class GroupMover:
             self._ending.remove(link)
 
     def link_stays(self, link: Link) -> None:
-        """The link is the only one that is left: its connections need not go."""
+        """The link is the only usable one: its connections stay."""
         departure = self._departures.pop(link, None)
         for connection in departure.waiting if departure is not None else ():
             if connection.channel is link:
                 replay.stay(connection)
 
     def catch_up(self) -> None:
-        """Take what has arrived on all links: the peer knows of it already."""
+        """Drain all links: the peer counts the messages on them as delivered."""
         for link in [*self._group.links.values(), *self._ending]:
             self._drain(link.rnic, link.qp)
 
     def message_missing(self, link: Link, message: bytes) -> None:
-        """A failover validation message on ``link`` misses one that another link may have brought
-        (4.6.1)."""
+        """A failover validation message on ``link`` names a message that has not been received.
+
+        Another link may have delivered that message (4.6.1).
+        """
         self._validation.missing(link, message)
 
     def close(self) -> None:
-        """The group is gone."""
+        """The group has ended."""
         self._departures.clear()
 
     # --- moving -------------------------------------------------------------------------------
 
     def _left(self, link: Link, departure: _Departure, connection: Connection) -> None:
-        """Nothing of this connection is in flight on ``link`` any more."""
+        """The connection has no request in flight on ``link`` any more."""
         if connection.channel is link:
             if link.usable:
-                replay.stay(connection)  # it stays itself
+                replay.stay(connection)  # the link was kept
             else:
                 self._move(connection, link)
         departure.waiting.discard(connection)
@@ -170,7 +175,7 @@ class GroupMover:
             departure.done()
 
     def _rebalance(self, connection: Connection, old: Link, new: Link) -> None:
-        """Nothing is in flight on the old link, and the move may not be worth it any more."""
+        """Move a connection without requests in flight, if the loads are still uneven."""
         if connection.channel is not old:
             return
         if old.usable and (not new.usable or old.load - new.load < 2):
@@ -179,8 +184,10 @@ class GroupMover:
             self._move(connection, old, new)
 
     def _move(self, connection: Connection, old: Link, new: Link | None = None) -> None:
-        """Let it send on ``new`` or else on the least loaded link but ``old``; it ends when there
-        is none.  Nothing for one that ends just now.
+        """Let the connection send on ``new``, or else on the least loaded link except ``old``.
+
+        If there is no such link, the connection ends. A connection that is ending already does not
+        move.
         """
         if connection.channel is None:
             return
@@ -190,7 +197,9 @@ class GroupMover:
         if new is None:
             connection.links_lost()
             return
-        LOGGER.info("%r goes on over link %d instead of %d", connection, new.number, old.number)
+        LOGGER.info(
+            "%r continues on link %d instead of link %d", connection, new.number, old.number
+        )
         replay.move(connection, *group.connections.move(connection, new))
         observer = group.host.observer
         if observer is not None:
@@ -198,7 +207,7 @@ class GroupMover:
 
 
 class _Departure:
-    """A link that is being left."""
+    """The connections that a link has to lose before it is deleted."""
 
     __slots__ = ("done", "waiting")
 

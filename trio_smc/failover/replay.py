@@ -1,38 +1,45 @@
-"""How one connection goes on over another link, and sends again what it must (RFC 7609, 4.6).
+"""Moving one connection to another link, with the replay of lost requests (RFC 7609, 4.6).
 
 Theory of operation
 -------------------
-Each side chooses for itself which link it sends on. A move goes like this:
+Each side chooses the link on which it sends. A move has four steps:
 
-1. What is still reported of the old link is not ours any more (`Channel.hand_over`): a completion
-   that comes late must not release memory that the new link has yet to read.
-2. The failover validation message: F, and as sequence number SS, that of the last CDC message
-   *completed*. The peer resets the connection when it has not received that one (4.6.1): its RNIC
-   has acknowledged what never reached its memory.
-3. Every write that is not known to have arrived, in order, where it was written before.
-4. One CDC message with the next sequence number, that tells everything as it is now.
+1. The connection gives up the completions of the old link (`Channel.hand_over`). A late completion
+   must not release memory that the new link has yet to read.
+2. The connection posts the failover validation message. It has the flag F, and as its sequence
+   number SS, the number of the last CDC message that *completed*. If the peer has not received the
+   CDC message SS, the peer resets the connection (4.6.1): its RNIC acknowledged a message that
+   never reached its memory.
+3. The connection posts again, in order and to the same places, every write that is not known to
+   have arrived.
+4. The connection posts one CDC message with the next sequence number and with the current cursors
+   and flags.
 
-4.6.2 allows two ways: the same writes and messages unchanged, or fewer with a higher sequence
-number. This is the second one, for three reasons. A CDC message tells both cursors and all flags,
-so the last one makes those before it unnecessary; urgent data is no exception, as nothing is
-written behind it before the peer has taken it. The hot path need not keep a message that is
-hardly ever wanted again. And unchanged would be wrong: of a write that the peer has taken in part
-the beginning may not be written again, as newer bytes may lie there, which the peer was told of.
-(Bytes it has not taken lie each in a place of their own: the window sees to that.)
+4.6.2 allows two ways: the same writes and messages unchanged, or fewer messages with a higher
+sequence number. This module takes the second way, for three reasons.
 
-Nothing else is posted between 2 and 4, since a CDC message in between could only tell too much,
-or a producer cursor that goes back. So while the link has no room for all of it the connection is
-held: what it wants to post has to wait. Only what is signaled ever makes room: where the
-room ends the validation message is sent again, which tells the peer nothing new.
+- A CDC message contains both cursors and all flags. So the last message replaces all before it.
+  This holds for urgent data as well, because no byte is written behind urgent data before the peer
+  has received it.
+- The hot path need not keep a message that is hardly ever needed again.
+- To repeat writes unchanged would be wrong. If the peer has received a part of a write, newer bytes
+  may lie in the place of that part, and the peer may know of them. (Bytes that the peer has not
+  received have a place of their own: the window guarantees that.)
 
-Sequence numbers have 16 bits. When link after link was lost before anything on it was known to have
-arrived, no number is left that is newer than all the peer may have seen; then nothing can be told
-any more, and the connection ends. A link holds fewer messages by far (`Channel.capacity`), so that
-takes many in a row.
+The connection posts nothing else between steps 2 and 4. A CDC message in between would announce
+bytes that are not there yet, or a producer cursor that goes back. So the connection is held while
+the link has no room for the whole replay, and its own requests wait. Only a signaled request makes
+room when it completes. Where the room ends, the validation message is therefore posted again; its
+repetition is no news to the peer.
 
-A link that fails during a replay changes nothing in the record it is made from: the next move
-starts over. A link that is left while it works must not write any more once the new one does,
-so `hold` stops posting and waits until nothing is in flight; then there is nothing to replay.
+Sequence numbers have 16 bits. If link after link is lost before any completion, no number is left
+that is newer than every number that the peer may have seen. Then the connection ends. A link holds
+far fewer messages (`Channel.capacity`), so this takes many losses in a row.
+
+A link that fails during a replay does not change the record from which the replay is made: the next
+move starts over. A link that is deleted while it works must not write any more once the new link
+writes. So `hold` stops posting and waits until no request is in flight. Then there is nothing to
+replay.
 """
 
 from __future__ import annotations
@@ -50,16 +57,16 @@ __all__ = ["hold", "move", "stay"]
 
 
 def move(connection: Connection, link: Channel, address: int, rkey: int) -> None:
-    """Let it send on ``link`` from now on, and again what may not have arrived (4.6).
+    """Move a connection to ``link``, and send again each write that may not have arrived (4.6).
 
-    Does nothing before `Connection.peer_known` and when the connection is over.  Ends it when so
-    much was lost that sequence numbers cannot tell what is new.
+    Before `Connection.peer_known`, and after the end of the connection, this is a no-op. If so many
+    messages were lost that no sequence number is newer than all of them, the connection ends.
 
     Args:
       connection: the connection.
       link: the link.
-      address: where the peer's RMBE starts, as its RMB's address on that link says.
-      rkey: of the peer's RMB on that link.
+      address: the virtual address of the peer's RMBE on that link.
+      rkey: the RKey of the peer's RMB on that link.
     """
     old, messenger = connection.channel, connection.messenger
     if old is None:
@@ -73,16 +80,16 @@ def move(connection: Connection, link: Channel, address: int, rkey: int) -> None
         return
     if not messenger.silent or messenger.completed != messenger.sequence:
         _Replay(connection, link).go()
-    # Else the last word has arrived (A.4: nothing may follow it).
+    # Else the peer has our last CDC message (A.4: no message may follow it).
 
 
 def hold(connection: Connection, ready: Callable[[], None]) -> None:
-    """Let it post nothing more on its link, which still works, until `move` names another.
+    """Stop posting on the connection's link, which still works, until `move` names another link.
 
     Args:
       connection: the connection.
-      ready: called once when nothing is in flight there, possibly at once; also when the
-        connection is over before. Not when `move` comes first, or another `hold`.
+      ready: called once, as soon as no request is in flight on the link or the connection has
+        ended; this may be at once. It is not called if `move` or another `hold` comes first.
     """
     link, mover = connection.channel, connection.messenger.holder
     if link is None:
@@ -94,7 +101,7 @@ def hold(connection: Connection, ready: Callable[[], None]) -> None:
 
 
 def stay(connection: Connection) -> None:
-    """Let it go on with the link that it was to leave; nothing when it is not held."""
+    """End a `hold`: the connection stays on its link. A no-op if the connection is not held."""
     mover = connection.messenger.holder
     if isinstance(mover, _Hold):
         mover.link.hand_over(mover, connection)
@@ -102,7 +109,10 @@ def stay(connection: Connection) -> None:
 
 
 class _Mover:
-    """In charge of what a connection posts while it changes its link (`messenger.Holder`)."""
+    """Owns the posting of a connection while the connection changes its link.
+
+    It is the `messenger.Holder` of the connection.
+    """
 
     __slots__ = ("_connection", "link")
 
@@ -121,7 +131,7 @@ class _Mover:
 
     @abstractmethod
     def go(self) -> None:
-        """Do what there is room for."""
+        """Post as many requests as the link has room for."""
 
     @abstractmethod
     def hold_later(self, ready: Callable[[], None]) -> None:
@@ -129,44 +139,44 @@ class _Mover:
 
     @abstractmethod
     def over(self) -> None:
-        """The connection is over."""
+        """The connection has ended."""
 
 
 class _Replay(_Mover):
-    """Steps 2 to 4 of a move, as there is room for them."""
+    """Steps 2 to 4 of a move, as far as the link has room for them."""
 
     __slots__ = ("_next", "_ready", "_validated")
 
     def __init__(self, connection: Connection, link: Channel) -> None:
         super().__init__(connection, link)
-        self._next = 0  # count of the byte to go on with
+        self._next = 0  # position in the stream of the next byte to write
         self._validated = False
         self._ready: Callable[[], None] | None = None
 
     def go(self) -> None:
-        it, link = self._connection, self.link
+        connection, link = self._connection, self.link
         if not self._validated:
             if not self._room():
                 return
             self._validated = True
-            link.post_cdc(self, it.messenger.validation())
-        for start, data in it.sender.replay(self._next):
+            link.post_cdc(self, connection.messenger.validation())
+        for start, data in connection.sender.replay(self._next):
             done = 0
             while done < len(data):
                 room = self._room()
                 if not room:
                     return
                 piece = data[done : done + room]
-                it.sender.write(link, piece, start + done)
+                connection.sender.write(link, piece, start + done)
                 done += len(piece)
                 self._next = start + done
                 if link.capacity() <= 0:
-                    link.post_cdc(self, it.messenger.validation())
+                    link.post_cdc(self, connection.messenger.validation())
         if self._room():
-            it.messenger.tell_again(link)
-            it.resume()
+            connection.messenger.tell_again(link)
+            connection.resume()
             if self._ready is not None:
-                hold(it, self._ready)
+                hold(connection, self._ready)
 
     def _room(self) -> int:
         room = self.link.capacity()
@@ -175,7 +185,7 @@ class _Replay(_Mover):
         return max(0, room)
 
     def hold_later(self, ready: Callable[[], None]) -> None:
-        """The link is to be left again: finish first."""
+        """The new link is being deleted, too: finish the replay first."""
         self._ready = ready
 
     def over(self) -> None:
@@ -184,7 +194,7 @@ class _Replay(_Mover):
 
 
 class _Hold(_Mover):
-    """Waits until nothing is in flight on a link that works."""
+    """Waits until no request of a connection is in flight on a working link."""
 
     __slots__ = ("_ready",)
 
@@ -193,31 +203,32 @@ class _Hold(_Mover):
         self._ready: Callable[[], None] | None = ready
 
     def go(self) -> None:
-        it, link = self._connection, self.link
-        messenger = it.messenger
+        connection, link = self._connection, self.link
+        messenger = connection.messenger
         if messenger.announced != messenger.produced and not messenger.silent:
-            # Writes whose message was put off: nothing else would tell that they are done.
+            # These writes have no CDC message yet. Without one, no completion would show that they
+            # have arrived.
             if link.capacity() <= 0:
                 link.wait_for_room(self)
                 return
             messenger.post(link)
-        link.hand_over(it, self)
-        self._look()
+        link.hand_over(connection, self)
+        self._check()
 
     def on_cdc_complete(self, sequence: int) -> None:
         """A message that the connection posted before it was held."""
         self._connection.on_cdc_complete(sequence)
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         messenger = self._connection.messenger
         if messenger.holder is self and messenger.at_rest:
             self.over()
 
     def hold_later(self, ready: Callable[[], None]) -> None:
-        """Held already; another one waits for the same."""
+        """The connection is held already: notify another caller instead."""
         self._ready = ready
-        self._look()
+        self._check()
 
     def over(self) -> None:
         ready, self._ready = self._ready, None

@@ -1,14 +1,15 @@
-"""Failover validation messages that cannot be judged yet (RFC 7609, 4.6.1).
+"""Failover validation messages that cannot be checked yet (RFC 7609, 4.6.1).
 
 Theory of operation
 -------------------
-A failover validation message may overtake the message that it vouches for: that came over another
-link, whose completions nobody has looked at yet, or waits there behind such a message itself.  So
-it waits, and with it all that its own link brings after it (`Backlog`), until all links of the
-group have been looked at (`Validation`) and it can be judged again, or given up.
+A failover validation message may overtake the CDC message that it names. That CDC message came over
+another link: its completion has not been polled yet, or it lies there behind another validation
+message. So the validation message waits, and with it every later message of its own link
+(`Backlog`). All links of the group are polled (`Validation`), and then the message is checked
+again, or given up.
 
-The first message of a link's backlog is the validation message that waits.  A link without a
-backlog, as nearly all are nearly always, pays one test for None per message.
+The first message of a link's backlog is the validation message that waits. Nearly every link has no
+backlog, and costs one test for None per message.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ __all__ = ["Backlog", "Validation"]
 
 LOGGER = logging.getLogger("trio_smc.failover")
 
-_PRODUCER_FLAGS: Final = 24  # where they stand in a CDC message (A.4)
+_PRODUCER_FLAGS: Final = 24  # offset of the producer flags in a CDC message (A.4)
 
 
 class Backlog:
-    """A validation message that waits on one link, and what the link brought behind it.
+    """A validation message that waits on one link, and the messages that the link received later.
 
-    It is the link's `links.link.Backlog` for as long as it waits.
+    While the message waits, this object is the link's `links.link.Backlog`.
     """
 
     __slots__ = ("_messages", "link")
@@ -52,26 +53,26 @@ class Backlog:
 
     @property
     def waits(self) -> bool:
-        """Whether a validation message still waits."""
+        """True if a validation message still waits."""
         return self.link.backlog is self
 
     def append(self, message: bytes) -> None:
-        """Something came behind it."""
+        """Add a message that the link received later."""
         self._messages.append(message)
 
     def wait(self, message: bytes) -> None:
-        """This one, before all the others, is to be judged."""
+        """Put a validation message in front of all others."""
         self._messages.appendleft(message)
         self.link.backlog = self
 
     def resume_untrusted(self, *, give_up: bool = False) -> bool:
-        """Judge the message that waits once more, then take what came behind it.
+        """Check the waiting message again, then process the messages behind it.
 
         Args:
-          give_up: when it still misses something, that is lost.
+          give_up: True if a message that is still missing counts as lost.
 
         Returns:
-          Whether it did not have to wait any longer; `waits` tells of the next one.
+          True if the first message no longer waits. Another one may wait now: see `waits`.
         """
         link, messages = self.link, self._messages
         message = messages.popleft()
@@ -92,15 +93,16 @@ class Backlog:
             message = messages.popleft()
             link.receive_untrusted(message)
             if messages and messages[0] is message:
-                return True  # the next one waits
+                return True  # the next validation message waits
         link.backlog = None
         return True
 
     def waits_for(self, other: Backlog) -> bool:
-        """Whether what it waits for is among what ``other`` holds back.
+        """True if the missing message may be in the backlog ``other``.
 
-        A validation message is nothing to wait for, nor is what was sent after the message that
-        is missing: a connection that has lost one and moved twice has both on several links.
+        A validation message is never the missing one, and neither is a message with a later
+        sequence number. A connection that lost a message and moved twice has both kinds on several
+        links.
         """
         missing = self._messages[0]
         token, sequence = missing[4:8], missing[2] << 8 | missing[3]
@@ -115,33 +117,34 @@ class Backlog:
 
 
 class Validation:
-    """The validation messages of one link group that wait, and when they are judged again.
+    """The waiting validation messages of one link group.
 
     Args:
-      catch_up: takes what has arrived on all links of the group.
+      catch_up: drains all links of the group.
     """
 
     def __init__(self, catch_up: Callable[[], None]) -> None:
         self._catch_up = catch_up
         self._waiting: dict[Link, Backlog] = {}
-        self._judging = False
+        self._checking = False
 
     def missing(self, link: Link, message: bytes) -> None:
-        """A validation message on ``link`` misses one that may have come over another link.
+        """A validation message on ``link`` names a message that has not been received.
 
-        What other links brought is taken first, and may itself have to wait in the same way: for
-        something behind the first message.  So each link stops at a message that waits, and all
-        are looked at in turn, until one waits for what nobody has: that is lost (4.6.1).  They
-        cannot wait for each other in a circle: what a validation message misses was complete
-        before it was sent, and was sent after the validation message that it lies behind.
+        First the other links are drained. They may deliver validation messages that wait as well,
+        for a message behind the first one. So each link stops at a message that waits, and all
+        links are resumed in turn. If a message waits for one that no link holds, that one is lost
+        (4.6.1). Honest validation messages cannot wait for each other in a circle: the missing
+        message completed before the validation message was sent, and it was sent after the
+        validation message that it lies behind.
         """
         backlog = self._waiting.get(link)
         if backlog is None:
             backlog = self._waiting[link] = Backlog(link)
         backlog.wait(message)
-        if self._judging:
+        if self._checking:
             return
-        self._judging = True
+        self._checking = True
         try:
             while self._waiting:
                 self._catch_up()
@@ -150,7 +153,7 @@ class Validation:
                     self._give_up()
                 self._waiting = {at: each for at, each in self._waiting.items() if each.waits}
         finally:
-            self._judging = False
+            self._checking = False
 
     def _give_up(self) -> None:
         hopeless = self._hopeless()
@@ -161,14 +164,16 @@ class Validation:
                 for link, backlog in links
             }
             LOGGER.info(
-                "%r waits for what nobody has; who waits for whom: %s", hopeless.link, waiting
+                "%r waits for a message that no link holds; links that wait for links: %s",
+                hopeless.link,
+                waiting,
             )
         hopeless.resume_untrusted(give_up=True)
 
     def _hopeless(self) -> Backlog:
-        """Of those that wait, one that waits for none of the others."""
+        """A backlog that waits for a message that no other backlog holds."""
         waiting = list(self._waiting.values())
         for one in waiting:
             if not any(one.waits_for(other) for other in waiting if other is not one):
                 return one
-        return waiting[0]  # a circle: the peer lies
+        return waiting[0]  # a circle: the peer sent impossible messages
