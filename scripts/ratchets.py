@@ -1,0 +1,163 @@
+"""Counts that may only fall: words that the style avoids, and private names in tests.
+
+    python -m scripts.ratchets            compare the tree with scripts/ratchets.json
+    python -m scripts.ratchets --write    write lower counts into it; a higher one is refused
+    python -m scripts.ratchets --show KIND PLACE    list what is counted
+
+The file holds one count for each kind and place. A place is a room of `trio_smc`, another folder,
+or a page. A place without an entry has the count 0. `make lint` runs the comparison.
+
+| kind | what is counted |
+|---|---|
+| words | lines that name no actor: "who", "whoever", "nobody", "somebody", "anybody" |
+| openings | docstrings that begin with "Whether", "What" or "Who" |
+| pronouns | comments that begin with "It" or "Its" |
+| verbs | functions that are named by a verb of speech or of the body, such as "tell" or "rouse" |
+| private | uses of a private name of another object, in a test file |
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_suffix(".json")
+KINDS = ("words", "openings", "pronouns", "verbs", "private")
+# Rooms of trio_smc that contain rooms.
+_DEEP = frozenset({"rendezvous", "rnic", "tools"})
+# These pages and files have the words because they are about them, or are made from other files.
+_EXEMPT = frozenset({"scripts/ratchets.py", "tests/test_ratchets.py"})
+_WORDS = re.compile(r"\b[Ww]ho(ever)?\b|\b(nobody|somebody|anybody)\b", re.IGNORECASE)
+_OPENINGS = re.compile(r"(Whether|What|Who)\b")
+_PRONOUNS = re.compile(r"^\s*#\s*[Ii]ts?\b")
+_SPEECH = {"tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard", "ask", "asks"}
+_BODY = {"stir", "stirs", "rouse", "rouses", "quieten", "doze", "dozes", "hang"}
+_VERBS = _SPEECH | _BODY | {"asked"}
+
+
+class Place(NamedTuple):
+    """One counted line."""
+
+    kind: str
+    where: str
+    path: str
+    line: int
+    text: str
+
+
+def tracked_files() -> list[str]:
+    """The Python files and pages of the repository, new ones included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    names = done.stdout.decode().splitlines()
+    return sorted(name for name in names if name not in _EXEMPT and (ROOT / name).exists())
+
+
+def place_of(path: str) -> str:
+    """The room, folder or page that a file counts for."""
+    parts = path.split("/")
+    if path.endswith(".md") or len(parts) == 1:
+        return path
+    if parts[0] == "trio_smc":
+        depth = 3 if parts[1] in _DEEP and len(parts) > 3 else 2
+        return "/".join(parts[:depth])
+    return "/".join(parts[: min(2, len(parts) - 1)])
+
+
+def count(path: str, text: str) -> Iterator[Place]:
+    """Everything in one file that is counted."""
+    where, lines = place_of(path), text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if _WORDS.search(line):
+            yield Place("words", where, path, number, line)
+        if path.endswith(".py") and _PRONOUNS.search(line):
+            yield Place("pronouns", where, path, number, line)
+    if path.endswith(".py"):
+        for node in ast.walk(ast.parse(text)):
+            for kind, number in _in_node(node, is_test=path.startswith("tests/")):
+                place = path if kind == "private" else where
+                yield Place(kind, place, path, number, lines[number - 1])
+
+
+def _in_node(node: ast.AST, *, is_test: bool) -> Iterator[tuple[str, int]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        words = set(node.name.split("_"))
+        if words & _VERBS and "test" not in words:
+            yield "verbs", node.lineno
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        docstring = ast.get_docstring(node)
+        if docstring and _OPENINGS.match(docstring):
+            yield "openings", node.body[0].lineno
+    if is_test and isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not is_own:
+            yield "private", node.lineno
+
+
+def counts() -> dict[str, dict[str, int]]:
+    """The counts of the tree: kind, place, number."""
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for place in _places():
+        found[place.kind][place.where] += 1
+    return {kind: dict(sorted(found[kind].items())) for kind in KINDS}
+
+
+def _places() -> Iterator[Place]:
+    for path in tracked_files():
+        yield from count(path, (ROOT / path).read_text())
+
+
+def differences(
+    allowed: dict[str, dict[str, int]], found: dict[str, dict[str, int]]
+) -> tuple[list[str], list[str]]:
+    """Compare two sets of counts. Returns what is higher than allowed, and what is lower."""
+    higher, lower = [], []
+    for kind in KINDS:
+        before, now = allowed.get(kind, {}), found.get(kind, {})
+        for where in sorted({*before, *now}):
+            old, new = before.get(where, 0), now.get(where, 0)
+            if new > old:
+                higher.append(f"{kind} in {where}: {new}, at most {old} are allowed")
+            elif new < old:
+                lower.append(f"{kind} in {where}: {new}, {old} are allowed")
+    return higher, lower
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code: 0 if the counts are those of the list."""
+    parser = argparse.ArgumentParser(description="Compare counts that may only fall.")
+    parser.add_argument("--write", action="store_true", help="write lower counts into the list")
+    parser.add_argument("--show", nargs=2, metavar=("KIND", "PLACE"), help="list the places")
+    options = parser.parse_args(arguments)
+    if options.show:
+        for place in _places():
+            if place.kind == options.show[0] and place.where.startswith(options.show[1]):
+                print(f"{place.path}:{place.line}: {place.text.strip()}")
+        return 0
+    found = counts()
+    allowed = json.loads(LIST.read_text()) if LIST.exists() else found
+    higher, lower = differences(allowed, found)
+    for line in higher:
+        print(line, file=sys.stderr)
+    if higher:
+        print("python -m scripts.ratchets --show KIND PLACE lists the places", file=sys.stderr)
+        return 1
+    if options.write:
+        LIST.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    for line in lower:
+        print(f"{line}: python -m scripts.ratchets --write", file=sys.stderr)
+    return 1 if lower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
