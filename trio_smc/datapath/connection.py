@@ -334,9 +334,10 @@ class Connection:
 
     def established(self) -> None:
         """The rendezvous is complete: the application may send and receive (4.8.1, 2)."""
-        self._machine.send("established")
+        self._process("established")
         if self._released:
             self.receiver.open = True  # its link group was quicker: see `outran`
+            self.wake_all()
 
     def outran(self) -> bool:
         """The link group ended before the rendezvous: whether data or an end came before that.
@@ -351,20 +352,20 @@ class Connection:
         """The rendezvous fell back to TCP: give the RMBE back and leave TCP alone."""
         self._tcp_ended = True
         self.peer_rmbe_known = False
-        self._machine.send("close")
+        self._process("close")
 
     def links_lost(self) -> None:
         """No link is left in the group: nothing can be sent any more (4.8.3)."""
         self.messenger.owed = False
         self.messenger.leave()
-        self._machine.send("links_lost")
+        self._process("links_lost")
         self._release_if_due()
 
     def rmbe_conflict(self) -> None:
         """The peer gave the RMBE that we write into to another connection (4.4.2)."""
         self.messenger.owed = False
         self.messenger.leave()
-        self._machine.send("rmbe_conflict")
+        self._process("rmbe_conflict")
         self._release_if_due()
 
     def tcp_reset(self) -> None:
@@ -375,12 +376,12 @@ class Connection:
         """
         self._errno = errno.ECONNRESET
         self._spare_unread = self.got_closed
-        self._machine.send("abort")
+        self._process("abort")
 
     def user_timeout(self) -> None:
         """Data was not acknowledged for as long as the application is willing to wait."""
         self._errno = errno.ETIMEDOUT
-        self._machine.send("abort")
+        self._process("abort")
 
     # --- from the application ----------------------------------------------------------------
 
@@ -427,7 +428,7 @@ class Connection:
             if not self.receiver.open:
                 return OSError(errno.ENOTCONN, "the rendezvous is not complete")
             # The peer has closed: data cannot reach a reader any more.
-            self._machine.send("abort")
+            self._process("abort")
         if self.error is not None:
             return failure(self.error)
         return OSError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -444,7 +445,7 @@ class Connection:
             self.sender.sendable = False
             self.messenger.urgent_goal = 0
             self.messenger.flush()
-            self._machine.send("shutdown_wr")
+            self._process("shutdown_wr")
 
     def close(self) -> None:
         """The application is done with both directions; the rest happens by itself.
@@ -457,11 +458,12 @@ class Connection:
         self.sender.sendable = False
         self._application_closed = True
         self.messenger.urgent_goal = 0
+        self.receiver.finished = True
         self.receiver.urgent_inline = (
             True  # an urgent byte that comes now is data without a reader, too
         )
         self.messenger.flush()
-        self._machine.send("close")
+        self._process("close")
 
     def disown(self) -> None:
         """`close`, but not by the application, whose calls fail from now on."""
@@ -473,7 +475,7 @@ class Connection:
         """Reset the connection: nothing more is sent or received (4.8.2)."""
         self.write_closed = True
         self.sender.sendable = False
-        self._machine.send("abort")
+        self._process("abort")
 
     # --- from the link and the host ----------------------------------------------------------
 
@@ -485,7 +487,7 @@ class Connection:
         self._after_delivery()
         if self.messenger.silent:
             if self.messenger.flags & ABNORMAL_CLOSE and sequence == self.messenger.sequence:
-                self._machine.send("abort_sent")
+                self._process("abort_sent")
             self._release_if_due()
 
     def _after_delivery(self) -> None:
@@ -494,7 +496,7 @@ class Connection:
             messenger.flush()
         if messenger.produced == sender.delivered:
             if self.eof_pending or self.close_pending:
-                self._machine.send("all_sent")
+                self._process("all_sent")
             # Delivery opens no window: who waits for that would only look and sleep again.
             if not messenger.blocked or not sender.sendable:
                 self._wake_writer()
@@ -510,13 +512,13 @@ class Connection:
         """The time of `Host.set_timer` is over."""
         event, self._timer = self._timer, None
         if event is not None:
-            self._machine.send(event)
+            self._process(event)
 
     def protocol_error(self, exc: ProtocolError) -> None:
         """Abort because the peer broke the protocol; the application's error names ``exc``."""
         if self._cause is None:
             self._cause = exc
-        self._machine.send("abort")
+        self._process("abort")
 
     # --- changing the link, for `trio_smc.failover.replay` (4.6) -----------------------------
 
@@ -609,15 +611,15 @@ class Connection:
         if endings & ABNORMAL_CLOSE:
             self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
             self._errno = errno.ECONNRESET
-            self._machine.send("peer_abort")
+            self._process("peer_abort")
         elif endings & CONNECTION_CLOSED:
             self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
             self.receiver.done = True
-            self._machine.send("peer_closed")
+            self._process("peer_closed")
         elif endings & SENDING_DONE:
             self._peer_flags |= SENDING_DONE
             self.receiver.done = True
-            self._machine.send("peer_done")
+            self._process("peer_done")
 
     def _validate_untrusted(self, sequence: int) -> None:
         """Failover validation: of such a message only token and sequence count (4.6.1).
@@ -669,8 +671,17 @@ class Connection:
             self.on_urgent = None
             wake()
 
+    def _process(self, event: str) -> None:
+        """Process an event of the state machine; then every waiting task checks its condition.
+
+        Also after an internal edge: the peer's C behind its D (4A) leaves APPCLOSEWAIT1 as it is,
+        and ends all sending.  Events are rare, so which condition has changed is not worked out.
+        """
+        if self._machine.send(event):  # else queued: the call that is processing wakes
+            self.wake_all()
+
     def wake_all(self) -> None:
-        """Whoever waits looks again."""
+        """Let every waiting task check its condition."""
         if self.on_readable is not None:
             self._wake_reader()
         if self.on_writable is not None:
@@ -681,7 +692,7 @@ class Connection:
     # --- model of the state machine ----------------------------------------------------------
 
     def state_changed(self, old: str, new: str, event: str) -> None:
-        """Called by the machine after each transition: every waiter looks again."""
+        """Called by the machine after each transition; `_process` wakes."""
         if new in _ABORTING:
             self._heard_all = new == "CLOSED" and not self._aborting
             self._aborting = True
@@ -696,7 +707,6 @@ class Connection:
                 self._host.set_timer(self, None)
             self.close_tcp()
             self._release_if_due()
-        self.wake_all()
 
     def _release_if_due(self) -> None:
         """Give the RMBE back once the state is CLOSED and the last word has arrived."""
@@ -718,6 +728,7 @@ class Connection:
         self._machine = _CLOSED
         host, self._host = self._host, _NOBODY
         self.receiver.owner = self.messenger.poster = _NOBODY
+        self.wake_all()  # nothing is borrowed or under way any more
         host.connection_closed(self)
 
     def open_to_application(self) -> None:
@@ -739,7 +750,7 @@ class Connection:
     def send_abort(self) -> None:
         """Action: A, the last message."""
         if self.messenger.channel is None or self.messenger.silent:
-            self._machine.send("abort_sent")
+            self._process("abort_sent")
             return
         self.messenger.blocked = False
         self.messenger.urgent_goal = 0

@@ -104,6 +104,7 @@ class Receiver:
       urgent_mark: the count behind the last urgent byte.
       urgent_inline: leave urgent bytes that arrive from now on in the stream.
       watchful: the last CDC message had flags, so the next one may clear them.
+      finished: the application has closed: it takes nothing more.
     """
 
     __slots__ = (
@@ -120,6 +121,7 @@ class Receiver:
         "consumed",
         "done",
         "error",
+        "finished",
         "first",
         "open",
         "owner",
@@ -148,6 +150,7 @@ class Receiver:
         self.told: int = 0
         self.done: bool = False
         self.purged: bool = False
+        self.finished: bool = False
         self.open: bool = False
         self.replayed: bool = False
         self._behind = False  # so is the cursor of the message whose flags come next
@@ -263,8 +266,9 @@ class Receiver:
 
     @property
     def urgent_over(self) -> bool:
-        """Whether no more urgent data can come: the peer is done, or the connection failed."""
-        return self.done or self.error is not None
+        """True if no urgent byte can come for the application: the peer is done, the connection
+        has failed, or the application has closed it."""
+        return self.done or self.error is not None or self.finished
 
     def receive_urgent(self) -> int | None:
         """Take the urgent byte; None when there is none, or when it stays in the stream.

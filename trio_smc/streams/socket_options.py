@@ -330,6 +330,7 @@ class StreamOptions:
     def set_urgent_inline(self, value: int) -> None:
         """SO_OOBINLINE."""
         self._core.receiver.urgent_inline = bool(value)
+        self._core.wake_all()  # `receive_urgent` has no byte to wait for
 
     def urgent_inline(self) -> int:
         """SO_OOBINLINE: 0 or 1."""

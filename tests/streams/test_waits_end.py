@@ -1,0 +1,301 @@
+"""No task waits for something that cannot happen any more.
+
+Every state of a connection that has a stream, every event of the table and of the host, every kind
+of call that waits: after the event, a call that still waits must be one that would wait if it were
+made now.  Two checks hold that.  Waking all tasks by hand changes nothing, so no wakeup was
+forgotten; and what a call that waits needs is still possible: data can be sent, the peer may send
+more, an answer to the end may come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from tests.datapath.test_connection_endings import SIZE, A, C, D, Lone
+from trio_smc import Config
+from trio_smc._base.errors import ProtocolError
+from trio_smc._base.timers import Timers
+from trio_smc.rnic.pump import Pump
+from trio_smc.states.tables import CONNECTION
+from trio_smc.streams.rdma_stream import RdmaStream
+
+MUCH = bytes(3 * SIZE)
+
+
+class Socket:
+    """The TCP connection, which is gone: no option of it matters here."""
+
+    def fileno(self) -> int:
+        return -1
+
+
+class Endpoint:
+    """What a stream wants of it (`rdma_stream.StreamEndpoint`)."""
+
+    closed_by_user = lingers = abandoned = False
+    group: Any = None
+
+    def __init__(self, lone: Lone) -> None:
+        self.connection = lone.it
+
+    def forgotten(self) -> None:
+        self.abandoned = True
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.pump = Pump(spin=0)
+        self.timers = Timers(trio.current_time, lambda: None)
+
+
+class Holder:
+    """A failover that has not got to the end (`failover.replay`)."""
+
+    def over(self) -> None:
+        pass
+
+
+class Streamed(Lone):
+    """A stream over a connection whose peer is played by hand."""
+
+    stream: RdmaStream
+
+    def make_stream(self) -> None:
+        self.endpoint = Endpoint(self)
+        config = Config(checkpoints="strict")
+        self.stream = RdmaStream(
+            Owner(), self.endpoint, None, Socket(), config  # type: ignore[arg-type]
+        )
+
+
+# --- ways into the states ------------------------------------------------------------------------
+
+Step = Callable[[Streamed], object]
+
+STEPS: dict[str, Step] = {
+    "shutdown_wr": lambda it: it.it.shutdown_write(),
+    "shutdown_both": lambda it: it.stream.shut_down_both(),
+    "peer_done": lambda it: it.peer(D),
+    "peer_closed": lambda it: it.peer(C),
+    "abort": lambda it: it.it.abort(),
+    "peer_abort": lambda it: it.peer(A),
+    "unread": lambda it: it.peer(0, b"unread"),
+    "unsent": lambda it: it.it.sender.sendable and it.it.send(memoryview(b"unsent")),
+    "sent": lambda it: it.complete(),
+    "links_lost": lambda it: it.it.links_lost(),
+}
+DEPTH = 4
+
+
+def blocked_by_window(it: Streamed) -> None:
+    """The peer does not read, and everything has arrived."""
+    if it.it.sender.sendable:
+        it.it.send(memoryview(bytes(it.it.sender.window)))
+    it.complete()
+
+
+def blocked_in_flight(it: Streamed) -> None:
+    """The peer does not read, and nothing has arrived."""
+    if it.it.sender.sendable:
+        it.it.send(memoryview(bytes(it.it.sender.window)))
+
+
+def blocked_by_link(it: Streamed) -> None:
+    """The send queue of the link is full."""
+    it.channel.room = 0
+    if it.it.sender.sendable:
+        assert it.it.send(memoryview(b"x")) == 0
+
+
+def blocked_by_urgent(it: Streamed) -> None:
+    """The peer has not taken the last urgent byte (4.7.5, step 3)."""
+    if it.it.sender.sendable:
+        it.it.send_urgent(memoryview(b"!"))
+    it.complete()
+
+
+def blocked_by_failover(it: Streamed) -> None:
+    """What was lost is written again, which takes a while (4.6)."""
+    if it.it.channel is not None and not it.it.messenger.silent:
+        it.it.hold(Holder())
+
+
+BLOCKS = (
+    blocked_by_window, blocked_in_flight, blocked_by_link, blocked_by_urgent, blocked_by_failover,
+)  # fmt: skip
+
+
+# --- calls that wait -----------------------------------------------------------------------------
+
+
+class Waits(NamedTuple):
+    """Calls that wait on one stream at the same time, by what each waits for."""
+
+    writes: Callable[[RdmaStream], Awaitable[object]] | None = None
+    reads: Callable[[RdmaStream], Awaitable[object]] | None = None
+    urgent: Callable[[RdmaStream], Awaitable[object]] | None = None
+    ends: Callable[[RdmaStream], Awaitable[object]] | None = None
+
+
+CALLS = {
+    "bytes": Waits(
+        lambda it: it.send_all(MUCH), RdmaStream.receive_some, RdmaStream.wait_urgent
+    ),
+    "buffers": Waits(
+        lambda it: it.send_all(bytearray(100_000)),
+        lambda it: it.receive_some_into(bytearray(10)),
+        RdmaStream.receive_urgent,
+    ),
+    "urgent": Waits(lambda it: it.send_urgent(MUCH), lambda it: it.peek_some(10)),
+    "some": Waits(lambda it: it.send_some(memoryview(b"x")), None, RdmaStream.wait_urgent),
+    "might not block": Waits(RdmaStream.wait_send_all_might_not_block),
+    "aclose": Waits(ends=RdmaStream.aclose),
+}  # fmt: skip
+
+EVENTS: dict[str, Step] = {
+    **{event: lambda it, event=event: it.it._process(event) for event in CONNECTION.events},  # type: ignore[misc]
+    "shutdown_wr": lambda it: it.it.shutdown_write(),
+    "close": lambda it: it.stream.close(),
+    "abort": lambda it: it.it.abort(),
+    "all_sent": lambda it: it.complete(),
+    "peer_done": lambda it: it.peer(D),
+    "peer_closed": lambda it: it.peer(C),
+    "peer_abort": lambda it: it.peer(A),
+    "links_lost": lambda it: it.it.links_lost(),
+    "rmbe_conflict": lambda it: it.it.rmbe_conflict(),
+    "close_timeout": lambda it: it.it._timer == "close_timeout" and it.fire(),
+    "abort_timeout": lambda it: it.it._timer == "abort_timeout" and it.fire(),
+    # Of the host, the stream and other tasks.
+    "tcp_reset": lambda it: it.it.tcp_reset(),
+    "user_timeout": lambda it: it.it.user_timeout(),
+    "disown": lambda it: it.it.disown(),
+    "stream aborted": lambda it: it.stream.abort(),
+    "shut down both": lambda it: it.stream._closed or it.it.error or it.stream.shut_down_both(),
+    "shut down reading": lambda it: it.stream.shut_down_reading(),
+    "data": lambda it: it.it.receiver.done or it.peer(0, b"data"),
+}
+
+
+@contextmanager
+def streamed() -> Iterator[Streamed]:
+    it = Streamed()
+    try:
+        it.open()
+        it.make_stream()
+        yield it
+        it.stream.close_forcefully()
+    finally:
+        it.memory.close()
+
+
+def walk(it: Streamed, path: tuple[str, ...]) -> None:
+    for step in path:
+        STEPS[step](it)
+
+
+def facts(it: Streamed) -> tuple[object, ...]:
+    """All that can make a difference to a call."""
+    core = it.it
+    return (
+        core.state, *(bool(getattr(core, guard)) for guard in CONNECTION.guards),
+        core.sender.sendable, core.write_closed, core.receiver.done, core.receiver.purged,
+        core.error is None, core.channel is None, it.endpoint.closed_by_user, core.ending,
+    )  # fmt: skip
+
+
+async def paths() -> list[tuple[str, ...]]:
+    """One shortest path into each combination of facts."""
+    found: dict[tuple[object, ...], tuple[str, ...]] = {}
+    front: list[tuple[str, ...]] = [()]
+    for _ in range(DEPTH + 1):
+        new = []
+        for path in front:
+            with streamed() as it:
+                try:
+                    walk(it, path)
+                except (OSError, ProtocolError, trio.BrokenResourceError):
+                    continue
+                if found.setdefault(facts(it), path) is path:
+                    new.append(path)
+        front = [(*path, step) for path in new for step in STEPS]
+    return list(found.values())
+
+
+class Waiting:
+    """The calls that were made, and which of them wait still."""
+
+    def __init__(self, it: Streamed, calls: Waits, nursery: trio.Nursery) -> None:
+        self.it = it
+        self.kinds: set[str] = set()
+        for kind, call in calls._asdict().items():
+            if call is not None:
+                self.kinds.add(kind)
+                nursery.start_soon(self._call, kind, call)
+
+    async def _call(self, kind: str, call: Callable[[RdmaStream], Awaitable[object]]) -> None:
+        try:
+            await call(self.it.stream)
+        except (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel, OSError):
+            pass
+        self.kinds.remove(kind)
+
+    def standing(self) -> tuple[object, ...]:
+        return sorted(self.kinds), self.it.it.messenger.produced, self.it.it.receiver.consumed
+
+    def check_possible(self, told: str) -> None:
+        """What each call waits for can still happen."""
+        core, stream = self.it.it, self.it.stream
+        receiver, sender = core.receiver, core.sender
+        if "writes" in self.kinds:
+            assert sender.sendable or (sender.borrowed and core.channel is not None), told
+        if "reads" in self.kinds:
+            assert not (receiver.done or receiver.error or stream._deaf), told
+        if "urgent" in self.kinds:
+            assert not receiver.urgent_over, told
+        if "ends" in self.kinds:
+            assert core.ending, told
+            assert self.it.host.timer is not None, told
+        assert not self.kinds or core.state != "CLOSED", told
+
+
+@asynccontextmanager
+async def waiting(it: Streamed, calls: Waits) -> AsyncIterator[Waiting]:
+    async with trio.open_nursery() as nursery:
+        yield Waiting(it, calls, nursery)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.rfc("4.8.1/7", "4.8.2/11")
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+async def test_no_event_leaves_a_task_waiting_for_what_cannot_happen(
+    calls: str, block: Callable[[Streamed], None]
+) -> None:
+    seen: set[tuple[str, str]] = set()
+    ended = 0
+    for path in await paths():
+        for event, happens in EVENTS.items():
+            with streamed() as it:
+                walk(it, path)
+                seen.add((it.it.state, event))
+                block(it)
+                async with waiting(it, CALLS[calls]) as now:
+                    await wait_all_tasks_blocked()
+                    before = set(now.kinds)
+                    happens(it)
+                    await wait_all_tasks_blocked()
+                    told = f"{path} {event}: {now.kinds} in {it.it.state}"
+                    left = now.standing()
+                    now.check_possible(told)
+                    it.it.wake_all()
+                    await wait_all_tasks_blocked()
+                    assert now.standing() == left, f"a wakeup was forgotten: {told}"
+                    ended += len(before) - len(now.kinds)
+    assert ended > 20, "no call has ever waited"
+    assert seen == {(s, e) for s in CONNECTION.states if s != "INIT" for e in EVENTS}
