@@ -15,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.reused_numbers import Victim, reusing
 from tests.rnic.contract import PATIENCE, End, connect, make_end
 from tests.rnic.pumps import Passes, is_awake
 from tests.rnic.soft_peer import Peer
@@ -745,6 +746,24 @@ class TestLeading:
                     a.qp.post_send(number, b"%d" % number)
                 assert len(to_b.messages) == number
                 assert not await is_awake(pump)
+
+    async def test_the_doorbell_of_a_removed_rnic_is_waited_for_no_more(
+        self, directory: Path
+    ) -> None:
+        """Its descriptor number is another file's as soon as the RNIC is closed."""
+        rnic = SoftRnic("removed")
+        rnic.open(directory)
+        async with running(rnic) as pump, self.leading(pump):
+            number = rnic.completion_fd()
+            pump.remove(rnic)
+            rnic.close()
+            with reusing(number) as pair:
+                victim = Victim(*pair)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(victim.run)
+                    await trio.testing.wait_all_tasks_blocked()
+                    pair[1].send(b"x")
+                assert victim.data == [b"x"]
 
     async def test_what_came_before_it_waits_is_taken(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]

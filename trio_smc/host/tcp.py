@@ -7,14 +7,13 @@ import contextlib
 import socket
 import struct
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import trio
+import trio
 
 __all__ = [
     "carried_bytes",
     "close_with_reset",
+    "end_waits",
     "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
@@ -39,6 +38,15 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def end_waits(sock: trio.socket.SocketType) -> None:
+    """End the waits for a socket with ClosedResourceError, as if it were about to be closed.
+
+    Does nothing once it is closed: the number that it had may be another file's by now.
+    """
+    if sock.fileno() >= 0:
+        trio.lowlevel.notify_closing(sock)
 
 
 def resets_on_close(sock: trio.socket.SocketType) -> bool:

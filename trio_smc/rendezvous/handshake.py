@@ -7,7 +7,8 @@ when only our last message is left to send; see `rendezvous.negotiation`.
 Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
 `Negotiation.changed` or the CLC timer.  For news the wait is ended as if the socket were about to
 be closed; a cancel scope for each wait would cost a short-lived connection as much as a system
-call or two.  Nothing is read behind an answer of ours before the socket is readable again: the
+call or two.  Other tasks may close the socket, and the kernel gives its descriptor number to the
+next file: so no number is kept, and each use asks the socket for it.  Nothing is read behind an answer of ours before the socket is readable again: the
 peer takes a while.
 """
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import unread_bytes
+from trio_smc.host.tcp import end_waits, unread_bytes
 from trio_smc.rendezvous.negotiation import Established, Failed
 from trio_smc.wire.clc import ClcReader
 
@@ -56,7 +57,7 @@ async def run_negotiation(
     try:
         await _run(negotiation, sock, patience, timers, spinner, reader)
         if negotiation.outcome is None:
-            await _answer(negotiation, sock.fileno(), patience, reader)
+            await _answer(negotiation, sock, patience, reader)
         outcome = negotiation.outcome
         if isinstance(outcome, Established) and reader.halfway:
             # Bytes on the TCP connection after the switch: the peer is out of step.
@@ -86,44 +87,44 @@ async def _run(
     reader: ClcReader,
 ) -> None:
     """Until there is an outcome, or only our last message is left to send."""
-    fd = sock.fileno()
     state, deadline = "", 0.0
     while negotiation.outcome is None and not negotiation.has_last_word:
         if negotiation.outgoing:
-            await _answer(negotiation, fd, patience, reader)
-        elif _read(negotiation, fd, reader):
+            await _answer(negotiation, sock, patience, reader)
+        elif _read(negotiation, sock, reader):
             continue
         if negotiation.outgoing or negotiation.outcome is not None:
             continue
-        if negotiation.awaits_clc and spinner.until(lambda: _read(negotiation, fd, reader)):
+        if negotiation.awaits_clc and spinner.until(lambda: _read(negotiation, sock, reader)):
             continue
         if negotiation.state != state:
             state, deadline = negotiation.state, timers.now() + patience
         spinner.sleeping += 1
         try:
-            in_vain = await _wait(negotiation, fd, timers, deadline)
+            in_vain = await _wait(negotiation, sock, timers, deadline)
         finally:
             spinner.sleeping -= 1
-        if sock.fileno() < 0:
-            raise trio.ClosedResourceError("the handshake was given up")
+        _number(sock)  # raises if another task has closed it
         if in_vain:
             negotiation.timed_out()
 
 
-async def _wait(negotiation: Negotiation, fd: int, timers: Timers, deadline: float) -> bool:
+async def _wait(
+    negotiation: Negotiation, sock: trio.socket.SocketType, timers: Timers, deadline: float
+) -> bool:
     """Wait for bytes or news; whether it was in vain, as the CLC timer has expired."""
     expired = False
 
     def expire() -> None:
         nonlocal expired
         expired = True
-        trio.lowlevel.notify_closing(fd)
+        end_waits(sock)
 
     state = negotiation.state
     timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
-    negotiation.changed = partial(trio.lowlevel.notify_closing, fd)
+    negotiation.changed = partial(end_waits, sock)
     try:
-        await trio.lowlevel.wait_readable(fd)
+        await trio.lowlevel.wait_readable(_number(sock))
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
@@ -136,23 +137,23 @@ async def _wait(negotiation: Negotiation, fd: int, timers: Timers, deadline: flo
 
 async def _answer(
     negotiation: Negotiation,
-    fd: int,
+    sock: trio.socket.SocketType,
     patience: float,
     reader: ClcReader,
 ) -> None:
     """Send what is outgoing, unless the peer went on without waiting for it."""
-    if reader.halfway or unread_bytes(fd):
+    if reader.halfway or unread_bytes(_number(sock)):
         negotiation.protocol_error(ProtocolError("the peer did not wait for an answer"))
         return
     data = b"".join(negotiation.outgoing)
     negotiation.outgoing.clear()
     try:
-        data = _write(fd, data)
+        data = _write(sock, data)
         if data:
             with trio.fail_after(patience):
                 while data:
-                    await trio.lowlevel.wait_writable(fd)
-                    data = _write(fd, data)
+                    await trio.lowlevel.wait_writable(_number(sock))
+                    data = _write(sock, data)
     except (OSError, trio.TooSlowError) as error:
         negotiation.tcp_lost(error if isinstance(error, OSError) else None)
     else:
@@ -163,18 +164,30 @@ def _nothing() -> None:
     """Nobody waits for news."""
 
 
-def _write(fd: int, data: bytes) -> bytes:
+def _number(sock: trio.socket.SocketType) -> int:
+    """The descriptor of the socket.
+
+    Raises trio.ClosedResourceError: another task has closed it.
+    """
+    number = sock.fileno()
+    if number < 0:
+        raise trio.ClosedResourceError("the handshake was given up")
+    return number
+
+
+def _write(sock: trio.socket.SocketType, data: bytes) -> bytes:
     """Send what TCP takes at once; returns the rest."""
     try:
-        return data[os.write(fd, data) :]
+        return data[os.write(_number(sock), data) :]
     except BlockingIOError:
         return data
 
 
-def _read(negotiation: Negotiation, fd: int, reader: ClcReader) -> bool:
+def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcReader) -> bool:
     """Take bytes that have come, at most to the end of a message; False: there are none."""
+    number = _number(sock)
     try:
-        piece = os.read(fd, reader.wanted)
+        piece = os.read(number, reader.wanted)
         if not piece:
             raise ConnectionResetError("the peer closed the connection during the handshake")
         message = reader.feed_untrusted(piece)

@@ -4,6 +4,11 @@ After the switch to SMC-R a TCP connection carries nothing, but how it ends matt
 abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation.  A Trio task for each
 idle connection would cost more memory than the rest of it; all share one epoll here.
 
+The table is by descriptor number, which is what an epoll reports.  The program may have got hold of
+the socket, too (AnyIO hands it out as ``raw_socket``), and may close it at any time; then the
+kernel gives its number to the next file.  So each entry keeps the socket, and counts only while
+that has the number.
+
 A connection that ends within a moment never gets there, which would cost it two system calls at
 each end.  What comes before it is registered is found then: an epoll says how a new socket is.
 """
@@ -58,14 +63,29 @@ class TcpWatch:
             self._due = self._nap.deadline = trio.current_time() + _MOMENT
 
     def remove(self, sock: trio.socket.SocketType) -> None:
-        """Must be called before ``sock`` is closed.  Idempotent."""
+        """To be called before ``sock`` is closed.  Idempotent."""
         number = sock.fileno()
-        if self._watched.pop(number, None) is None:
-            return
-        if number in self._new:
-            self._new.remove(number)
-        else:
-            self._epoll.unregister(number)
+        if number < 0:
+            self._remove_closed(sock)
+        elif self._entry(number) is not None:
+            del self._watched[number]
+            if number in self._new:
+                self._new.remove(number)
+            else:
+                self._epoll.unregister(number)
+
+    def _remove_closed(self, sock: trio.socket.SocketType) -> None:
+        """The program has closed ``sock``, and with it its place in the epoll."""
+        for number, (watched, _) in self._watched.items():
+            if watched is sock:
+                del self._watched[number]
+                self._new.discard(number)
+                return
+
+    def _entry(self, number: int) -> tuple[trio.socket.SocketType, TcpWatcher] | None:
+        """What is watched under a number; None: nothing that still has it."""
+        entry = self._watched.get(number)
+        return entry if entry is not None and entry[0].fileno() == number else None
 
     async def run(self) -> None:
         """Serve until cancelled; never raises."""
@@ -80,13 +100,14 @@ class TcpWatch:
         self._due = math.inf
         new, self._new = self._new, set()
         for number in new:
-            # Edge-triggered: a FIN stays readable for ever.
-            self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
+            if self._entry(number) is not None:
+                # Edge-triggered: a FIN stays readable for ever.
+                self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
 
     def _look_at_all(self) -> None:
         # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
         for number, events in self._epoll.poll(0, _AT_ONCE):
-            entry = self._watched.get(number)
+            entry = self._entry(number)
             if entry is not None:
                 _look(*entry, events)
 

@@ -33,7 +33,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
-from trio_smc.host.tcp import unread_bytes
+from trio_smc.host.tcp import end_waits, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
@@ -472,7 +472,8 @@ class Publication:
                     await trio.lowlevel.wait_readable(number)
                     return True
                 return False
-            look_again = partial(trio.lowlevel.notify_closing, number)
+            # A closed connection's number may be another file's when the timer fires.
+            look_again = partial(end_waits, connection)
             timer = self._timers.call_later(_LOOK_INTERVAL, look_again)
             await trio.lowlevel.wait_readable(number)
         except trio.ClosedResourceError:

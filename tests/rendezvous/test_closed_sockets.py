@@ -1,0 +1,173 @@
+"""Sockets that another task closes while a handshake or a claim waits for them.
+
+Their descriptor numbers are given to other files at once.  What was under way for the closed
+socket, a timer, news of a link, an answer, must not reach those: each case is repeated, as the
+order of tasks in one pass of Trio's scheduler is left to chance.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from tests.rendezvous.discovery.world import serving
+from tests.reused_numbers import Victim, reusing
+from trio_smc._base.timers import Timers
+from trio_smc.rendezvous.handshake import run_negotiation
+from trio_smc.rnic.spinner import Spinner
+from trio_smc.states.engine import Machine
+from trio_smc.states.tables import CLC_CLIENT
+
+REPEATS = 60
+"""One order in six is the dangerous one: chance misses it once in 50,000 runs."""
+PATIENCE = 20
+LATE = 1000.0
+"""Seconds; the test itself says when that is over."""
+
+
+class Negotiation:
+    """A negotiation that waits for the peer; see `rendezvous.negotiation.Negotiation`."""
+
+    outcome: object = None
+    has_last_word = False
+    state = "PROPOSED"
+    awaits_clc = True
+    machine = Machine(CLC_CLIENT, cast(Any, None))
+    outgoing: ClassVar[list[bytes]] = []
+
+    def __init__(self) -> None:
+        self.changed: Callable[[], None] = lambda: None
+
+    def tcp_lost(self, error: OSError | None = None) -> None:
+        self.outcome = error
+
+    def timed_out(self) -> None:
+        raise AssertionError("a time-out of a socket that is closed")
+
+    def sent(self) -> None:
+        raise AssertionError("an answer was sent to a socket that is closed")
+
+
+class Clock:
+    """Timers that all fire when the test says so."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.timers = Timers(lambda: self.time, lambda: None)
+
+    def expire(self) -> None:
+        self.time += 2 * LATE
+        self.timers.run_due()
+
+
+async def handshake(negotiation: Negotiation, sock: trio.socket.SocketType, clock: Clock) -> None:
+    with pytest.raises(trio.ClosedResourceError):
+        await run_negotiation(
+            cast(Any, negotiation), sock, LATE, clock.timers, Spinner(0.0, bool)
+        )
+
+
+def start_both(nursery: trio.Nursery, victim: Victim, late: Callable[[], object]) -> None:
+    """Have ``victim`` begin to wait, and ``late`` called, in the pass of the scheduler in which the
+    task sees that its socket was closed."""
+
+    async def call() -> None:
+        late()
+
+    nursery.start_soon(victim.run)
+    nursery.start_soon(call)
+
+
+@pytest.mark.parametrize("news", ["link", "timer"])
+async def test_news_of_a_handshake_reaches_nobody_else(news: str) -> None:
+    with trio.fail_after(PATIENCE):
+        for _ in range(REPEATS):
+            ours, theirs = socket.socketpair()
+            sock, clock, negotiation = trio.socket.from_stdlib_socket(ours), Clock(), Negotiation()
+            with theirs:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(handshake, negotiation, sock, clock)
+                    await wait_all_tasks_blocked()
+                    number = sock.fileno()
+                    sock.close()
+                    with reusing(number) as pair:
+                        victim = Victim(*pair)
+                        late = clock.expire if news == "timer" else lambda: negotiation.changed()  # noqa: B023
+                        start_both(nursery, victim, late)
+                        await wait_all_tasks_blocked()
+                        pair[1].send(b"x")
+                        await wait_all_tasks_blocked()
+                        assert victim.data == [b"x"]
+
+
+async def test_an_answer_goes_to_nobody_else() -> None:
+    """The peer makes room for the rest of an answer in the moment in which the socket is closed."""
+    with trio.fail_after(PATIENCE):
+        for _ in range(REPEATS):
+            ours, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            sock, clock, negotiation = trio.socket.from_stdlib_socket(ours), Clock(), Negotiation()
+            negotiation.outgoing = [bytes(1 << 20)]  # type: ignore[misc]
+            with theirs:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(handshake, negotiation, sock, clock)
+                    await wait_all_tasks_blocked()
+                    number = sock.fileno()
+                    while True:  # now there is room, and the handshake runs in the next pass
+                        try:
+                            theirs.recv(1 << 20)
+                        except BlockingIOError:
+                            break
+                    alarm, bell = socket.socketpair()
+                    with alarm, bell:
+                        bell.send(b"!")
+                        await trio.lowlevel.wait_readable(alarm)  # and this task with it
+                        sock.close()
+                        with reusing(number) as pair:
+                            await wait_all_tasks_blocked()
+                            with pytest.raises(BlockingIOError):
+                                pair[1].recv(1)
+
+
+async def test_a_claim_that_looks_again_reaches_nobody_else(runtime_directory: Path) -> None:
+    private = runtime_directory / "smc"
+    with trio.fail_after(PATIENCE):
+        async with serving(private) as server:
+            for _ in range(REPEATS):
+                ours, theirs = socket.socketpair()
+                sock = trio.socket.from_stdlib_socket(ours)
+                with theirs:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(_wait_for_the_client, server.publication, sock)
+                        await wait_all_tasks_blocked()
+                        number = sock.fileno()
+                        sock.close()
+                        with reusing(number) as pair:
+                            victim = Victim(*pair)
+                            start_both(nursery, victim, partial(_look_again, server.publication))
+                            await wait_all_tasks_blocked()
+                            pair[1].send(b"x")
+                            await wait_all_tasks_blocked()
+                            assert victim.data == [b"x"]
+
+
+def _look_again(publication: Any) -> None:
+    """Let the time pass after which a claim looks whether its client withdrew."""
+    timers = publication._timers
+    now = timers.now
+    timers.now = lambda: now() + 1.0
+    timers.run_due()
+    timers.now = now
+
+
+async def _wait_for_the_client(publication: Any, sock: trio.socket.SocketType) -> None:
+    with pytest.raises(trio.ClosedResourceError):
+        while not await publication.wait(sock):
+            pass
