@@ -4,7 +4,8 @@
 
 A scheduler of its own: each step is one of what could happen next, sends, urgent sends, reads,
 half closes, closes and aborts on either side, posted work that arrives or completes, merged
-messages, TCP resets under way. With --case one schedule is run again and told step by step.
+messages, TCP resets under way. Most applications have tasks that wait as those of a stream do: one
+that could not send all, or found nothing to receive, does nothing until its connection calls it. With --case one schedule is run again and told step by step.
 
 Kinds of schedules:
 
@@ -19,9 +20,10 @@ Kinds of schedules:
   violations of the protocol.
 
 Always: both reach CLOSED; no byte is lost, duplicated or reordered, and at the end of the stream
-none is missing; the urgent byte is the newest one sent that has arrived, at most once, and in the
-stream or out of it as asked; no write meets an element that was given back in agreement, nor the
-one beside it, and elements given back are zero; nothing follows C or A; TCP ends once.
+none is missing; no task waits for what cannot happen any more; the urgent byte is the newest one
+sent that has arrived, at most once, and in the stream or out of it as asked; no write meets an
+element that was given back in agreement, nor the one beside it, and elements given back are zero;
+nothing follows C or A; TCP ends once.
 """
 
 from __future__ import annotations
@@ -47,13 +49,18 @@ _TEXT = random.Random("text").randbytes(1 << 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a campaign saw; ``untaken`` are pairs of state and event that act but never did."""
+    """What a campaign saw.
+
+    ``untaken`` are pairs of state and event that act but never did; ``half_closed`` applications
+    waited to send while the peer had ended its side.
+    """
 
     cases: int
     kinds: dict[str, int]
     received: int
     urgent: int
     timers: int
+    half_closed: int
     untaken: list[str]
 
 
@@ -75,14 +82,42 @@ class App:
         self.urgent = 0
         self.budget = rng.choice((0, 1, 30, 200, 1000))  # bytes to send
         self.ended = False  # closed or aborted
+        self.parks = rng.random() < 0.8
+        self.parked: set[str] = set()  # kinds of tasks that wait
+        self.half_closed = False  # it has waited to send while the peer had ended its side
 
     def text(self, start: int, end: int) -> bytes:
         return _TEXT[self.start + start : self.start + end]
+
+    # --- tasks that wait ---------------------------------------------------------------------
+
+    def park(self, kind: str) -> None:
+        """A task waits until the connection calls its ``on_{kind}``."""
+        if self.parks:
+            self.parked.add(kind)
+            setattr(self.it, f"on_{kind}", lambda: self.parked.remove(kind))
+
+    def check_waits(self) -> None:
+        """No task waits for what cannot happen any more, or is there already."""
+        it, receiver = self.it, self.it.receiver
+        self.half_closed = self.half_closed or ("writable" in self.parked and receiver.done)
+        over = {
+            "writable": not it.sender.sendable,
+            # Before `established` there is no stream, and nothing is shown.
+            "readable": receiver.open
+            and (receiver.readable > 0 or receiver.at_eof or receiver.error is not None),
+            "urgent": receiver.urgent_over,
+        }
+        for kind in sorted(self.parked):
+            if over[kind]:
+                raise Broken(f"{self.name} {it.state}: a task waits until it is {kind}")
 
     # --- what it may do; each returns a word for the trace -----------------------------------
 
     def send(self, largest: int) -> str:
         """Ordinary data, or more of the urgent data under way."""
+        if "writable" in self.parked:
+            return ""
         if self.urgent_left:
             return self.go_on_urgently()
         size = min(self.rng.randint(1, largest), self.budget - self.sent)
@@ -91,11 +126,14 @@ class App:
         data: bytes | bytearray = self.text(self.sent, self.sent + size)
         if self.rng.random() < 0.3:
             data = bytearray(data)
-        return f"sends {self.account(self.it.send(memoryview(data)))}"
+        sent = self.account(self.it.send(memoryview(data)))
+        if sent < size:
+            self.park("writable")
+        return f"sends {sent} of {size}"
 
     def send_urgent(self, largest: int) -> str:
         size = min(self.rng.randint(1, largest), self.budget - self.sent)
-        if self.urgent_left or size <= 0 or self.it.write_closed:
+        if "writable" in self.parked or self.urgent_left or size <= 0 or self.it.write_closed:
             return ""
         self.urgent_left = size
         return self.go_on_urgently()
@@ -113,6 +151,7 @@ class App:
         if sent and not self.urgent_left:
             self.marks.append(self.sent)
             return f"sends {sent}, urgent: mark {self.sent}"
+        self.park("writable")
         return f"sends {sent} of urgent data"
 
     def account(self, sent: int) -> int:
@@ -126,6 +165,8 @@ class App:
         return sent
 
     def receive(self, largest: int) -> str:
+        if "readable" in self.parked:
+            return ""
         size = self.rng.randint(1, largest)
         seen = self.it.receiver.peek(size) if self.rng.random() < 0.2 else None
         if self.rng.random() < 0.5:
@@ -142,6 +183,8 @@ class App:
             self.expected(0)
             if self.position != self.peer.sent:
                 raise Broken(f"{self.name}: the end at {self.position} of {self.peer.sent}")
+        elif not got:
+            self.park("readable")
         return f"receives {len(got)}"
 
     def expected(self, length: int) -> bytes:
@@ -160,11 +203,15 @@ class App:
             self.position = end
 
     def receive_urgent(self) -> str:
+        if "urgent" in self.parked:
+            return ""
         known = self.it.receiver.urgent
         byte = self.it.receiver.receive_urgent()
         if (byte is not None) != (known == "present" and not self.inline):
             raise Broken(f"{self.name}: urgent data is {known}, and the byte {byte}")
         if byte is None:
+            if not self.it.receiver.urgent_over and known == "none":
+                self.park("urgent")
             return ""
         mark = max(m for m in self.peer.marks if m <= self.it.receiver.bytes_received)
         if mark <= self.fetched or byte != self.peer.text(mark - 1, mark)[0]:
@@ -330,6 +377,7 @@ class Schedule:
         elif not world.established[1] and self.rng.random() < 0.3:
             world.establish(1)
         world.notice_loss(side)
+        self.check_waits()
 
     def fault(self) -> None:
         side = self.rng.randrange(2)
@@ -353,13 +401,20 @@ class Schedule:
             it.protocol_error(ProtocolError("data on the TCP connection"))
 
     def note(self, app: App, text: str) -> None:
+        """After each step of an application: tell it, and see that nobody waits in vain."""
+        self.check_waits()
         if self.trace is not None and text:
             self.trace.append(f"{app.name} {app.it.state}: {text}")
 
     # --- checks ------------------------------------------------------------------------------
 
+    def check_waits(self) -> None:
+        for app in self.apps:
+            app.check_waits()
+
     def check_end(self) -> None:
         world = self.world
+        self.check_waits()
         for app, host, link in zip(self.apps, world.hosts, world.links, strict=True):
             if app.it.state != "CLOSED" or host.calls.count("closed") != 1:
                 raise Broken(f"{app.name} ends in {app.it.state}: {host.calls}")
@@ -389,7 +444,7 @@ def run_case(seed: int, case: int, trace: list[str] | None = None) -> Schedule:
 def run(cases: int, seed: int) -> Result:
     """Run ``cases`` schedules; the exception names the one that failed."""
     kinds: Counter[str] = Counter()
-    received = urgent = timers = 0
+    received = urgent = timers = half_closed = 0
     taken: set[tuple[str, str]] = set()
     for case in range(cases):
         try:
@@ -402,6 +457,7 @@ def run(cases: int, seed: int) -> Result:
         for app, host in zip(schedule.apps, schedule.world.hosts, strict=True):
             received += app.position
             urgent += app.urgent
+            half_closed += app.half_closed
             taken.update((old, event) for old, _, event in host.states)
     pairs = {
         pair for pair, row in CONNECTION.edges.items() if any(not edge.internal for edge in row)
@@ -412,6 +468,7 @@ def run(cases: int, seed: int) -> Result:
         received=received,
         urgent=urgent,
         timers=timers,
+        half_closed=half_closed,
         untaken=sorted(f"{state} {event}" for state, event in pairs - taken),
     )
 
@@ -436,7 +493,8 @@ def main() -> int:
     result = run(options.cases, seed)
     print(
         f"endings: {result.cases} schedules {result.kinds}, {result.received} bytes and "
-        f"{result.urgent} urgent bytes received, timers fired in {result.timers}, seed {seed}, "
+        f"{result.urgent} urgent bytes received, timers fired in {result.timers}, "
+        f"{result.half_closed} writers waited behind a half close, seed {seed}, "
         f"{time.perf_counter() - start:.1f} s"
     )
     print(f"transitions that never occurred: {', '.join(result.untaken) or 'none'}")

@@ -9,7 +9,8 @@ again and again: at once, with a request that is lost, or whose acknowledgement 
 acknowledged and not placed (RFC 7609, 4.6.1), or of which nobody can tell (`DeliveryUnknown`).
 Failures do not wait for each other, so validation messages are lost as well, and wait for what lies
 behind others.  One link that works for both sides is always left.  In half of the schedules what
-need not wait is done at once, without a completion (`QueuePair.deliver`).  This is the campaign
+need not wait is done at once, without a completion (`QueuePair.deliver`).  An application that
+could not send all waits until its connection calls it.  This is the campaign
 `failover` without processes, threads and time: it replays.
 
 In every schedule: no application gets a byte that was not sent, or in another order; a connection
@@ -209,6 +210,7 @@ class Case:
         world = self.world
         streams = [stream for stream in world.streams if stream.both]
         for stream in streams:
+            stream.check_waits()
             for place in (0, 1):
                 self._drink(stream, place)
                 stream.send(place, 500)

@@ -23,6 +23,7 @@ def test_random_schedules(seed: int, full: bool) -> None:
     assert result.received > 50 * result.cases
     assert result.urgent > 100
     assert result.timers > 20
+    assert result.half_closed > 20
     assert len(result.untaken) < 25, result.untaken
 
 
@@ -74,6 +75,13 @@ def _said_again(original: Callable[..., None]) -> Callable[..., None]:
     return update
 
 
+def _wake_at_moves_only(self: Any, event: str) -> None:
+    before = self.state
+    self._machine.send(event)
+    if self.state != before:
+        self.wake_all()
+
+
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "the wrong urgent byte": (Receiver, "_byte_before", _next_byte),
     "the urgent byte twice": (
@@ -88,6 +96,7 @@ MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "a message after the last": (
         Messenger, "silent", property(lambda self: False, lambda self, value: None)
     ),
+    "a task that is not woken": (Connection, "_process", _wake_at_moves_only),
     "an abort that is not told": (Connection, "send_abort", lambda self: None),
 }  # fmt: skip
 

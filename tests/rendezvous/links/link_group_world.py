@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from tests.rendezvous.links.llc_trace import Trace
 from tests.rendezvous.rendezvous_pair import SIZE, Call, End, World
@@ -57,6 +58,8 @@ class Stream:
       call: the rendezvous; `call.ends` are client and server.
       closed: whether this side's application has closed, for each end.
       failed: whether this end's application got an error.
+      parked: whether this end's application waits until the connection calls its ``on_writable``:
+        it sent less than it had.
     """
 
     def __init__(self, call: Call, salt: int) -> None:
@@ -64,6 +67,7 @@ class Stream:
         self.flows = (_Direction(salt), _Direction(salt + 1000))
         self.closed = [False, False]
         self.failed = [False, False]
+        self.parked = [False, False]
 
     @property
     def settled(self) -> bool:
@@ -91,14 +95,29 @@ class Stream:
         )
 
     def send(self, place: int, length: int) -> None:
-        """Send up to ``length`` bytes from this end."""
+        """Send up to ``length`` bytes from this end, unless it is `parked`."""
         connection, flow = self.connection(place), self.flows[place]
-        if connection is None or not self.alive(place):
+        if connection is None or not self.alive(place) or self.parked[place]:
             return
         try:
-            flow.sent += connection.send(flow.piece(length))
+            sent = connection.send(flow.piece(length))
         except OSError:
             self.failed[place] = True
+            return
+        flow.sent += sent
+        if sent < length:
+            self.parked[place] = True
+            connection.on_writable = partial(self._unpark, place)
+
+    def _unpark(self, place: int) -> None:
+        self.parked[place] = False
+
+    def check_waits(self) -> None:
+        """No application waits to send where nothing can be sent any more."""
+        for place in (0, 1):
+            connection = self.connection(place)
+            if self.parked[place] and connection is not None:
+                assert connection.sender.sendable, f"{connection!r}: a writer was not woken"
 
     def receive(self, place: int, length: int = _MOST) -> int:
         """Take up to ``length`` bytes at this end; how many."""
