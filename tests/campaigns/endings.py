@@ -5,7 +5,8 @@
 A scheduler of its own: each step is one of what could happen next, sends, urgent sends, reads,
 half closes, closes and aborts on either side, posted work that arrives or completes, merged
 messages, TCP resets under way. Most applications have tasks that wait as those of a stream do: one
-that could not send all, or found nothing to receive, does nothing until its connection calls it. With --case one schedule is run again and told step by step.
+that could not send all, or found nothing to receive, does nothing until its connection calls it.
+With --case one schedule is run again and told step by step.
 
 Kinds of schedules:
 

@@ -69,9 +69,7 @@ class Clock:
 
 async def handshake(negotiation: Negotiation, sock: trio.socket.SocketType, clock: Clock) -> None:
     with pytest.raises(trio.ClosedResourceError):
-        await run_negotiation(
-            cast(Any, negotiation), sock, LATE, clock.timers, Spinner(0.0, bool)
-        )
+        await run_negotiation(cast(Any, negotiation), sock, LATE, clock.timers, Spinner(0.0, bool))
 
 
 def start_both(nursery: trio.Nursery, victim: Victim, late: Callable[[], object]) -> None:
@@ -99,7 +97,7 @@ async def test_news_of_a_handshake_reaches_nobody_else(news: str) -> None:
                     sock.close()
                     with reusing(number) as pair:
                         victim = Victim(*pair)
-                        late = clock.expire if news == "timer" else lambda: negotiation.changed()  # noqa: B023
+                        late = clock.expire if news == "timer" else negotiation.changed
                         start_both(nursery, victim, late)
                         await wait_all_tasks_blocked()
                         pair[1].send(b"x")
@@ -169,5 +167,4 @@ def _look_again(publication: Any) -> None:
 
 async def _wait_for_the_client(publication: Any, sock: trio.socket.SocketType) -> None:
     with pytest.raises(trio.ClosedResourceError):
-        while not await publication.wait(sock):
-            pass
+        await publication.wait(sock)

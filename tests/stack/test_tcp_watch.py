@@ -12,7 +12,6 @@ import trio
 import trio.testing
 
 from tests.reused_numbers import reusing
-from trio_smc.stack import tcp_watch
 from trio_smc.stack.tcp_watch import TcpWatch
 
 
@@ -118,35 +117,32 @@ async def test_one_of_two_ends_before_they_are_registered(
 
 @pytest.mark.parametrize("registered", [False, True])
 async def test_the_number_of_a_socket_that_the_program_closed_is_nobody_elses(
-    registered: bool, monkeypatch: pytest.MonkeyPatch
+    registered: bool,
 ) -> None:
     """The program closes the TCP connection under a stream; another file gets its number."""
-    monkeypatch.setattr(tcp_watch, "_MOMENT", 0.0 if registered else 0.01)
     async with _watch() as watch:
         client, server = await _tcp_pair()
         watcher = Watcher()
         watch.add(server.socket, watcher)
         if registered:
-            while watch._new:
-                await trio.lowlevel.checkpoint()
+            watch._register_new()
         number = server.socket.fileno()
         server.socket.close()
         with reusing(number) as (other, peer):
             peer.send(b"for the other")
-            with trio.fail_after(60):
-                while watch._new:
-                    await trio.sleep(0.01)
+            watch._register_new()
             await trio.testing.wait_all_tasks_blocked()
             assert not watcher.data.is_set()
             assert not watcher.reset.is_set()
             # The number is watched for its owner now.
             later = Watcher()
-            trio_other = trio.socket.from_stdlib_socket(other)
-            watch.add(trio_other, later)
+            owner = trio.socket.from_stdlib_socket(other)
+            watch.add(owner, later)
             watch.remove(server.socket)
             with trio.fail_after(60):
                 await later.data.wait()
-            watch.remove(trio_other)
+            assert not watcher.data.is_set()
+            watch.remove(owner)
         await client.aclose()
 
 

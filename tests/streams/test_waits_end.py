@@ -9,6 +9,7 @@ more, an answer to the end may come.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
@@ -70,7 +71,11 @@ class Streamed(Lone):
         self.endpoint = Endpoint(self)
         config = Config(checkpoints="strict")
         self.stream = RdmaStream(
-            Owner(), self.endpoint, None, Socket(), config  # type: ignore[arg-type]
+            Owner(),
+            self.endpoint,
+            None,
+            Socket(),
+            config,  # type: ignore[arg-type]
         )
 
 
@@ -91,6 +96,7 @@ STEPS: dict[str, Step] = {
     "links_lost": lambda it: it.it.links_lost(),
 }
 DEPTH = 4
+ENDS = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel, OSError)
 
 
 def blocked_by_window(it: Streamed) -> None:
@@ -239,10 +245,8 @@ class Waiting:
                 nursery.start_soon(self._call, kind, call)
 
     async def _call(self, kind: str, call: Callable[[RdmaStream], Awaitable[object]]) -> None:
-        try:
+        with contextlib.suppress(*ENDS):
             await call(self.it.stream)
-        except (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel, OSError):
-            pass
         self.kinds.remove(kind)
 
     def standing(self) -> tuple[object, ...]:
@@ -255,7 +259,9 @@ class Waiting:
         if "writes" in self.kinds:
             assert sender.sendable or (sender.borrowed and core.channel is not None), told
         if "reads" in self.kinds:
-            assert not (receiver.done or receiver.error or stream._deaf), told
+            assert not receiver.done, told
+            assert receiver.error is None, told
+            assert not stream._deaf, told
         if "urgent" in self.kinds:
             assert not receiver.urgent_over, told
         if "ends" in self.kinds:

@@ -459,9 +459,6 @@ class Connection:
         self._application_closed = True
         self.messenger.urgent_goal = 0
         self.receiver.finished = True
-        self.receiver.urgent_inline = (
-            True  # an urgent byte that comes now is data without a reader, too
-        )
         self.messenger.flush()
         self._process("close")
 

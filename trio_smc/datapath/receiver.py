@@ -417,8 +417,10 @@ class Receiver:
             if not arrived and mark <= self.consumed:
                 raise ProtocolError("urgent data where no data is")
             self.urgent_mark = mark
-            self._urgent_byte = None if self.urgent_inline else self._byte_before(mark)
-            if not self.urgent_inline and mark > self.consumed:
+            # Behind the application's close it is data without a reader, as the rest.
+            inline = self.urgent_inline or self.finished
+            self._urgent_byte = None if inline else self._byte_before(mark)
+            if not inline and mark > self.consumed:
                 self._hidden = 1
                 if self.consumed + 1 == mark:
                     self._skip_hidden()

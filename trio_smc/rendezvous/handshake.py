@@ -5,11 +5,11 @@ follow at once.  `wire.clc.ClcReader` tells how many may be taken, and nothing i
 when only our last message is left to send; see `rendezvous.negotiation`.
 
 Theory of operation: one task waits for whichever comes first: bytes of the peer, or news, which are
-`Negotiation.changed` or the CLC timer.  For news the wait is ended as if the socket were about to
-be closed; a cancel scope for each wait would cost a short-lived connection as much as a system
-call or two.  Other tasks may close the socket, and the kernel gives its descriptor number to the
-next file: so no number is kept, and each use asks the socket for it.  Nothing is read behind an answer of ours before the socket is readable again: the
-peer takes a while.
+`Negotiation.changed` or the CLC timer. For news the wait is ended as if the socket were about to be
+closed; a cancel scope for each wait would cost a short-lived connection as much as a system call or
+two. Other tasks may close the socket, and the kernel gives its descriptor number to the next file:
+so no number is kept, and each use asks the socket for it. Nothing is read behind an answer of ours
+before the socket is readable again: the peer takes a while.
 """
 
 from __future__ import annotations
