@@ -151,9 +151,6 @@ class Side:
     def set_got_closed(self) -> None:
         self.got_closed = True
 
-    def wake_receivers(self) -> None:
-        self.note(f"{self.name} wakes its receivers")
-
     def state_changed(self, old: str, new: str, event: str) -> None:
         if old == new or old == "CLOSED":
             raise Broken(f"{self.name} went from {old} to {new} by {event}")

@@ -205,7 +205,7 @@ def run(cases: int, seed: int, table: Table = CONNECTION) -> Result:
     taken: set[str] = set()
 
     def note(line: str) -> None:
-        if "->" not in line and "posts" not in line and "wakes" not in line:
+        if "->" not in line and "posts" not in line:
             taken.add(line.split(" ", 1)[1])
 
     for case in range(cases):

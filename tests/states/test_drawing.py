@@ -71,13 +71,13 @@ def test_check_finds_each_kind_of_drift(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--check", str(copy)]) == 0
     mermaid, svg = copy / "connection.mmd", copy / "connection.svg"
     mermaid.write_text(mermaid.read_text().replace("send_done", "send_dome"))
-    svg.write_text(svg.read_text().replace(">wake_receivers<", "><"))
+    svg.write_text(svg.read_text().replace(">open_to_application<", "><"))
     (copy / "connection.dot").unlink()
     (copy / "old.md").write_text("left over")
     assert main(["--check", str(copy)]) == 1
     report = capsys.readouterr().err
     assert "connection.mmd: differs" in report
-    assert "connection.svg: lacks ['wake_receivers']" in report
+    assert "connection.svg: lacks ['open_to_application']" in report
     assert "connection.dot: missing" in report
     assert "old.md: belongs to no machine" in report
     assert "connection.md:" not in report

@@ -826,8 +826,3 @@ class Connection:
         """Action: what we would send now has no reader."""
         self.got_closed = True
         self.sender.sendable = False
-
-    def wake_receivers(self) -> None:
-        """Action."""
-        self._wake_reader()
-        self._wake_urgent()

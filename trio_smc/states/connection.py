@@ -45,7 +45,8 @@ RMBE, cancels the timers and ends TCP by FIN unless it was reset; the model does
 
 Who raises the events: of the flags in one CDC first A, which makes the others irrelevant, then
 C, which implies D, then D; each only the first time it is seen, after the CDC's cursors and
-data were applied. ``abort`` also stands for a TCP RST received, a corrupt eye catcher, an invalid
+data were applied. After each event, an internal edge's too, the model wakes every task that waits.
+``abort`` also stands for a TCP RST received, a corrupt eye catcher, an invalid
 CDC, failed failover validation and data on the TCP connection.
 """
 
@@ -119,10 +120,10 @@ class ConnectionChart(Chart):
     edge(ACTIVE, "all_sent", PEERCLOSEWAIT1, when="eof_pending", do="send_done",
          rfc="4.8.1 (3A, last sentence)")
     ignore(ACTIVE, "all_sent", rfc="nothing is pending")
-    edge(ACTIVE, "peer_done", APPCLOSEWAIT1, do="wake_receivers", rfc="4.8.1 (4A)")
+    edge(ACTIVE, "peer_done", APPCLOSEWAIT1, rfc="4.8.1 (4A)")
     edge(ACTIVE, "peer_closed", PROCESSABORT, when="unsent", do=f"set_got_closed {_ABORT}",
          rfc=f"4.8.1 (4A); {_DONE}")
-    edge(ACTIVE, "peer_closed", APPCLOSEWAIT1, do="set_got_closed wake_receivers",
+    edge(ACTIVE, "peer_closed", APPCLOSEWAIT1, do="set_got_closed",
          rfc="4.8.1 (4A)")
     edge(ACTIVE, "peer_abort", PROCESSABORT, do=_ANSWER, rfc="4.8.2 (2, 2A, 2B)")
     edge(ACTIVE, "abort", PEERABORTWAIT, do=_ABORT, rfc="4.8.2 (1A)")
@@ -140,10 +141,10 @@ class ConnectionChart(Chart):
          rfc="4.8.1 (3A, check at close)")
     edge(_ended_first, "close", do="send_closed arm_close_timer",
          rfc="RFC silent (3D tells only the case after C came); Linux")
-    edge(PEERCLOSEWAIT1, "peer_done", PEERCLOSEWAIT2, do="wake_receivers", rfc="4.8.1 (3B)")
+    edge(PEERCLOSEWAIT1, "peer_done", PEERCLOSEWAIT2, rfc="4.8.1 (3B)")
     ignore(PEERCLOSEWAIT2, "peer_done", rfc=_REPEAT)
     edge(_ended_first, "peer_closed", CLOSED, when="sent_closed", rfc="4.8.1 (3C)")
-    edge(_ended_first, "peer_closed", APPFINCLOSEWAIT, do="set_got_closed wake_receivers",
+    edge(_ended_first, "peer_closed", APPFINCLOSEWAIT, do="set_got_closed",
          rfc="4.8.1 (3C, 3D)")
     edge(_ended_first, "peer_abort", CLOSED, when="sent_closed",
          rfc="figure 23: A is answered before C only")
