@@ -402,7 +402,7 @@ class Schedule:
             it.protocol_error(ProtocolError("data on the TCP connection"))
 
     def note(self, app: App, text: str) -> None:
-        """After each step of an application: tell it, and see that nobody waits in vain."""
+        """Trace a step of an application, and check that no task waits in vain behind it."""
         self.check_waits()
         if self.trace is not None and text:
             self.trace.append(f"{app.name} {app.it.state}: {text}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
 import trio
+import trio.testing
 from trio.testing import wait_all_tasks_blocked
 
 from tests.rendezvous.discovery.world import serving
@@ -28,6 +28,8 @@ from trio_smc.states.tables import CLC_CLIENT
 REPEATS = 60
 """One order in six is the dangerous one: chance misses it once in 50,000 runs."""
 PATIENCE = 20
+LOOK_AGAIN = 0.1
+"""Seconds, by the test's clock, after which a claim looks whether its client withdrew."""
 LATE = 1000.0
 """Seconds; the test itself says when that is over."""
 
@@ -84,7 +86,7 @@ def start_both(nursery: trio.Nursery, victim: Victim, late: Callable[[], object]
 
 
 @pytest.mark.parametrize("news", ["link", "timer"])
-async def test_news_of_a_handshake_reaches_nobody_else(news: str) -> None:
+async def test_news_of_a_handshake_reaches_no_other_task(news: str) -> None:
     with trio.fail_after(PATIENCE):
         for _ in range(REPEATS):
             ours, theirs = socket.socketpair()
@@ -105,7 +107,7 @@ async def test_news_of_a_handshake_reaches_nobody_else(news: str) -> None:
                         assert victim.data == [b"x"]
 
 
-async def test_an_answer_goes_to_nobody_else() -> None:
+async def test_an_answer_goes_to_no_other_socket() -> None:
     """The peer makes room for the rest of an answer in the moment in which the socket is closed."""
     with trio.fail_after(PATIENCE):
         for _ in range(REPEATS):
@@ -134,7 +136,10 @@ async def test_an_answer_goes_to_nobody_else() -> None:
                                 pair[1].recv(1)
 
 
-async def test_a_claim_that_looks_again_reaches_nobody_else(runtime_directory: Path) -> None:
+async def test_a_claim_that_looks_again_reaches_no_other_task(
+    runtime_directory: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    """Its timer fires in the pass in which the connection is closed."""
     private = runtime_directory / "smc"
     with trio.fail_after(PATIENCE):
         async with serving(private) as server:
@@ -149,20 +154,12 @@ async def test_a_claim_that_looks_again_reaches_nobody_else(runtime_directory: P
                         sock.close()
                         with reusing(number) as pair:
                             victim = Victim(*pair)
-                            start_both(nursery, victim, partial(_look_again, server.publication))
+                            nursery.start_soon(victim.run)
+                            mock_clock.jump(LOOK_AGAIN)
                             await wait_all_tasks_blocked()
                             pair[1].send(b"x")
                             await wait_all_tasks_blocked()
                             assert victim.data == [b"x"]
-
-
-def _look_again(publication: Any) -> None:
-    """Let the time pass after which a claim looks whether its client withdrew."""
-    timers = publication._timers
-    now = timers.now
-    timers.now = lambda: now() + 1.0
-    timers.run_due()
-    timers.now = now
 
 
 async def _wait_for_the_client(publication: Any, sock: trio.socket.SocketType) -> None:

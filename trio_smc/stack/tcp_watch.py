@@ -83,7 +83,7 @@ class TcpWatch:
                 return
 
     def _entry(self, number: int) -> tuple[trio.socket.SocketType, TcpWatcher] | None:
-        """What is watched under a number; None: nothing that still has it."""
+        """The entry of a number; None if there is none whose socket still has it."""
         entry = self._watched.get(number)
         return entry if entry is not None and entry[0].fileno() == number else None
 
