@@ -22,6 +22,7 @@ from tests.datapath.test_connection_endings import SIZE, A, C, D, Lone
 from trio_smc import Config
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timers
+from trio_smc.failover import replay
 from trio_smc.rnic.pump import Pump
 from trio_smc.states.tables import CONNECTION
 from trio_smc.streams.rdma_stream import RdmaStream
@@ -232,8 +233,17 @@ def facts(it: Streamed) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+PATHS: list[tuple[str, ...]] = []
+
+
 async def paths() -> list[tuple[str, ...]]:
     """One shortest path into each combination of facts."""
+    if not PATHS:
+        PATHS.extend(await find_paths())
+    return PATHS
+
+
+async def find_paths() -> list[tuple[str, ...]]:
     found: dict[tuple[object, ...], tuple[str, ...]] = {}
     front: list[tuple[str, ...]] = [()]
     for _ in range(DEPTH + 1):
@@ -322,3 +332,23 @@ async def test_no_event_leaves_a_task_waiting_for_what_cannot_happen(
                     ended += len(before) - len(now.kinds)
     assert ended > 20, "no call has ever waited"
     assert seen == {(s, e) for s in CONNECTION.states if s != "INIT" for e in EVENTS}
+
+
+@pytest.mark.rfc("4.8.1/7")
+async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
+    """A link that is deleted waits until nothing of its connections is in flight there."""
+    waited = 0
+    for path in await paths():
+        for event, happens in EVENTS.items():
+            with streamed() as it:
+                walk(it, path)
+                blocked_in_flight(it)
+                left: list[bool] = []
+                replay.hold(it.it, lambda left=left: left.append(True))  # type: ignore[misc]
+                waited += not left
+                happens(it)
+                told = f"{path} {event}: in {it.it.state}"
+                assert left or it.it.channel is not None, told
+                it.complete()
+                assert left == [True], told
+    assert waited > 20, "no connection has ever had anything in flight"
