@@ -1,23 +1,31 @@
-"""What /proc tells of processes: their family, their TCP sockets, the Python that they run.
+"""Other processes of this host: their family, their TCP sockets, and what keeps one from SMC-R.
 
-`explain_listener` says what keeps the process behind a port of this host from SMC-R.  Only the
-user's own processes can be looked into; of others the socket's user is known, no more.
+`explain_listener` says what keeps the process behind a port of this host from SMC-R.
+
+Security
+--------
+Everything that another process shows of itself may be a lie.  Therefore nothing of it is executed
+or imported, for any user, and nothing is opened by a name that comes from it, except by
+`trio_smc.tools.interpreters`, which opens only what root or this user placed.  Which socket serves
+an address is the kernel's answer; the process that has it is judged by its own users and its user
+namespace, since a socket keeps the user that made it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import socket
-import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from trio_smc.control.protocol import DIRECTORY, pid_of_name
+from trio_smc.tools.interpreters import find_trio_smc, is_python
+from trio_smc.tools.output import plain
+from trio_smc.tools.proc import Process, TcpSocket, process_numbers
+from trio_smc.tools.sock_diag import Listener, accepted_inode, candidates, listeners
 
 __all__ = [
     "Obstacle",
@@ -30,79 +38,43 @@ __all__ = [
 ]
 
 _LISTEN: Final = "0A"
-_PATIENCE: Final = 10.0
-"""Seconds for an interpreter that is asked what it has."""
-_ASK: Final = "import importlib.util as u; print(u.find_spec('trio_smc') is not None)"
+_SEARCH: Final = 3.0
+"""Seconds for a search through the descriptors of all processes."""
+_SHOWN: Final = 8
+"""Processes that one text names."""
+_MOST_HOLDERS: Final = 256
+_MOST_RELATIVES: Final = 100_000
+_SHARE: Final = "run both processes as one user, or let a group of both share a directory"
 
 
 def family(root: int) -> Iterator[int]:
     """A process and those below it."""
-    yield root
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{root}/task"):
-            for child in Path(f"/proc/{root}/task/{task}/children").read_text().split():
-                yield from family(int(child))
+    left, seen = [root], {root}
+    while left and len(seen) < _MOST_RELATIVES:
+        pid = left.pop()
+        yield pid
+        with contextlib.suppress(OSError), Process(pid) as process:
+            below = [each for each in process.children() if each not in seen]
+            seen.update(below)
+            left += below
 
 
 def executable(pid: int) -> str:
-    """The file that a process runs; "" when that cannot be known."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
-
-
-def is_python(path: str) -> bool:
-    """Whether an executable is a Python, by its name."""
-    return os.path.basename(path).startswith(("python", "pypy"))
+    """The file that a process runs; "" if that cannot be known."""
+    with contextlib.suppress(OSError), Process(pid) as process:
+        return process.link("exe")
+    return ""
 
 
 def has_tcp(pid: int) -> bool:
-    """Whether a process has a TCP socket."""
-    own = _sockets(pid)
-    return any(each.inode in own for each in _tcp_sockets(pid))
+    """True if a process has a TCP socket."""
+    with contextlib.suppress(OSError), Process(pid) as process:
+        own = process.sockets()
+        return any(each.inode in own for each in process.tcp_sockets())
+    return False
 
 
-class _TcpSocket(NamedTuple):
-    """A line of /proc/PID/net/tcp."""
-
-    address: str
-    port: int
-    state: str
-    uid: int
-    inode: str
-
-
-def _tcp_sockets(pid: int | str) -> Iterator[_TcpSocket]:
-    """Those of a process's network namespace."""
-    for table, form in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                parts = line.split()
-                packed, port = parts[1].split(":")
-                # Words of four bytes, each in the machine's order.
-                words = (
-                    bytes.fromhex(packed[at : at + 8])[::-1] for at in range(0, len(packed), 8)
-                )
-                address = socket.inet_ntop(form, b"".join(words)).removeprefix("::ffff:")
-                yield _TcpSocket(address, int(port, 16), parts[3], int(parts[7]), parts[9])
-
-
-def _sockets(pid: int | str) -> set[str]:
-    """The inodes of a process's sockets."""
-    links = (link for _, link in _descriptors(pid))
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
-
-
-def _descriptors(pid: int | str) -> Iterator[tuple[str, str]]:
-    """Descriptors of a process: the name in /proc, and what it leads to."""
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                yield entry.path, os.readlink(entry.path)
-
-
-# --- who listens -----------------------------------------------------------------------------
+# --- the listener -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +93,18 @@ class Obstacle:
     uid: int | None = None
 
 
-def explain_listener(address: str, port: int, directory: Path) -> Obstacle:
+def explain_listener(
+    address: str, port: int, directory: Path, client: tuple[str, int] | None = None
+) -> Obstacle:
     """Look at what is behind an address of this host and say why it does not speak SMC-R.
 
     Args:
       address, port: where it listens.
       directory: this side's private directory.
+      client: this side's end of a connection to it; it decides between processes that share
+        the port.
     """
-    proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{address}:{port}' in front of it"
-    found = [each for each in _tcp_sockets("self") if _listens(each, address, port)]
+    found = candidates(_listeners(), address, port)
     if not found:
         return explain_container(None, port, directory) or Obstacle(
             "nothing in this network namespace listens there: a container, or the system passes it "
@@ -137,169 +112,265 @@ def explain_listener(address: str, port: int, directory: Path) -> Obstacle:
             "connect to the listener's own address, and share a directory with it: "
             "Config(directory=...)",
         )
-    uid = found[0].uid
-    if uid != os.geteuid():
-        text = f"the listener belongs to user {uid}, this process to {os.geteuid()}"
-        remedy = "run both processes as one user, or let a group of both share a directory"
-        return Obstacle(text, remedy, uid=uid)
-    inodes = {each.inode for each in found}
-    pid = next((pid for pid in _own_processes() if inodes & _sockets(pid)), None)
-    if pid is None:
-        text = "no process of this user has the listening socket; it may be in a container"
-        return Obstacle(text, proxy, uid=uid)
-    program = executable(pid)
-    theirs = _private_directory(pid)
-    if theirs is not None:
-        return _with_stack(pid, theirs, directory)
+    with contextlib.ExitStack() as exits:
+        holders = _holders({each.inode for each in found}, found[0].uid, exits)
+        if len(holders) > 1 and client is not None:
+            # Of the processes that share the port, the one that accepted the connection serves it.
+            accepted = accepted_inode((address, port), client)
+            serving = [each for each in holders if accepted in each.sockets()]
+            holders = serving or holders
+        proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{_endpoint(address, port)}' in front of it"
+        if not holders:
+            return _without_holder(found, proxy)
+        foreign = next((each for each in holders if _is_foreign(each)), None)
+        if foreign is not None:
+            return _foreign(holders, _foreign_user(foreign))
+        judged = _judge(holders[0], directory, proxy)
+        if len(holders) > 1:
+            also = _numbers_of(holders[1:])
+            judged = replace(judged, text=f"{judged.text}; it shares the listener with {also}")
+        return judged
+
+
+def _listeners() -> list[Listener]:
+    """The listening sockets of this network namespace."""
+    try:
+        return listeners()
+    except OSError:
+        with Process(os.getpid()) as own:
+            return [
+                Listener(
+                    each.address, each.port, ":" in each.address, None, 0, each.uid, each.inode
+                )
+                for each in own.tcp_sockets()
+                if each.state == _LISTEN
+            ]
+
+
+def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[Process]:
+    """The processes that have one of these sockets; they are closed by ``exits``.
+
+    maker: the user that made the socket, whose processes are looked at first: the descriptors of
+      all processes may be more than there is time for.
+    """
+    end = time.monotonic() + _SEARCH
+    numbers = process_numbers()
+    owners = {pid: _owner(pid) for pid in numbers}
+    found: list[Process] = []
+    for pid in sorted(numbers, key=lambda pid: (owners[pid] != maker, pid)):
+        if time.monotonic() > end or len(found) >= _MOST_HOLDERS:
+            break
+        with contextlib.suppress(OSError), contextlib.ExitStack() as own:
+            process = own.enter_context(Process(pid))
+            if _has_one(process, inodes, end):
+                exits.enter_context(own.pop_all())
+                found.append(process)
+    return sorted(found, key=lambda each: each.pid)
+
+
+def _has_one(process: Process, inodes: set[str], end: float) -> bool:
+    links = {f"socket:[{inode}]" for inode in inodes}
+    for number, (_, link) in enumerate(process.descriptors()):
+        if link in links:
+            return True
+        if not number % 1024 and time.monotonic() > end:
+            return False
+    return False
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def _without_holder(found: Sequence[Listener], proxy: str) -> Obstacle:
+    """No process that can be looked into has the socket: its maker is all that is known."""
+    own = os.geteuid()
+    uid = next((each.uid for each in found if each.uid != own), own)
+    if uid != own:
+        text = f"the listener belongs to user {uid}, this process to {own}"
+        return Obstacle(text, _SHARE, uid=uid)
+    text = "no process of this user has the listening socket; it may be in a container"
+    return Obstacle(text, proxy, uid=uid)
+
+
+def _is_foreign(process: Process) -> bool:
+    """True if any of a process's users is not this one's."""
+    return set(process.users()) != {os.geteuid()}
+
+
+def _foreign_user(process: Process) -> int:
+    """The user of a process by which its peers know it, or another that is not this one's."""
+    own = os.geteuid()
+    real, effective, *rest = process.users() or (own, own)
+    return next((each for each in (effective, real, *rest) if each != own), own)
+
+
+def _foreign(holders: Sequence[Process], uid: int) -> Obstacle:
+    own = os.geteuid()
+    if all(_foreign_user(each) == uid for each in holders):
+        text = f"the listener belongs to user {uid}, this process to {own}"
+        if len(holders) > 1:
+            text += f"; {len(holders)} processes hold it: {_numbers_of(holders)}"
+        return Obstacle(text, _SHARE, uid=uid)
+    named = [f"{each.pid} of user {_foreign_user(each)}" for each in holders[:_SHOWN]]
+    text = f"{len(holders)} processes of several users hold the listener: {', '.join(named)}"
+    remedy = "run all of them as one user, or let a group of all share a directory"
+    return Obstacle(text, remedy, uid=uid)
+
+
+def _numbers_of(holders: Sequence[Process]) -> str:
+    """ "process 7", "processes 7, 8 and 3 more"."""
+    text = ", ".join(str(each.pid) for each in holders[:_SHOWN])
+    more = len(holders) - _SHOWN
+    if more > 0:
+        text += f" and {more} more"
+    return f"process{'es' * (len(holders) > 1)} {text}"
+
+
+def _judge(process: Process, directory: Path, proxy: str) -> Obstacle:
+    """What keeps a process of this user from SMC-R."""
+    pid, uid, program = process.pid, os.geteuid(), process.link("exe")
+    stacks = _stacks(process)
+    if stacks:
+        return _with_stack(process, stacks, directory)
+    if process.link("ns/user") != os.readlink("/proc/self/ns/user"):
+        text = f"process {pid} is in another user namespace, and what it runs is not looked at"
+        return Obstacle(text, "start it by 'trio-smc run' in its container", pid, uid)
     if not is_python(program):
-        text = f"process {pid}, {os.path.basename(program)}, is no Python program"
+        text = f"process {pid}, {plain(os.path.basename(program))}, is no Python program"
         return Obstacle(text, proxy, pid, uid)
-    python = _interpreter(pid) or program
-    if not _has_trio_smc(pid, python):
-        text = f"process {pid} runs {python}, which has no trio_smc"
+    finding = find_trio_smc(process)
+    if finding.has_package is False:
+        text = f"process {pid} runs {plain(finding.python)}, which has no trio_smc"
         return Obstacle(text, "install trio-smc there and use 'trio-smc run'", pid, uid)
-    if _uses_asyncio(pid):
-        text = f"process {pid} has asyncio loaded and no stack of trio_smc"
-        remedy = f"run it on Trio by 'trio-smc run'; if it knows asyncio alone, {proxy}"
+    install = open_question = ""
+    if finding.has_package is None:
+        install = "install trio-smc in its environment if it is missing there, then "
+        open_question = (
+            f"; it cannot be told if its Python has trio_smc: {plain(finding.reasons[0])}"
+        )
+    if any("/_asyncio." in path or "/uvloop/" in path for path in process.mapped()):
+        text = f"process {pid} has asyncio loaded and no stack of trio_smc{open_question}"
+        remedy = f"{install}run it on Trio by 'trio-smc run'; if it knows asyncio alone, {proxy}"
         return Obstacle(text, remedy, pid, uid)
-    text = f"process {pid} is a Python program without a stack of trio_smc"
-    return Obstacle(text, "start it by 'trio-smc run', or use trio_smc in it", pid, uid)
+    text = f"process {pid} is a Python program without a stack of trio_smc{open_question}"
+    remedy = f"{install}start it by 'trio-smc run', or use trio_smc in it"
+    return Obstacle(text, remedy, pid, uid)
 
 
-def _listens(each: _TcpSocket, address: str, port: int) -> bool:
-    anywhere = each.address in ("0.0.0.0", "::")
-    return each.state == _LISTEN and each.port == port and (anywhere or each.address == address)
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _own_processes() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and os.access(f"/proc/{name}/fd", os.R_OK):
-            yield int(name)
+# --- other network namespaces -----------------------------------------------------------------
 
 
 def explain_container(address: str | None, port: int, directory: Path) -> Obstacle | None:
-    """Look for a process of this user that listens in another network namespace of this host, and
-    say what keeps it from SMC-R; None: there is none to be seen.
+    """Look for a process that listens in another network namespace of this host, and say what
+    keeps it from SMC-R; None: there is none to be seen.
 
     Args:
       address, port: where it listens, an address of that namespace; None: at any one.
       directory: this side's private directory.
     """
+    end = time.monotonic() + _SEARCH
     here = os.readlink("/proc/self/ns/net")
-    for pid in _own_processes():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/ns/net") == here:
+    own = os.geteuid()
+    serving: dict[str, set[str]] = {here: set()}
+    # Processes of this user first: of others, only the user is of interest.
+    for pid in sorted(process_numbers(), key=lambda pid: (_owner(pid) != own, pid)):
+        if time.monotonic() > end:
+            break
+        with contextlib.suppress(OSError), Process(pid) as process:
+            namespace = process.link("ns/net")
+            if not namespace:
                 continue
-            if address is not None and address not in _addresses(pid):
-                continue
-            if any(
-                _listens(each, address or each.address, port) and each.inode in _sockets(pid)
-                for each in _tcp_sockets(pid)
-            ):
-                return _in_container(pid, directory)
+            if namespace not in serving:
+                serving[namespace] = _serving(process, address, port)
+            if serving[namespace] and _has_one(process, serving[namespace], end):
+                return _in_container(process, directory)
     return None
 
 
-def _addresses(pid: int) -> Iterator[str]:
-    """Those of a process's network namespace."""
-    lines = Path(f"/proc/{pid}/net/fib_trie").read_text().split("\n")
-    for line, below in pairwise(lines):
-        if below.strip() == "/32 host LOCAL":
-            yield line.split()[-1]
-    for line in Path(f"/proc/{pid}/net/if_inet6").read_text().splitlines():
-        yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
+def _serving(process: Process, address: str | None, port: int) -> set[str]:
+    """The inodes of the sockets that serve an address in a process's network namespace."""
+    if address is not None and address not in process.addresses():
+        return set()
+    sockets = process.tcp_sockets()
+    return {each.inode for each in sockets if _listens(each, address or each.address, port)}
 
 
-def _in_container(pid: int, ours: Path) -> Obstacle:
+def _listens(each: TcpSocket, address: str, port: int) -> bool:
+    anywhere = each.address in ("0.0.0.0", "::")
+    return each.state == _LISTEN and each.port == port and (anywhere or each.address == address)
+
+
+def _in_container(process: Process, ours: Path) -> Obstacle:
+    pid = process.pid
     text = f"process {pid} listens in a network namespace of its own"
-    found = _control_directory(pid)
-    if found is None:
+    if _is_foreign(process):
+        uid = _foreign_user(process)
+        return Obstacle(f"{text}, and belongs to user {uid}", _SHARE, pid, uid)
+    stacks = _stacks(process)
+    if not stacks:
         text += ", without a stack of trio_smc"
         return Obstacle(text, "start it by 'trio-smc run', with one Config(directory=...)", pid)
-    with contextlib.suppress(OSError):
-        if os.path.samefile(found, ours / DIRECTORY):
-            remedy = (
-                "name the directory in Config(directory=...) at both ends, and connect to the "
-                "listener's own address, with no NAT, proxy or closed ports between"
-            )
-            return Obstacle(f"{text}, and shares the directory", remedy, pid)
+    if _are_in(stacks, ours):
+        remedy = (
+            "name the directory in Config(directory=...) at both ends, and connect to the "
+            "listener's own address, with no NAT, proxy or closed ports between"
+        )
+        return Obstacle(f"{text}, and shares the directory", remedy, pid)
     text += ", with another private directory"
     return Obstacle(text, "let both mount one directory, and name it: Config(directory=...)", pid)
 
 
-def _with_stack(pid: int, theirs: Path, ours: Path) -> Obstacle:
-    if theirs != ours:
+# --- stacks of another process ------------------------------------------------------------------
+
+
+def _with_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
+    pid, uid = process.pid, os.geteuid()
+    if not _are_in(stacks, ours):
+        theirs = plain(_private_directory(process))
         text = f"the private directory of process {pid} is {theirs}, this one's is {ours}"
         remedy = (
             f"give both one $XDG_RUNTIME_DIR or Config(directory=...), here --directory {theirs}"
         )
-        return Obstacle(text, remedy, pid, os.geteuid())
+        return Obstacle(text, remedy, pid, uid)
     text = f"process {pid} has a stack of trio_smc, and listens by another socket"
     remedy = "listen by trio_smc, or call trio_smc.enable() before the socket is made"
-    return Obstacle(text, remedy, pid, os.geteuid())
+    return Obstacle(text, remedy, pid, uid)
 
 
-def _private_directory(pid: int) -> Path | None:
-    """Where a process has its control sockets; None: it has no stack, or none that shows."""
-    found = _control_directory(pid)
-    return None if found is None else Path(os.readlink(found)).parent
+def _stacks(process: Process) -> set[str]:
+    """The names of a process's control sockets: one for each stack.
+
+    They are read from the kernel's table of Unix sockets: the directory that has them may be on a
+    file system of the other process's own.
+    """
+    own, numbers = process.sockets(), process.numbers()
+    names = {
+        os.path.basename(path).lstrip(".")  # a socket is bound to a hidden name, then renamed
+        for inode, path in process.unix_streams()
+        if inode in own
+    }
+    return {name for name in names if pid_of_name(name) in numbers}
 
 
-def _control_directory(pid: int) -> str | None:
-    """The same as a path that leads there from here, to the control sockets."""
-    numbers = _numbers(pid)
-    for path, link in _descriptors(pid):
-        if os.path.basename(link) == DIRECTORY:
-            with contextlib.suppress(OSError):
-                if any(pid_of_name(name) in numbers for name in os.listdir(path)):
-                    return path
-    return None
-
-
-def _numbers(pid: int) -> tuple[int, ...]:
-    """Of a process, in each namespace of processes that it is in."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return tuple(map(int, line.split()[1:]))
-    return (pid,)
-
-
-def _environment(pid: int) -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return dict(os.fsdecode(each).split("=", 1) for each in pairs if b"=" in each)
-    return {}
-
-
-def _interpreter(pid: int) -> str | None:
-    """The Python as it was called, which is what finds its environment."""
-    with contextlib.suppress(OSError):
-        called = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
-        if os.path.dirname(called):
-            found = os.path.join(os.readlink(f"/proc/{pid}/cwd"), called)
-        else:
-            found = shutil.which(called, path=_environment(pid).get("PATH")) or ""
-        if is_python(called) and os.path.exists(found):
-            return found
-    return None
-
-
-def _has_trio_smc(pid: int, python: str) -> bool:
-    """Ask the interpreter, with the process's own path; True when it cannot be asked."""
-    environment = {**_environment(pid), "PYTHONDONTWRITEBYTECODE": "1"}
+def _are_in(stacks: set[str], ours: Path) -> bool:
+    """True if one of these control sockets is in this side's private directory."""
     try:
-        said = subprocess.run(
-            [python, "-c", _ASK], env=environment, cwd=f"/proc/{pid}/cwd",
-            capture_output=True, timeout=_PATIENCE, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return True
-    return b"False" not in said.stdout
+        return not stacks.isdisjoint(os.listdir(ours / DIRECTORY))
+    except OSError:
+        return False
 
 
-def _uses_asyncio(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        return "/_asyncio." in maps or "/uvloop/" in maps
-    return False
+def _private_directory(process: Process) -> str:
+    """Where a process has its control sockets, as it calls that place."""
+    for _, link in process.descriptors():
+        if os.path.basename(link) == DIRECTORY:
+            return os.path.dirname(link)
+    return "another one"

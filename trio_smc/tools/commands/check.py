@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
-from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import add_directory, add_json, positive_seconds, private_directory
 from trio_smc.tools.output import (
     ToolError,
@@ -231,8 +232,13 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
         why = stream.fallback
         unknown = why is not None and why.origin is Origin.LOCAL and why.reason in _NOBODY
         if unknown and report.server is None and named and there:
-            explain = explain_listener if named[0] == there[0] else explain_container
-            found = await trio.to_thread.run_sync(explain, *there, directory)
+            # The thread is left behind if the time is over: another process can hold up /proc.
+            explain = (
+                partial(explain_listener, *there, directory, named)
+                if named[0] == there[0]
+                else partial(explain_container, *there, directory)
+            )
+            found = await trio.to_thread.run_sync(explain, abandon_on_cancel=True)
             report.listener = asdict(found) if found is not None else None
 
 
@@ -333,9 +339,11 @@ def _of_version_2(message: clc.Proposal | clc.Accept | clc.Confirm) -> str:
 async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[str, Any] | None:
     """The connection as the server's stack sees it; None unless it is this user's on this host."""
     ours, theirs = _plain(our_name), _plain(their_name)
+    silent = Silent(quiet=True)  # it may be any process of this user's
     for _ in range(_LOOKS):
+        ask = partial(_ask, directory, silent)
         try:
-            snapshots = await trio.to_thread.run_sync(_ask, directory, abandon_on_cancel=True)
+            snapshots = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except ToolError:
             return None
         for snapshot in snapshots:
@@ -344,14 +352,15 @@ async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[
                     return {"pid": snapshot.pid, "ueids": snapshot.ueids, **each}
         ports = [listener[1] for snapshot in snapshots for listener in snapshot.listeners]
         if theirs is None or theirs[1] not in ports:
+            silent.report()  # one of them may be the server
             return None
         # Its handshake may take a moment longer than ours.
         await trio.sleep(_LOOK_AGAIN)
     return None
 
 
-def _ask(directory: Path) -> list[Any]:
-    return take_snapshots(directory, ("connections", "listeners"), some=False)
+def _ask(directory: Path, silent: Silent) -> list[Any]:
+    return take_snapshots(directory, ("connections", "listeners"), some=False, silent=silent)
 
 
 def _plain(name: Any) -> tuple[str, int] | None:

@@ -1,0 +1,218 @@
+"""Find out from files alone if the Python of another process has trio_smc.
+
+Nothing that the process names is executed or imported.  Its command line, environment and memory
+map name directories; `TrustedFiles` looks at those, and only for a package `trio_smc`, for its
+metadata (``trio_smc-*.dist-info``), for ``pyvenv.cfg`` and for ``.pth`` files.  The rules are those
+of Python's `site` module and of PEP 405; what they leave open, such as a directory that a program
+adds to `sys.path` itself, is not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from trio_smc.tools.proc import Process
+from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
+
+__all__ = ["Finding", "find_trio_smc", "is_python"]
+
+_PACKAGE: Final = "trio_smc"
+_SECONDS: Final = 2.0
+_FILE: Final = 1 << 16
+_NAMES: Final = 20_000
+_PATHS: Final = 64
+"""Directories, and files of one kind, that are looked at."""
+_VERSION: Final = re.compile(r"(?:python|pypy)(\d+\.\d+t?)")
+_LIBRARIES: Final = ("lib", "lib64", "local/lib")
+_SITES: Final = ("site-packages", "dist-packages")
+_WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(slots=True)
+class Finding:
+    """What the files of a process's Python say.
+
+    Attributes:
+      python: the path that it was called by, or its executable.
+      has_package: True if trio_smc is there, False if it is not, None if that cannot be told.
+      reasons: why it cannot be told.
+    """
+
+    python: str
+    has_package: bool | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+def is_python(path: str) -> bool:
+    """True if an executable is a Python, by its name."""
+    return os.path.basename(path).startswith(("python", "pypy"))
+
+
+def find_trio_smc(process: Process) -> Finding:
+    """Look for trio_smc where the Python of a process of this user would find it."""
+    executable = process.link("exe")
+    finding = Finding(executable)
+    here = os.readlink("/proc/self/ns/mnt")
+    if process.link("ns/mnt") != here or process.link("root") != "/":
+        finding.reasons.append("it has a file system of its own")
+        return finding
+    _Search(process, executable, finding).run()
+    return finding
+
+
+class _Search:
+    """One search; `run` completes the finding."""
+
+    def __init__(self, process: Process, executable: str, finding: Finding) -> None:
+        self._process = process
+        self._executable = executable
+        self._finding = finding
+        self._files = TrustedFiles(_SECONDS)
+        self._command = process.command()
+        self._environment = process.environment()
+        self._directory = process.link("cwd")
+
+    def run(self) -> None:
+        """Look at one directory after the other until trio_smc is found."""
+        called = self._called()
+        if called is not None:
+            self._finding.python = called
+        else:
+            self._finding.reasons.append("its command line does not name its Python")
+        found = any(self._attempt(self._has_package, each) for each in self._first())
+        sites = dict.fromkeys(self._sites(called))
+        found = found or any(self._attempt(self._is_in_site, each) for each in sites)
+        if found:
+            self._finding.has_package = True
+            self._finding.reasons.clear()
+        elif not self._finding.reasons:
+            self._finding.has_package = False
+
+    def _attempt(self, look: Callable[[str], bool], path: str) -> bool:
+        """Call ``look``; a path that must not be looked at leaves the answer open."""
+        try:
+            return look(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except UntrustedPathError as error:
+            self._finding.reasons.append(str(error))
+            return False
+
+    # --- where Python looks ------------------------------------------------------------------
+
+    def _called(self) -> str | None:
+        """The path by which the Python was called, which decides its environment (PEP 405)."""
+        word = self._command[0] if self._command else ""
+        if not is_python(word):
+            return None  # a program may write anything there, its title for example
+        if os.path.dirname(word):
+            choices = [os.path.join(self._directory, word)]
+        else:
+            search = self._environment.get("PATH", os.defpath).split(os.pathsep)
+            choices = [os.path.join(each, word) for each in search[:_PATHS] if each[:1] == "/"]
+        return next((each for each in choices if self._attempt(self._files.exists, each)), None)
+
+    def _first(self) -> Iterator[str]:
+        """What comes before the standard library on `sys.path`."""
+        paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
+        yield from (os.path.join(self._directory, each) for each in paths[:_PATHS] if each)
+        words = iter(self._command[1:])
+        for word in words:
+            if word in _WITH_VALUE:
+                next(words, None)
+            elif not word.startswith("-"):
+                yield os.path.join(self._directory, os.path.dirname(word))
+                return
+            elif word[-1:] in "cm":
+                break
+        yield self._directory
+
+    def _sites(self, called: str | None) -> Iterator[str]:
+        """Its directories of installed packages."""
+        prefix, with_system = None, True
+        if called is not None:
+            prefix, with_system = self._environment_of(called)
+        if prefix is not None:
+            yield from self._sites_below(prefix)
+        # Extension modules in use show an environment that the command line does not name.
+        yield from islice(self._mapped_sites(), _PATHS)
+        if with_system:
+            base = os.path.dirname(os.path.dirname(self._executable))
+            yield from self._sites_below(self._environment.get("PYTHONHOME") or base)
+            home = self._environment.get("HOME", "")
+            user = self._environment.get("PYTHONUSERBASE") or f"{home}/.local"
+            yield from self._sites_below(user)
+
+    def _environment_of(self, called: str) -> tuple[str | None, bool]:
+        """The prefix of the virtual environment, and if that includes the system's packages."""
+        below = os.path.dirname(called)
+        for prefix in (below, os.path.dirname(below)):
+            try:
+                text = self._files.read(os.path.join(prefix, "pyvenv.cfg"), _FILE)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except UntrustedPathError as error:
+                self._finding.reasons.append(str(error))
+                return prefix, True
+            pairs = (line.partition("=") for line in text.decode("utf-8", "replace").split("\n"))
+            settings = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+            return prefix, settings.get("include-system-site-packages") == "true"
+        return None, True
+
+    def _sites_below(self, prefix: str) -> Iterator[str]:
+        version = _VERSION.match(os.path.basename(self._executable))
+        for library in _LIBRARIES:
+            above = os.path.join(prefix, library)
+            try:
+                names = self._files.names(above, _NAMES)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except UntrustedPathError as error:
+                self._finding.reasons.append(str(error))
+                continue
+            for name in names:
+                found = _VERSION.fullmatch(name)
+                # Debian's dist-packages are in lib/python3, for all versions.
+                if name == "python3" or (found and (not version or found[1] == version[1])):
+                    yield from (os.path.join(above, name, each) for each in _SITES)
+
+    def _mapped_sites(self) -> Iterator[str]:
+        seen = set()
+        for path in self._process.mapped():
+            for name in _SITES:
+                above, middle, _ = path.partition(f"/{name}/")
+                if middle and above not in seen:
+                    seen.add(above)
+                    yield f"{above}/{name}"
+
+    # --- what is there -----------------------------------------------------------------------
+
+    def _has_package(self, directory: str) -> bool:
+        return self._files.is_file(os.path.join(directory, _PACKAGE, "__init__.py"))
+
+    def _is_in_site(self, site: str) -> bool:
+        """True if a directory of packages has trio_smc, or a link to it (``.pth``)."""
+        names = self._files.names(site, _NAMES)
+        if _PACKAGE in names and self._has_package(site):
+            return True
+        if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):
+            return True
+        links = [each for each in names if each.endswith(".pth")]
+        if len(links) > _PATHS:
+            raise UntrustedPathError(f"{site} has more than {_PATHS} .pth files")
+        return any(self._attempt(self._is_linked, os.path.join(site, each)) for each in links)
+
+    def _is_linked(self, path: str) -> bool:
+        site = os.path.dirname(path)
+        lines = self._files.read(path, _FILE).decode("utf-8", "replace").split("\n")
+        added = [
+            os.path.join(site, line.strip())
+            for line in lines
+            if line.strip() and not line.startswith(("#", "import ", "import\t"))
+        ]
+        return any(self._attempt(self._has_package, each) for each in added[:_PATHS])

@@ -1,0 +1,178 @@
+"""Ask the kernel which TCP sockets listen, and which one it would choose for a connection.
+
+The kernel answers over netlink (NETLINK_SOCK_DIAG), for sockets of all users in this process's
+network namespace.  Unlike /proc/net/tcp6, the answer says whether a socket of `::` is IPv6 only.
+Where the kernel has no sock_diag, /proc/net is read instead, and that is unknown.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["Listener", "accepted_inode", "candidates", "listeners"]
+
+_NETLINK_SOCK_DIAG: Final = 4
+_SOCK_DIAG_BY_FAMILY: Final = 20
+_NLM_F_REQUEST: Final = 0x1
+_NLM_F_DUMP: Final = 0x300
+_NLMSG_ERROR: Final = 2
+_NLMSG_DONE: Final = 3
+_INET_DIAG_SKV6ONLY: Final = 11
+_TCP_LISTEN: Final = 10
+_LOOPBACK: Final = 1
+"""Index of the loopback interface, in every network namespace."""
+_WAIT: Final = 2.0
+"""Seconds that the kernel has to answer; it does so at once."""
+_RECEIVE: Final = 1 << 18
+_NO_COOKIE: Final = b"\xff" * 8
+
+_HEADER: Final = struct.Struct("=IHHII")
+_REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's names
+_NAMES: Final = struct.Struct("!HH16s16s")
+_REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the socket's names
+_AFTER: Final = struct.Struct("=I8sIIIII")  # interface, cookie, expires, queues, uid, inode
+_ATTRIBUTE: Final = struct.Struct("=HH")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening TCP socket.
+
+    Attributes:
+      address: what it is bound to, as `ipaddress` writes it; a mapped IPv4 address as IPv4.
+      port: its port.
+      is_ipv6: True if it is a socket of AF_INET6.
+      v6_only: True if it does not serve IPv4; None if that is unknown.
+      interface: index of the interface that it is bound to; 0: none.
+      uid: the user that made it, who need not be the user of the process that has it now.
+      inode: as /proc/PID/fd shows it.
+    """
+
+    address: str
+    port: int
+    is_ipv6: bool
+    v6_only: bool | None
+    interface: int
+    uid: int
+    inode: str
+
+    @property
+    def is_wildcard(self) -> bool:
+        """True if it is bound to no address."""
+        return self.address in ("0.0.0.0", "::")
+
+
+def candidates(found: Iterable[Listener], address: str, port: int) -> list[Listener]:
+    """The sockets among which the kernel chooses for a connection to an address of this host.
+
+    A socket bound to the address comes before one bound to none, a socket bound to an interface
+    before one that is not, and IPv4 before a socket of `::` that serves IPv4 as well.  More than
+    one is left only if they share the port by SO_REUSEPORT, or if `v6_only` is unknown.
+    """
+    best: dict[tuple[int, int, int], list[Listener]] = {}
+    destination = ipaddress.ip_address(address.partition("%")[0])
+    for each in found:
+        if each.port != port or each.interface not in (0, _LOOPBACK):
+            continue  # connections within the host arrive by the loopback interface
+        specific = not each.is_wildcard
+        if specific:
+            serves = ipaddress.ip_address(each.address) == destination
+        elif destination.version == 4:
+            serves = not (each.is_ipv6 and each.v6_only)
+        else:
+            serves = each.is_ipv6
+        if serves:
+            score = (specific, each.interface != 0, not each.is_ipv6)
+            best.setdefault(score, []).append(each)
+    return best[max(best)] if best else []
+
+
+def listeners() -> list[Listener]:
+    """All listening TCP sockets of this network namespace.
+
+    Raises:
+      OSError: the kernel has no sock_diag.
+    """
+    found = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _TCP_LISTEN) + bytes(48)
+        found += [_listener(message) for message in _ask(request, _NLM_F_DUMP)]
+    return found
+
+
+def accepted_inode(server: tuple[str, int], client: tuple[str, int]) -> str | None:
+    """The inode of the server's socket of a connection within this host; None: it has none.
+
+    A connection that waits to be accepted, or was closed by the server, has none.
+    """
+    ends = [ipaddress.ip_address(host.partition("%")[0]) for host, _ in (server, client)]
+    if ends[0].version != ends[1].version:
+        return None
+    family = socket.AF_INET if ends[0].version == 4 else socket.AF_INET6
+    names = _NAMES.pack(server[1], client[1], ends[0].packed, ends[1].packed)
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    request += names + struct.pack("=I", _LOOPBACK) + _NO_COOKIE
+    try:
+        messages = list(_ask(request, 0))
+    except OSError:
+        return None
+    for message in messages:
+        if message[1] != _TCP_LISTEN:
+            inode = _listener(message).inode
+            return None if inode == "0" else inode
+    return None
+
+
+def _ask(request: bytes, flags: int) -> Iterator[bytes]:
+    """The kernel's messages, without their headers.  Raises OSError."""
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as sock:
+        sock.settimeout(_WAIT)
+        length = _HEADER.size + len(request)
+        header = _HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | flags, 1, 0)
+        sock.sendto(header + request, (0, 0))
+        while True:
+            data, sender = sock.recvfrom(_RECEIVE)
+            if sender[0] != 0:
+                continue  # another process can send here; the kernel is number 0
+            at = 0
+            while at + _HEADER.size <= len(data):
+                size, message, _, _, _ = _HEADER.unpack_from(data, at)
+                body = data[at + _HEADER.size : at + size]
+                if message == _NLMSG_DONE:
+                    return
+                if message == _NLMSG_ERROR:
+                    (code,) = struct.unpack_from("=i", body)
+                    raise OSError(-code, "sock_diag")
+                yield body
+                at += max(_HEADER.size, size + 3 & ~3)
+            if not flags:
+                return
+
+
+def _listener(message: bytes) -> Listener:
+    family = message[0]
+    port, _, packed, _ = _NAMES.unpack_from(message, _REPLY.size)
+    interface, _, _, _, _, uid, inode = _AFTER.unpack_from(message, _REPLY.size + _NAMES.size)
+    is_ipv6 = family == socket.AF_INET6
+    bound = ipaddress.ip_address(packed if is_ipv6 else packed[:4])
+    mapped = getattr(bound, "ipv4_mapped", None)
+    v6_only: bool | None = False
+    if is_ipv6:
+        attributes = dict(_attributes(message[_REPLY.size + _NAMES.size + _AFTER.size :]))
+        flag = attributes.get(_INET_DIAG_SKV6ONLY)
+        v6_only = bool(flag[0]) if flag else None
+    return Listener(str(mapped or bound), port, is_ipv6, v6_only, interface, uid, str(inode))
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + _ATTRIBUTE.size <= len(data):
+        size, kind = _ATTRIBUTE.unpack_from(data, at)
+        yield kind, data[at + _ATTRIBUTE.size : at + size]
+        at += max(_ATTRIBUTE.size, size + 3 & ~3)

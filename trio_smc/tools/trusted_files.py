@@ -1,0 +1,245 @@
+"""Look at files that only this user and root can have placed, without ever blocking.
+
+Theory of operation
+-------------------
+A path that another process names may lead anywhere: to a FIFO, a device, a file that grows, a FUSE
+file system whose server answers when it likes (even `stat` waits for it), or through a symbolic
+link to a file that the other process could not read itself.  `TrustedFiles` therefore opens each
+component of a path by itself, with O_PATH and O_NOFOLLOW, which starts no driver and asks no file
+system server.  The number of the component's mount (/proc/self/fdinfo) is compared with
+/proc/self/mountinfo before anything else is asked.  A component is refused if it is not on a local
+file system, if it belongs to another user than root and this one, or if other users can replace
+names in its directory (a sticky directory such as /tmp protects the names of others).  Symbolic
+links are followed by the same steps, so each step of their targets is checked, too.
+
+Only regular files and directories are read, through the checked descriptor, never by name again,
+with O_NONBLOCK (a file lease makes a plain `open` wait), and up to a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+__all__ = ["TrustedFiles", "UntrustedPathError"]
+
+_LOCAL: Final = frozenset({
+    "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs",
+    "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
+})  # fmt: skip
+"""File systems that answer without a server in user space or on the network."""
+_LINKS: Final = 40
+"""Symbolic links in one path; the kernel's own limit."""
+_DEPTH: Final = 128
+"""Directories below each other, each of which is held open."""
+_STEPS: Final = 4096
+"""Components of a path and of the symbolic links in it."""
+_SHOWN: Final = 100
+_PATH: Final = 4096
+_MOUNTINFO: Final = 1 << 22
+_OPEN: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_PIECE: Final = 65536
+
+
+class UntrustedPathError(Exception):
+    """A path that is not looked at; the text says why, without a full stop."""
+
+
+class _Entry(NamedTuple):
+    """An O_PATH descriptor, its mount, and what it is."""
+
+    descriptor: int
+    mount: str
+    found: os.stat_result
+
+
+class TrustedFiles:
+    """Looks at paths on behalf of another process.
+
+    Args:
+      seconds: how long all of it may take together.
+
+    All methods raise `UntrustedPathError` for a path that must not be looked at and when the time
+    is over, and FileNotFoundError or NotADirectoryError for one that is not there.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._users = {0, os.geteuid()}
+
+    def is_file(self, path: str) -> bool:
+        """True if there is a regular file; False if there is nothing, or something else."""
+        return self._has_kind(path, stat.S_ISREG)
+
+    def exists(self, path: str) -> bool:
+        """True if there is anything, a symbolic link included."""
+        return self._has_kind(path, lambda _: True, follow=False)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The contents of a regular file.
+
+        Args:
+          limit: bytes that it may have.
+        """
+        with self._opened(path) as entry:
+            if not stat.S_ISREG(entry.found.st_mode):
+                raise UntrustedPathError(f"{path} is not a regular file")
+            if entry.found.st_mode & 0o022:
+                raise UntrustedPathError(f"other users can write to {path}")
+            with self._reopened(entry, path, os.O_RDONLY) as descriptor:
+                return _read_up_to(descriptor, limit, path)
+
+    def names(self, path: str, limit: int) -> list[str]:
+        """The names in a directory.
+
+        Args:
+          limit: names that it may have.
+        """
+        with self._opened(path) as entry:
+            self._check_directory(entry, path)
+            with (
+                self._reopened(entry, path, os.O_RDONLY | os.O_DIRECTORY) as descriptor,
+                os.scandir(descriptor) as entries,
+            ):
+                found: list[str] = []
+                for each in entries:
+                    if len(found) >= limit:
+                        raise UntrustedPathError(f"{path} has more than {limit} names")
+                    found.append(each.name)
+                return found
+
+    def _has_kind(self, path: str, kind: Callable[[int], bool], *, follow: bool = True) -> bool:
+        try:
+            with self._opened(path, follow=follow) as entry:
+                return kind(entry.found.st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    # --- the walk ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, *, follow: bool = True) -> Iterator[_Entry]:
+        """The checked O_PATH descriptor of a path."""
+        if not path.startswith("/") or len(path) > _PATH or "\0" in path:
+            raise UntrustedPathError(f"{path[:_SHOWN]!r} is not an absolute path")
+        above = [self._entry("/", None, path)]
+        left = deque(path.split("/"))
+        links = 0
+        try:
+            for _ in range(_STEPS):
+                if not left:
+                    break
+                if time.monotonic() > self._deadline:
+                    raise UntrustedPathError("looking at its files took too long")
+                name = left.popleft()
+                if name in ("", "."):
+                    continue
+                if name == "..":
+                    _close(above, max(1, len(above) - 1))
+                    continue
+                if len(above) > _DEPTH:
+                    left.append(name)
+                    break
+                self._check_directory(above[-1], path)
+                above.append(self._entry(name, above[-1], path))
+                if stat.S_ISLNK(above[-1].found.st_mode) and (follow or any(left)):
+                    links += 1
+                    if links > _LINKS:
+                        raise UntrustedPathError(f"{path} has too many symbolic links")
+                    target = os.readlink("", dir_fd=above[-1].descriptor)
+                    _close(above, 1 if target.startswith("/") else len(above) - 1)
+                    left.extendleft(reversed(target.split("/")))
+            if left:
+                raise UntrustedPathError(f"{path[:_SHOWN]} has too many components")
+            yield above[-1]
+        finally:
+            _close(above, 0)
+
+    def _entry(self, name: str, parent: _Entry | None, path: str) -> _Entry:
+        """Open one component and check its mount and its owner."""
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, dir_fd=None if parent is None else parent.descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            raise UntrustedPathError(f"{path} cannot be opened: {error.strerror}") from None
+        try:
+            mount = _mount_of(descriptor)
+            # Not even `fstat` before this: it would ask a file system server.
+            if (parent is None or mount != parent.mount) and not _is_local(mount):
+                raise UntrustedPathError(f"{path} is not on a local file system")
+            found = os.fstat(descriptor)
+            if found.st_uid not in self._users:
+                raise UntrustedPathError(f"part of {path} belongs to user {found.st_uid}")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return _Entry(descriptor, mount, found)
+
+    def _check_directory(self, entry: _Entry, path: str) -> None:
+        """Raise unless names in a directory are only this user's or root's to replace."""
+        mode = entry.found.st_mode
+        if not stat.S_ISDIR(mode):
+            raise NotADirectoryError(path)
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise UntrustedPathError(f"other users can write to a directory of {path}")
+
+    @contextlib.contextmanager
+    def _reopened(self, entry: _Entry, path: str, flags: int) -> Iterator[int]:
+        """What was checked, opened for reading."""
+        try:
+            descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN)
+        except OSError as error:
+            raise UntrustedPathError(f"{path} cannot be read: {error.strerror}") from None
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _close(entries: list[_Entry], count: int) -> None:
+    """Close all entries but the first ``count``."""
+    while len(entries) > count:
+        os.close(entries.pop().descriptor)
+
+
+def _read_up_to(descriptor: int, limit: int, path: str) -> bytes:
+    data = bytearray()
+    while piece := os.read(descriptor, _PIECE):
+        data += piece
+        if len(data) > limit:
+            raise UntrustedPathError(f"{path} is larger than {limit} bytes")
+    return bytes(data)
+
+
+def _mount_of(descriptor: int) -> str:
+    """The number of the mount that a descriptor is on; its file system is not asked."""
+    own = os.open(f"/proc/self/fdinfo/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for line in os.read(own, _PIECE).splitlines():
+            if line.startswith(b"mnt_id:"):
+                return line.split()[1].decode("ascii")
+    finally:
+        os.close(own)
+    raise UntrustedPathError("the kernel does not say on which mount a file is")
+
+
+def _is_local(mount: str) -> bool:
+    """True if the mount's file system needs no server.  A mount that is not listed has one."""
+    own = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        text = _read_up_to(own, _MOUNTINFO, "/proc/self/mountinfo").decode("utf-8", "replace")
+    finally:
+        os.close(own)
+    for line in text.split("\n"):
+        number, _, rest = line.partition(" ")
+        if number == mount:
+            kind = rest.partition(" - ")[2].split(" ", 1)[0]
+            return kind in _LOCAL
+    return False
