@@ -369,10 +369,12 @@ async def test_a_process_whose_loop_stands_still(
         async with running("server") as peer:
             # It holds up nobody else.  That one may be slow, on a busy machine.
             with trio.fail_after(LIMIT):
-                while (done := command_here(capsys, "ss", "--json")).code:
+                while not json.loads((done := command_here(capsys, "ss", "--json")).out):
                     await trio.lowlevel.checkpoint()
-            [answered] = done.json
+            [answered] = json.loads(done.out)
             assert answered["pid"] == peer.pid
+            assert done.code == 1
+            assert f"process {blocked.pid} does not answer" in done.err
 
 
 async def test_a_killed_process_leaves_a_name_that_is_cleaned_up(runtime_directory: Path) -> None:

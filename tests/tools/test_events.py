@@ -236,6 +236,29 @@ async def test_a_run_that_stands_still_or_is_over_costs_a_scrape_its_stack() -> 
     assert stacks[0] not in trio_smc.stacks()
 
 
+class _StoppedRun:
+    """A stack whose Trio run stands still (`Stack.trio_token`)."""
+
+    def __init__(self) -> None:
+        self.trio_token = self
+        self.asked: list[object] = []
+
+    def run_sync_soon(self, function: object) -> None:
+        self.asked.append(function)
+
+
+async def test_runs_that_stand_still_cost_a_scrape_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped = [_StoppedRun() for _ in range(10)]
+    monkeypatch.setattr(trio_smc, "stacks", lambda: stopped)
+    before = trio.current_time()
+    found = await trio.to_thread.run_sync(scrape, SmcCollector(patience=0.5))
+    assert trio.current_time() - before < 5 * 0.5  # one after the other it would be ten
+    assert found["trio_smc_scrape_failures_total"] == 10
+    assert all(len(each.asked) == 1 for each in stopped)
+
+
 async def test_stacks_are_listed_while_they_are_open() -> None:
     assert trio_smc.stacks() == ()
     async with trio_smc.open_stack(QUICK) as one, trio_smc.open_stack(QUICK) as two:

@@ -1,8 +1,9 @@
 """The asking side of the control protocol: snapshots and captures of this user's running stacks.
 
-Plain blocking sockets with one deadline for each stack; the protocol is told in
-`trio_smc.control.protocol`.  What an answer holds was written by another process: its parts are
-checked for their shape here (`SHAPES`).
+All stacks are asked at once, with one deadline for all of them; the protocol is described in
+`trio_smc.control.protocol`.  The bytes of all answers are collected first and decoded afterwards,
+so that decoding a large answer costs no other process its time.  An answer was written by another
+process: its parts are checked for their shape here (`SHAPES`).
 
 A shape is a type, a tuple of types, a dict of fields that must be there (others may be, too), or
 a list of one shape for the items of a list.  `Maybe` is a shape or null.
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import stat
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -23,11 +27,13 @@ from typing import Any, Final
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, plain
+from trio_smc.tools.proc import Process
 
 __all__ = [
     "PATIENCE",
     "SHAPES",
+    "Silent",
     "Snapshot",
     "check_untrusted",
     "stream_capture",
@@ -35,7 +41,15 @@ __all__ = [
 ]
 
 PATIENCE: Final = 3.0
-"""Seconds for one stack's whole answer."""
+"""Seconds for the answers of all stacks together."""
+_AGAIN: Final = 0.2
+"""Seconds for a process that did not answer the last time."""
+_RETRY: Final = 0.05
+"""Seconds between two attempts to connect to a socket whose backlog is full."""
+_INCOMPLETE: Final = 1
+"""Exit code."""
+_ANSWER: Final = 1 << 28
+"""Bytes of one stack's whole answer."""
 _ITEMS: Final = 1_000_000
 """Items of one list that are taken from an answer."""
 _PIECE: Final = 65536
@@ -67,40 +81,95 @@ class Snapshot:
     listeners: list[list[Any]] = field(default_factory=list)
 
 
-def take_snapshots(
-    directory: Path, want: Sequence[str], pid: int | None = None, *, some: bool = True
-) -> list[Snapshot]:
-    """Ask all stacks, or those of one process, in the order of their process numbers.
+class Silent:
+    """Processes that did not answer, each named on stderr once.
 
-    Names of processes that are gone are skipped, and removed.  Without `pid`, stacks that do not
-    answer are left out as long as another one does.
+    One object may serve several rounds of `take_snapshots`: a process that was silent in the
+    last one is asked again, but no longer waited for.
+
+    Args:
+      quiet: only remember them; `report` names them.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._named: dict[int, str] = {}
+        self.last: dict[int, str] = {}
+        """Of the last round: the process, and a sentence that names it."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 if any process was silent, in any round."""
+        return _INCOMPLETE if self._named else 0
+
+    def replace(self, problems: dict[int, str]) -> None:
+        """Note the silent processes of a round."""
+        new = {pid: text for pid, text in problems.items() if pid not in self._named}
+        self.last = problems
+        self._named |= new
+        if not self._quiet:
+            _name_on_stderr(new)
+
+    def report(self) -> None:
+        """Name all of them, if that was not done at once."""
+        if self._quiet:
+            _name_on_stderr(self._named)
+
+
+def _name_on_stderr(problems: dict[int, str]) -> None:
+    for text in problems.values():
+        print(f"trio-smc: {plain(text)}", file=sys.stderr, flush=True)
+
+
+def take_snapshots(
+    directory: Path,
+    want: Sequence[str],
+    pid: int | None = None,
+    *,
+    some: bool = True,
+    silent: Silent | None = None,
+) -> list[Snapshot]:
+    """Ask all stacks at once, or those of one process, in the order of their process numbers.
+
+    All answers together may take `PATIENCE` seconds.  Names of processes that are gone are
+    skipped, and removed.
 
     Args:
       directory: the private directory.
       want: parts (`trio_smc.control.protocol.PARTS`).
       pid: only this process.
-      some: whether finding no stack at all is an error.
+      some: True if finding no stack at all is an error.
+      silent: takes the processes that do not answer, or not as they should.  Without it they are
+        left out as long as another one answers.
 
     Raises:
-      ToolError: the directory is not private, no stack answers, or an answer is damaged.
+      ToolError: the directory is not private, there is no stack, the process ``pid`` does not
+        answer, or all answers are damaged; without ``silent`` also if no process answers.
     """
     found: list[Snapshot] = []
-    problems: list[str] = []
+    problems: dict[int, str] = {}
+    late = False
     with _opened(directory) as root:
-        for number, name in _named_sockets(root):
-            if pid is not None and number != pid:
-                continue
+        names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
+        discouraged = set() if silent is None else set(silent.last)
+        for inquiry in _ask_all(root, names, control.encode({"want": list(want)}), discouraged):
             try:
-                snapshot = _ask(root, name, number, want)
+                snapshot = _snapshot_untrusted(inquiry)
             except (OSError, ProtocolError) as error:
-                problems.append(f"process {number} {_said(error)}")
+                problems[inquiry.pid] = f"process {inquiry.pid} {_said(error)}"
+                late = late or isinstance(error, TimeoutError)
             else:
                 if snapshot is not None:
                     found.append(snapshot)
-    if problems and (pid is not None or not found):
-        raise ToolError(problems[0])
-    if not found and some:
+    if not found and problems and (silent is None or pid is not None or not late):
+        first, *others = problems
+        if silent is not None:
+            silent.replace({each: problems[each] for each in others})
+        raise ToolError(problems[first])
+    if not found and not problems and some:
         raise ToolError(_nobody(directory, pid))
+    if silent is not None:
+        silent.replace(problems)
     return found
 
 
@@ -166,33 +235,165 @@ def _named_sockets(root: int | None) -> list[tuple[int, str]]:
     return sorted((pid, name) for pid, name in named if pid is not None)
 
 
-# --- one stack -------------------------------------------------------------------------------
+# --- all stacks at once -----------------------------------------------------------------------
 
 
-def _ask(root: int | None, name: str, pid: int, want: Sequence[str]) -> Snapshot | None:
-    """A stack's answer; None when its process is gone.
+class _Inquiry:
+    """One stack that is asked: what it has answered by now, undecoded.
+
+    Attributes:
+      pid: its process.
+      data: the answer.
+      done: True if there is nothing to wait for.
+      gone: True if its process has ended.
+      error: why it cannot be asked.
+    """
+
+    def __init__(self, root: int | None, name: str, pid: int, request: bytes) -> None:
+        self.pid = pid
+        self.data = bytearray()
+        self.done = self.gone = False
+        self.error: Exception | None = None
+        self._root = root
+        self._name = name
+        self._request = memoryview(request)
+        self._connected = False
+        self.sock: socket.socket | None = None
+
+    @property
+    def interest(self) -> int:
+        """What the socket is waited for; 0: its backlog is full, so connecting is tried again."""
+        if not self._connected:
+            return 0
+        return selectors.EVENT_WRITE if self._request else selectors.EVENT_READ
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.sock is not None:
+            self.sock.close()
+
+    def proceed(self) -> None:
+        """Do what can be done without waiting."""
+        try:
+            if self.sock is None:
+                self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self.sock.setblocking(False)
+            if not self._connected:
+                if not _connect(self.sock, self._root, self._name):
+                    self.gone = self.done = True
+                    return
+                self._connected = True
+            while self._request:
+                self._request = self._request[self.sock.send(self._request) :]
+            # One piece: the others have their turn.
+            piece = self.sock.recv(_PIECE)
+            self.data += piece
+            self.done = not piece
+            if len(self.data) > _ANSWER:
+                raise ProtocolError(f"more than {_ANSWER} bytes")
+        except BlockingIOError:
+            pass
+        except (OSError, ProtocolError) as error:
+            self.error, self.done = error, True
+
+
+def _ask_all(
+    root: int | None,
+    names: Sequence[tuple[int, str]],
+    request: bytes,
+    discouraged: AbstractSet[int],
+) -> list[_Inquiry]:
+    """Send ``request`` to all of these sockets and collect the answers, at most `PATIENCE` seconds.
+
+    discouraged: processes that are only waited for a moment.
+    """
+    start = time.monotonic()
+    with contextlib.ExitStack() as exits:
+        asked = []
+        for pid, name in names:
+            inquiry = _Inquiry(root, name, pid, request)
+            exits.callback(inquiry.close)
+            asked.append(inquiry)
+        selector = exits.enter_context(selectors.DefaultSelector())
+        waiting = asked
+        while True:
+            for each in waiting:
+                each.proceed()
+                _register(selector, each)
+            waiting = [each for each in asked if not each.done]
+            hopeful = any(each.pid not in discouraged for each in waiting)
+            patience = PATIENCE if hopeful else min(PATIENCE, _AGAIN)
+            left = start + patience - time.monotonic()
+            if not waiting or left <= 0:
+                return asked
+            backlog_full = [each for each in waiting if not each.interest]
+            ready = selector.select(min(left, _RETRY) if backlog_full else left)
+            waiting = [key.data for key, _ in ready] + backlog_full
+
+
+def _register(selector: selectors.BaseSelector, inquiry: _Inquiry) -> None:
+    """Wait for what an inquiry is waiting for now."""
+    if inquiry.sock is None:
+        return  # there are too many open files
+    known = inquiry.sock in selector.get_map()
+    if inquiry.done or not inquiry.interest:
+        if known:
+            selector.unregister(inquiry.sock)
+    elif known:
+        selector.modify(inquiry.sock, inquiry.interest, inquiry)
+    else:
+        selector.register(inquiry.sock, inquiry.interest, inquiry)
+
+
+def _snapshot_untrusted(inquiry: _Inquiry) -> Snapshot | None:
+    """What a stack answered; None if its process is gone.
 
     Raises:
-      OSError, ProtocolError: it does not answer, or not as it should.
+      OSError, ProtocolError: it did not answer, or not as it should.
     """
-    deadline = time.monotonic() + PATIENCE
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        if not _connect(sock, root, name):
-            return None
-        snapshot = Snapshot(pid, program=_program(pid))
-        sock.sendall(control.encode({"want": list(want)}))
-        while _take_untrusted(snapshot, _read_message(sock, deadline)):
-            pass
-        return snapshot
+    if inquiry.gone:
+        return None
+    if inquiry.error is not None:
+        raise inquiry.error
+    snapshot = Snapshot(inquiry.pid)
+    answer = _Answer(inquiry.data, whole=inquiry.done)
+    while True:
+        length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
+        if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
+            break
+    snapshot.program = _program(inquiry.pid)
+    return snapshot
+
+
+class _Answer:
+    """The bytes of an answer, taken one after the other; ``whole``: no more will come."""
+
+    def __init__(self, data: bytearray, *, whole: bool) -> None:
+        self._data = memoryview(data)
+        self._whole = whole
+
+    def take(self, count: int) -> bytes:
+        """The next bytes.
+
+        Raises:
+          ProtocolError: the answer ends before.
+          TimeoutError: the rest did not come in time.
+        """
+        taken, self._data = self._data[:count], self._data[count:]
+        if len(taken) == count:
+            return bytes(taken)
+        if self._whole:
+            raise ProtocolError(f"it ends after {len(taken)} of {count} bytes")
+        raise TimeoutError
 
 
 def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
-    """Connect to a stack's control socket; False when its process is gone.
+    """Connect to a stack's control socket; False if its process is gone.
 
     Raises:
-      OSError, ProtocolError: it does not answer, or is another user's.
+      BlockingIOError, TimeoutError: its backlog is full.
+      OSError, ProtocolError: it cannot be reached, or is another user's.
     """
-    sock.settimeout(PATIENCE)
     try:
         sock.connect(f"/proc/self/fd/{root}/{name}")
     except FileNotFoundError:
@@ -237,34 +438,14 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     return True
 
 
-def _read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
-    header = _exactly(sock, control.HEADER_SIZE, deadline)
-    length = control.length_untrusted(header, control.REPLY_LIMIT)
-    return control.decode_untrusted(_exactly(sock, length, deadline))
-
-
-def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-        piece = sock.recv(min(count - len(data), _PIECE))
-        if not piece:
-            raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
-        data += piece
-    return bytes(data)
-
-
 def _program(pid: int) -> str:
     """The command line, as far as it tells programs apart."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
+    words: list[str] = []
+    with contextlib.suppress(OSError), Process(pid) as process:
+        words = process.command()
     words = [os.path.basename(words[0]), *words[1:]] if words else words
-    return " ".join(words).strip()[:60]
+    text = " ".join(words).strip()[:60]
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 # --- captures ---------------------------------------------------------------------------------
@@ -315,15 +496,17 @@ def _chosen(
 ) -> socket.socket:
     """The connection to the stack that is meant, its answer begun."""
     found: dict[str, socket.socket] = {}
+    deadline = time.monotonic() + PATIENCE
     with _opened(directory) as root:
         for number, name in _named_sockets(root):
             if number != pid:
                 continue
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
+                sock.settimeout(_left(deadline))
                 if _connect(sock, root, name):
                     sock.sendall(control.encode({"want": [control.CAPTURE], "payload": payload}))
-                    begun = _read_message(sock, time.monotonic() + PATIENCE)
+                    begun = _read_message(sock, deadline)
                     found[_stack_untrusted(begun)] = sock
             except (OSError, ProtocolError) as error:
                 raise ToolError(f"process {number} {_said(error)}") from None
@@ -337,6 +520,31 @@ def _chosen(
     for other in found.values():
         other.close()
     return chosen
+
+
+def _read_message(sock: socket.socket, deadline: float) -> dict[str, Any]:
+    header = _exactly(sock, control.HEADER_SIZE, deadline)
+    length = control.length_untrusted(header, control.REPLY_LIMIT)
+    return control.decode_untrusted(_exactly(sock, length, deadline))
+
+
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        sock.settimeout(_left(deadline))
+        piece = sock.recv(min(count - len(data), _PIECE))
+        if not piece:
+            raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then.  Raises TimeoutError if that is past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
 
 
 def _stack_untrusted(message: dict[str, Any]) -> str:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, TypeAlias
 
 import trio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,7 +35,6 @@ __all__ = ["SmcCollector"]
 
 LOGGER = logging.getLogger("trio_smc.metrics")
 
-_T = TypeVar("_T")
 _PREFIX: Final = "trio_smc_"
 _GAUGES: Final = ("open_connections",)
 _NAMED: Final = ("agreed", "fallbacks")
@@ -83,8 +84,8 @@ class SmcCollector(Collector):
 
     Args:
       stack: the stack; None: all that are running at the time of a scrape.
-      patience: seconds a Trio run may take to answer a scrape; stacks that do not are left out,
-        and counted in ``trio_smc_scrape_failures_total``.
+      patience: seconds all Trio runs together may take to answer a scrape; stacks that do not are
+        left out, and counted in ``trio_smc_scrape_failures_total``.
     """
 
     def __init__(self, stack: Stack | None = None, *, patience: float = 2.0) -> None:
@@ -99,8 +100,11 @@ class SmcCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         sums = _Sums()
-        for stack in trio_smc.stacks() if self._stack is None else (self._stack,):
-            self._add(sums, stack)
+        deadline = time.monotonic() + self._patience
+        # All are asked before the first is waited for: silent Trio runs cost one deadline.
+        stacks = trio_smc.stacks() if self._stack is None else (self._stack,)
+        for answer in [self._asked(stack) for stack in stacks]:
+            self._add(sums, answer, deadline)
         yield _gauge("stacks", "stacks that are running", sums.stacks)
         for name, value in sorted(sums.statistics.items()):
             words = name.replace("_", " ")
@@ -125,13 +129,24 @@ class SmcCollector(Collector):
         yield _labelled("rmb_elements", "RMB elements", ("bytes", "state"), sums.elements)
         yield _labelled("rnic_port_active", "RNICs whose port is up", ("rnic", "kind"), sums.ports)
 
-    def _add(self, sums: _Sums, stack: Stack) -> None:
+    def _asked(self, stack: Stack) -> _Answers | Exception:
         try:
-            taken = _on_the_thread_of(stack, lambda: _taken(stack), self._patience)
+            return _on_the_thread_of(stack, partial(_taken, stack))
+        except Exception as error:
+            return error
+
+    def _add(self, sums: _Sums, answer: _Answers | Exception, deadline: float) -> None:
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            taken, error = answer.get(timeout=max(0.0, deadline - time.monotonic()))
+            if error is not None:
+                raise error
         except Exception as error:
             self._failures += 1
             LOGGER.info("a stack could not be read: %s", str(error) or type(error).__name__)
             return
+        assert taken is not None
         for each in fields(_Sums):
             if each.name == "stacks":
                 sums.stacks += taken.stacks
@@ -145,22 +160,22 @@ def _taken(stack: Stack) -> _Sums:
     return sums
 
 
-def _on_the_thread_of(stack: Stack, function: Callable[[], _T], patience: float) -> _T:
-    """Call ``function`` on the thread of the stack's Trio run.
+_Answers: TypeAlias = "queue.SimpleQueue[tuple[_Sums | None, Exception | None]]"
+"""What a stack counted, or why that cannot be read; one item."""
+
+
+def _on_the_thread_of(stack: Stack, function: Callable[[], _Sums]) -> _Answers:
+    """Call ``function`` on the thread of the stack's Trio run, and return where its result comes.
 
     Raises:
       trio.RunFinishedError: the run is over.
-      queue.Empty: it did not get to it in time.
-      Exception: what the function raises.
     """
     token = stack.trio_token
     try:
         here = trio.lowlevel.current_trio_token() is token
     except RuntimeError:
         here = False
-    if here:
-        return function()
-    answers: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+    answers: _Answers = queue.SimpleQueue()
 
     def answer() -> None:
         try:
@@ -168,11 +183,11 @@ def _on_the_thread_of(stack: Stack, function: Callable[[], _T], patience: float)
         except Exception as error:
             answers.put((None, error))
 
-    token.run_sync_soon(answer)
-    result, error = answers.get(timeout=patience)
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    if here:
+        answer()
+    else:
+        token.run_sync_soon(answer)
+    return answers
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:

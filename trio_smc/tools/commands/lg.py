@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import agreed, print_json, show, size, table
 
@@ -33,7 +33,7 @@ Examples:
   trio-smc lg
   trio-smc lg --pid 4242 --json
 
-Exit codes: 0, or 2 when no process answers.
+Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
 
 
@@ -45,12 +45,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Ask, and print."""
-    snapshots = take_snapshots(private_directory(options), ("link_groups",), options.pid)
+    silent = Silent()
+    snapshots = take_snapshots(
+        private_directory(options), ("link_groups",), options.pid, silent=silent
+    )
     if options.json:
         print_json(
             [{"pid": s.pid, "stack": s.stack, "link_groups": s.link_groups} for s in snapshots]
         )
-        return 0
+        return silent.exit_code
     columns = ("PID", ">GROUP", "ROLE", "PEER ID", "VERSION", "KIND", "STATE", ">LINK",
                "LINK STATE", "RNIC", ">USERS", "USER ID", "RMBS")  # fmt: skip
     rows = [
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         for row in _rows(snapshot.pid, group)
     ]
     show(table(columns, rows))
-    return 0
+    return silent.exit_code
 
 
 def _rows(pid: int, group: dict[str, Any]) -> list[list[object]]:

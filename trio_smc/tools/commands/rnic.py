@@ -18,7 +18,7 @@ from typing import Any, Final
 import trio
 
 import trio_smc
-from trio_smc.tools.client import take_snapshots
+from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import ToolError, gid, print_json, show, table, words
 
@@ -43,7 +43,7 @@ Examples:
   trio-smc rnic --pid 4242    only what that process has open
   trio-smc rnic --json
 
-Exit codes: 0, or 2 when the process of --pid does not answer.
+Exit codes: 0, 1 if a process did not answer, or 2 if that of --pid did not.
 """
 
 
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Ask, look, and print."""
     directory = private_directory(options)
     named = options.pid is not None
-    stacks = take_snapshots(directory, ("rnics",), options.pid, some=named)
+    silent = Silent()
+    stacks = take_snapshots(directory, ("rnics",), options.pid, some=named, silent=silent)
     found: dict[str, Any] = {
         "stacks": [{"pid": s.pid, "stack": s.stack, "rnics": s.rnics} for s in stacks]
     }
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(found)
     else:
         _print(found)
-    return 0
+    return silent.exit_code
 
 
 async def _automatic(directory: Path) -> tuple[list[dict[str, Any]], str | None]:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trio_smc.tools.client import Snapshot, take_snapshots
+from trio_smc.tools.client import Silent, Snapshot, take_snapshots
 from trio_smc.tools.commands import add_json, add_process, private_directory
 from trio_smc.tools.output import address, agreed, fallback_codes, print_json, show, size, table
 
@@ -36,7 +36,7 @@ Examples:
   trio-smc ss --pid 4242 -v    one process, with cursors
   trio-smc ss --json           for scripts; fields are described in docs/cli.md
 
-Exit codes: 0, or 2 when no process answers.
+Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
 
 
@@ -54,8 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Ask, and print."""
+    silent = Silent()
     snapshots = take_snapshots(
-        private_directory(options), ("connections", "listeners"), options.pid
+        private_directory(options), ("connections", "listeners"), options.pid, silent=silent
     )
     for snapshot in snapshots:
         snapshot.connections = [
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             for snapshot in snapshots:
                 for connection in snapshot.connections:
                     show("", *_details(snapshot, connection))
-    return 0
+    return silent.exit_code
 
 
 def _only(snapshot: Snapshot, names: tuple[str, ...]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from trio_smc import Agreed
-from trio_smc.tools.client import Snapshot, take_snapshots
+from trio_smc.tools.client import Silent, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -41,7 +41,7 @@ Examples:
 
 With --json and --interval each interval is a document of its own.
 
-Exit codes: 0, or 2 when no process answers.
+Exit codes: 0, 1 if a process did not answer, or 2 if there is none.
 """
 
 _GAUGES = ("open_connections",)
@@ -64,14 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Ask, and print, once or in intervals."""
-    counted = _ask(options)
+    silent = Silent()
+    counted = _ask(options, silent)
     if options.interval is None:
         _print(counted, options.json, "")
-        return 0
+        return silent.exit_code
     rounds = 0
     while rounds != options.count:
         time.sleep(options.interval)
-        before, counted = counted, _ask(options)
+        before, counted = counted, _ask(options, silent)
         if rounds and not options.json:
             print()
         added = {
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         }
         _print(added, options.json, time.strftime("%H:%M:%S"))
         rounds += 1
-    return 0
+    return silent.exit_code
 
 
 _Flat = dict[tuple[Any, ...], int]
@@ -88,8 +89,10 @@ _Flat = dict[tuple[Any, ...], int]
 _Counted = dict[tuple[int, str], tuple[Snapshot, _Flat]]
 
 
-def _ask(options: argparse.Namespace) -> _Counted:
-    snapshots = take_snapshots(private_directory(options), ("statistics",), options.pid)
+def _ask(options: argparse.Namespace, silent: Silent) -> _Counted:
+    snapshots = take_snapshots(
+        private_directory(options), ("statistics",), options.pid, silent=silent
+    )
     return {(each.pid, each.stack): (each, _flat(each.statistics)) for each in snapshots}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trio_smc.tools.client import Snapshot, take_snapshots
+from trio_smc.tools.client import Silent, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
     add_json,
     add_process,
@@ -17,7 +17,16 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import address, console, least_width, print_json, show, size, table
+from trio_smc.tools.output import (
+    address,
+    console,
+    least_width,
+    plain,
+    print_json,
+    show,
+    size,
+    table,
+)
 
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
@@ -34,7 +43,7 @@ Examples:
   trio-smc top --interval 0.5 --lines 40
   trio-smc top --count 1 --json    two seconds, for scripts
 
-Exit codes: 0 (also after Ctrl-C), or 2 when no process answers.
+Exit codes: 0 (also after Ctrl-C), 1 if a process did not answer, or 2 if there is none.
 """
 
 _PARTS = ("statistics", "connections")
@@ -59,38 +68,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show one frame after the other."""
+    live = not options.json and console().is_terminal
+    # A line on stderr would damage the screen: there the frame names silent processes.
+    silent = Silent(quiet=live)
     with contextlib.suppress(KeyboardInterrupt):
-        if options.json:
-            for last, before in _samples(options):
-                print_json(last.report(before, options.lines))
-        elif not console().is_terminal:
-            for last, before in _samples(options):
-                show(*last.since(before, options.lines), "")
+        if live:
+            _live(options, silent)
         else:
-            _live(options)
-    return 0
+            for last, before in _samples(options, silent):
+                if options.json:
+                    print_json(last.report(before, options.lines))
+                else:
+                    show(*last.since(before, options.lines), "")
+    silent.report()
+    return silent.exit_code
 
 
-def _live(options: argparse.Namespace) -> None:
-    from rich.console import Group
+def _live(options: argparse.Namespace, silent: Silent) -> None:
     from rich.live import Live
 
-    first = _Sample.take(options)
+    first = _Sample.take(options, silent)
     with Live(console=console(), screen=True, auto_refresh=False) as live:
-        live.update(Group(*first.since(first, options.lines)), refresh=True)
-        for last, before in _samples(options, first):
-            live.update(Group(*last.since(before, options.lines)), refresh=True)
+        live.update(_frame(first, first, options.lines, silent), refresh=True)
+        for last, before in _samples(options, silent, first):
+            live.update(_frame(last, before, options.lines, silent), refresh=True)
+
+
+def _frame(last: _Sample, before: _Sample, lines: int, silent: Silent) -> Any:
+    """A frame for the screen."""
+    from rich.console import Group
+    from rich.text import Text
+
+    names = [Text(plain(text)) for text in silent.last.values()]
+    return Group(*names, *last.since(before, lines))
 
 
 def _samples(
-    options: argparse.Namespace, first: _Sample | None = None
+    options: argparse.Namespace, silent: Silent, first: _Sample | None = None
 ) -> Iterator[tuple[_Sample, _Sample]]:
     """Each sample with the one before it, --count times."""
-    last = first or _Sample.take(options)
+    last = first or _Sample.take(options, silent)
     frames = 0
     while frames != options.count:
         time.sleep(options.interval)
-        last, before = _Sample.take(options), last
+        last, before = _Sample.take(options, silent), last
         yield last, before
         frames += 1
 
@@ -113,8 +134,8 @@ class _Sample:
     stacks: list[Snapshot]
 
     @classmethod
-    def take(cls, options: argparse.Namespace) -> _Sample:
-        stacks = take_snapshots(private_directory(options), _PARTS, options.pid)
+    def take(cls, options: argparse.Namespace, silent: Silent) -> _Sample:
+        stacks = take_snapshots(private_directory(options), _PARTS, options.pid, silent=silent)
         return cls(time.monotonic(), stacks)
 
     def connections(self) -> dict[tuple[object, ...], tuple[int, dict[str, Any]]]:

@@ -1,0 +1,210 @@
+"""Processes that do not answer: each is named, and all of them together cost one deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import trio
+
+from tests.tools.tools_processes import Done, command_here, one_line, quick_command, running
+from trio_smc.control import protocol as control
+from trio_smc.tools import client
+from trio_smc.tools.client import Silent, take_snapshots
+from trio_smc.tools.commands import load
+
+PATIENCE = 1.0
+MANY = 10
+FIRST = 1 << 22
+"""Above the numbers of all processes."""
+ASKING = {
+    "ss": ("ss", "--json"),
+    "lg": ("lg", "--json"),
+    "stats": ("stats", "--json"),
+    "rnic": ("rnic", "--json"),
+    "top": ("top", "--json", "--count", "1", "--interval", "0.01"),
+}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE", PATIENCE)
+
+
+@contextlib.contextmanager
+def mute(runtime_directory: Path, count: int = MANY, backlog: int = 8) -> Iterator[list[int]]:
+    """Control sockets whose processes are stopped, as a client sees them: their numbers."""
+    directory = runtime_directory / "trio-smc" / control.DIRECTORY
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.parent.chmod(0o700)
+    numbers = list(range(FIRST, FIRST + count))
+    with contextlib.ExitStack() as exits:
+        for number in numbers:
+            path = directory / f"{number}-0"
+            listener = exits.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            exits.callback(path.unlink)
+            listener.listen(backlog)
+        yield numbers
+
+
+def timed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Done, float]:
+    """A command, and the seconds that it took."""
+    start = time.monotonic()
+    done = command_here(capsys, *arguments)
+    return done, time.monotonic() - start
+
+
+def assert_names_each(done: Done, numbers: list[int]) -> None:
+    """The command has failed, and each of these processes has one line on stderr."""
+    assert done.code == 1
+    lines = done.err.splitlines()
+    assert len(lines) == len(numbers), done.err
+    for number, line in zip(numbers, sorted(lines), strict=True):
+        text = f"trio-smc: process {number} does not answer; its event loop may be blocked"
+        assert line == text
+
+
+def test_all_commands_that_ask_processes_are_tested_here() -> None:
+    asking = {each.NAME for each in load() if hasattr(each, "take_snapshots")}
+    assert asking == {*ASKING, "check"}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_each_silent_process_is_named(
+    name: str, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mute(runtime_directory) as numbers:
+        done, seconds = timed(capsys, *ASKING[name])
+    assert_names_each(done, numbers)
+    json.loads(done.out)
+    assert seconds < 3 * PATIENCE
+
+
+@pytest.mark.parametrize("name", ASKING)
+async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_directory: Path) -> None:
+    async with running("server") as peer, running("server") as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        try:
+            with mute(runtime_directory, 1) as numbers:
+                start = trio.current_time()
+                done = await quick_command(*ASKING[name])
+                seconds = trio.current_time() - start
+        finally:
+            os.kill(other.pid, signal.SIGCONT)
+    assert_names_each(done, sorted([other.pid, *numbers], key=str))
+    found = json.loads(done.out)
+    if name == "top":
+        assert found["stacks"] == 1
+    else:
+        stacks = found["stacks"] if name == "rnic" else found
+        assert [each["pid"] for each in stacks] == [peer.pid]
+    assert seconds < 4 * PATIENCE
+
+
+def test_a_silent_process_delays_only_the_first_frame(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mute(runtime_directory) as numbers:
+        done, seconds = timed(capsys, "top", "--json", "--count", "4", "--interval", "0.01")
+        assert seconds < 3 * PATIENCE  # five rounds
+        assert_names_each(done, numbers)
+        done, seconds = timed(capsys, "stats", "--json", "--count", "4", "--interval", "0.01")
+        assert seconds < 3 * PATIENCE
+        assert_names_each(done, numbers)
+
+
+def test_a_frame_on_a_terminal_names_silent_processes(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    with mute(runtime_directory, 2) as numbers, mock.patch("sys.stdout.isatty", return_value=True):
+        done = command_here(capsys, "top", "--count", "1", "--interval", "0.01")
+    for number in numbers:
+        assert f"process {number} does not answer" in done.out
+    assert_names_each(done, numbers)
+
+
+def test_a_full_backlog_is_not_waited_for_in_connect(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mute(runtime_directory, 3, backlog=0) as numbers, contextlib.ExitStack() as exits:
+        for number in numbers:
+            path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-0"
+            exits.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        done, seconds = timed(capsys, "ss", "--json")
+        assert_names_each(done, numbers)
+        assert seconds < 2 * PATIENCE
+
+
+async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> None:
+    """A process sends a byte now and then, so that each single wait is short."""
+    with mute(runtime_directory, 1) as [number]:
+        path = runtime_directory / "trio-smc" / control.DIRECTORY / f"{number}-1"
+
+        async def trickle(stream: trio.SocketStream) -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                await stream.send_all(b"\0\0\xff\xff")
+                while True:
+                    await stream.send_all(b" ")
+                    await trio.sleep(PATIENCE / 20)
+
+        listener = trio.socket.socket(socket.AF_UNIX)
+        await listener.bind(str(path))
+        listener.listen()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, trickle, [trio.SocketListener(listener)])
+            start, silent = trio.current_time(), Silent(quiet=True)
+            found = await trio.to_thread.run_sync(
+                lambda: take_snapshots(runtime_directory / "trio-smc", (), silent=silent)
+            )
+            assert trio.current_time() - start < 2 * PATIENCE
+            nursery.cancel_scope.cancel()
+        path.unlink()
+    assert found == []
+    assert list(silent.last) == [number]
+
+
+def test_one_process_that_is_silent_is_bad_input(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mute(runtime_directory, 2) as [number, _]:
+        assert "does not answer" in one_line(command_here(capsys, "lg", "--pid", str(number)))
+
+
+def test_more_processes_than_descriptors(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+    limits = getrlimit(RLIMIT_NOFILE)
+    with mute(runtime_directory) as numbers:
+        spare = os.dup(0)
+        os.close(spare)
+        setrlimit(RLIMIT_NOFILE, (spare + 8, limits[1]))
+        try:
+            done = command_here(capsys, "ss", "--json")
+        finally:
+            setrlimit(RLIMIT_NOFILE, limits)
+    assert done.code == 1
+    assert len(done.err.splitlines()) == len(numbers)
+    assert "cannot be asked: Too many open files" in done.err
+
+
+@pytest.mark.parametrize("silent", [0, 3])
+def test_check_is_delayed_once(
+    silent: int, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's own view is looked for among processes that do not answer."""
+    with mute(runtime_directory, silent) as numbers, socket.create_server(("127.0.0.1", 0)) as own:
+        done, seconds = timed(capsys, "check", "127.0.0.1", str(own.getsockname()[1]))
+    assert_names_each(done, numbers)
+    assert seconds < 6 * PATIENCE
