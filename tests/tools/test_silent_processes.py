@@ -208,3 +208,21 @@ def test_check_is_delayed_once(
         done, seconds = timed(capsys, "check", "127.0.0.1", str(own.getsockname()[1]))
     assert_names_each(done, numbers)
     assert seconds < 6 * PATIENCE
+
+
+def test_a_name_that_leads_elsewhere_is_not_asked(
+    runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a shared directory another member may place a link to any socket of this user's."""
+    with mute(runtime_directory, 1), socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other"))
+        other.listen()
+        other.setblocking(False)
+        name = runtime_directory / "trio-smc" / control.DIRECTORY / f"{FIRST + 1}-0"
+        name.symlink_to(tmp_path / "other")
+        done = command_here(capsys, "ss", "--json")
+        name.unlink()
+        assert_names_each(done, [FIRST])
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    (tmp_path / "other").unlink()

@@ -34,7 +34,8 @@ machine, and nobody but the user is answered.
 
 _EPILOG = """
 Exit codes:
-  0    done (see the command's own help where 1 means something)
+  0    done
+  1    a process did not answer: one line on stderr for each; or as the command's own help says
   2    bad input: one line on stderr says what
   130  interrupted by Ctrl-C
 

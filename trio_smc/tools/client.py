@@ -232,7 +232,16 @@ def _named_sockets(root: int | None) -> list[tuple[int, str]]:
     if root is None:
         return []
     named = ((control.pid_of_name(name), name) for name in os.listdir(root))
-    return sorted((pid, name) for pid, name in named if pid is not None)
+    return sorted((pid, name) for pid, name in named if pid is not None and _is_own(root, name))
+
+
+def _is_own(root: int, name: str) -> bool:
+    """True if a name is a socket of this user; in a shared directory others make names, too."""
+    try:
+        found = os.stat(name, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
 
 # --- all stacks at once -----------------------------------------------------------------------
@@ -395,7 +404,12 @@ def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
       OSError, ProtocolError: it cannot be reached, or is another user's.
     """
     try:
-        sock.connect(f"/proc/self/fd/{root}/{name}")
+        # Not by its name: that may be a symbolic link by now.
+        socket_file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        try:
+            sock.connect(f"/proc/self/fd/{socket_file}")
+        finally:
+            os.close(socket_file)
     except FileNotFoundError:
         return False  # it ended since
     except ConnectionRefusedError:
