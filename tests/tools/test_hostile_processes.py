@@ -29,7 +29,7 @@ HERE = Config().private_directory
 PATIENCE = 40
 QUICK = 10.0
 """Seconds for what must not wait for another process, on a busy machine."""
-NOBODY = 65534
+OTHER_USER = 65534
 PYTHON: str = getattr(sys, "_base_executable", sys.executable)
 """The executable itself, outside of any environment."""
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -93,7 +93,7 @@ def listener(
 
 
 def explain(host: str, port: int, client: tuple[str, int] | None = None) -> Obstacle:
-    """What is found, in time."""
+    """Return the obstacle, found in time."""
     start = time.monotonic()
     found = explain_listener(host, port, HERE(), client)
     assert time.monotonic() - start < QUICK
@@ -131,13 +131,13 @@ def test_another_user_names_a_file_beside_our_port(tmp_path: Path) -> None:
     python, mark = trap(tmp_path / "bin")
     with (
         reserved_port() as port,
-        listener("AF_INET6", "::", port, v6_only=True, user=f"before:{NOBODY}", called=python),
+        listener("AF_INET6", "::", port, v6_only=True, user=f"before:{OTHER_USER}", called=python),
         listener("AF_INET", "127.0.0.1", port) as ours,
     ):
         found = explain("127.0.0.1", port)
         assert (found.pid, found.uid) == (ours.pid, 0)
         found = explain("::1", port)
-        assert (found.pid, found.uid) == (None, NOBODY)
+        assert (found.pid, found.uid) == (None, OTHER_USER)
     assert not mark.exists()
 
 
@@ -200,7 +200,7 @@ def site_of(venv: Path) -> Path:
 
 
 def run_in(venv: Path, change: Callable[[], object] = lambda: None) -> Obstacle:
-    """What is found of a process that says it runs this environment's Python.
+    """Return the obstacle of a process that says it runs this environment's Python.
 
     Args:
       change: what happens to the environment while the process runs.
@@ -311,11 +311,11 @@ def test_names_that_another_user_placed(venv: Path, what: str) -> None:
     if what == "link":
         site.rename(site.with_name("elsewhere"))
         site.symlink_to("elsewhere")
-        os.lchown(site, NOBODY, NOBODY)
+        os.lchown(site, OTHER_USER, OTHER_USER)
     elif what == "directory":
-        os.chown(site, NOBODY, NOBODY)
+        os.chown(site, OTHER_USER, OTHER_USER)
     else:
-        os.chown(site / "trio_smc" / "__init__.py", NOBODY, NOBODY)
+        os.chown(site / "trio_smc" / "__init__.py", OTHER_USER, OTHER_USER)
     assert "belongs to user 65534" in run_in(venv).text
 
 
@@ -494,22 +494,22 @@ def test_a_port_that_processes_of_two_users_share() -> None:
     with (
         reserved_port() as port,
         listener("AF_INET", "0.0.0.0", port) as ours,
-        listener("AF_INET", "0.0.0.0", port, user=f"after:{NOBODY}") as theirs,
+        listener("AF_INET", "0.0.0.0", port, user=f"after:{OTHER_USER}") as theirs,
     ):
         found = explain("127.0.0.1", port)
-        first, second = sorted([(ours.pid, 0), (theirs.pid, NOBODY)])
+        first, second = sorted([(ours.pid, 0), (theirs.pid, OTHER_USER)])
         assert found.text == (
             "2 processes of several users hold the listener: "
             f"{first[0]} of user {first[1]}, {second[0]} of user {second[1]}"
         )
-        assert (found.pid, found.uid) == (None, NOBODY)
+        assert (found.pid, found.uid) == (None, OTHER_USER)
         accepted: set[int] = set()
         while accepted != {ours.pid, theirs.pid}:
             with socket.create_connection(("127.0.0.1", port), PATIENCE) as client:
                 pid = int(client.recv(20))
                 accepted.add(pid)
                 found = explain("127.0.0.1", port, client.getsockname())
-                assert found.uid == (0 if pid == ours.pid else NOBODY)
+                assert found.uid == (0 if pid == ours.pid else OTHER_USER)
                 assert found.pid == (ours.pid if pid == ours.pid else None)
 
 
@@ -531,11 +531,11 @@ def test_a_process_is_judged_by_its_own_user(when: str) -> None:
     """A socket keeps the user that made it."""
     with (
         reserved_port() as port,
-        listener("AF_INET", "127.0.0.1", port, user=f"{when}:{NOBODY}"),
+        listener("AF_INET", "127.0.0.1", port, user=f"{when}:{OTHER_USER}"),
     ):
         found = explain("127.0.0.1", port)
     assert found.text == "the listener belongs to user 65534, this process to 0"
-    assert (found.pid, found.uid) == (None, NOBODY)
+    assert (found.pid, found.uid) == (None, OTHER_USER)
 
 
 def test_a_process_in_another_user_namespace(tmp_path: Path) -> None:
@@ -585,7 +585,7 @@ def test_control_characters_in_a_name(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_used_again_is_another_process() -> None:
-    """What was opened stays that of the process that has ended."""
+    """An open directory of /proc stays that of the process that has ended."""
     with process([sys.executable, "-c", "print(1, flush=True); input()"]) as started:
         seen = Process(started.pid)
         assert seen.link("exe")

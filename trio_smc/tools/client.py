@@ -152,7 +152,7 @@ def take_snapshots(
     with _opened(directory) as root:
         names = [each for each in _named_sockets(root) if pid is None or each[0] == pid]
         discouraged = set() if silent is None else set(silent.last)
-        for inquiry in _ask_all(root, names, control.encode({"want": list(want)}), discouraged):
+        for inquiry in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
             try:
                 snapshot = _snapshot_untrusted(inquiry)
             except (OSError, ProtocolError) as error:
@@ -271,7 +271,7 @@ class _Inquiry:
 
     @property
     def interest(self) -> int:
-        """What the socket is waited for; 0: its backlog is full, so connecting is tried again."""
+        """The events to wait for; 0: the backlog is full, so connecting is tried again."""
         if not self._connected:
             return 0
         return selectors.EVENT_WRITE if self._request else selectors.EVENT_READ
@@ -306,7 +306,7 @@ class _Inquiry:
             self.error, self.done = error, True
 
 
-def _ask_all(
+def _query_all(
     root: int | None,
     names: Sequence[tuple[int, str]],
     request: bytes,
@@ -355,7 +355,7 @@ def _register(selector: selectors.BaseSelector, inquiry: _Inquiry) -> None:
 
 
 def _snapshot_untrusted(inquiry: _Inquiry) -> Snapshot | None:
-    """What a stack answered; None if its process is gone.
+    """Return the snapshot in an answer; None if its process is gone.
 
     Raises:
       OSError, ProtocolError: it did not answer, or not as it should.

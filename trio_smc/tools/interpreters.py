@@ -35,7 +35,7 @@ _WITH_VALUE: Final = ("-W", "-X", "--check-hash-based-pycs")
 
 @dataclass(slots=True)
 class Finding:
-    """What the files of a process's Python say.
+    """The answer in the files of a process's Python.
 
     Attributes:
       python: the path that it was called by, or its executable.
@@ -118,7 +118,7 @@ class _Search:
         return next((each for each in choices if self._attempt(self._files.exists, each)), None)
 
     def _first(self) -> Iterator[str]:
-        """What comes before the standard library on `sys.path`."""
+        """The directories before the standard library on `sys.path`."""
         paths = self._environment.get("PYTHONPATH", "").split(os.pathsep)
         yield from (os.path.join(self._directory, each) for each in paths[:_PATHS] if each)
         words = iter(self._command[1:])

@@ -103,7 +103,7 @@ class SmcCollector(Collector):
         deadline = time.monotonic() + self._patience
         # All are asked before the first is waited for: silent Trio runs cost one deadline.
         stacks = trio_smc.stacks() if self._stack is None else (self._stack,)
-        for answer in [self._asked(stack) for stack in stacks]:
+        for answer in [self._request(stack) for stack in stacks]:
             self._add(sums, answer, deadline)
         yield _gauge("stacks", "stacks that are running", sums.stacks)
         for name, value in sorted(sums.statistics.items()):
@@ -129,7 +129,7 @@ class SmcCollector(Collector):
         yield _labelled("rmb_elements", "RMB elements", ("bytes", "state"), sums.elements)
         yield _labelled("rnic_port_active", "RNICs whose port is up", ("rnic", "kind"), sums.ports)
 
-    def _asked(self, stack: Stack) -> _Answers | Exception:
+    def _request(self, stack: Stack) -> _Answers | Exception:
         try:
             return _on_the_thread_of(stack, partial(_taken, stack))
         except Exception as error:

@@ -231,7 +231,7 @@ def _numbers_of(holders: Sequence[Process]) -> str:
 
 
 def _judge(process: Process, directory: Path, proxy: str) -> Obstacle:
-    """What keeps a process of this user from SMC-R."""
+    """Return the obstacle of a process of this user."""
     pid, uid, program = process.pid, os.geteuid(), process.link("exe")
     stacks = _stacks(process)
     if stacks:

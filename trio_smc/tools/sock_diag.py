@@ -101,7 +101,7 @@ def listeners() -> list[Listener]:
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
         request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _TCP_LISTEN) + bytes(48)
-        found += [_listener(message) for message in _ask(request, _NLM_F_DUMP)]
+        found += [_listener(message) for message in _request(request, _NLM_F_DUMP)]
     return found
 
 
@@ -118,7 +118,7 @@ def accepted_inode(server: tuple[str, int], client: tuple[str, int]) -> str | No
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     request += names + struct.pack("=I", _LOOPBACK) + _NO_COOKIE
     try:
-        messages = list(_ask(request, 0))
+        messages = list(_request(request, 0))
     except OSError:
         return None
     for message in messages:
@@ -128,7 +128,7 @@ def accepted_inode(server: tuple[str, int], client: tuple[str, int]) -> str | No
     return None
 
 
-def _ask(request: bytes, flags: int) -> Iterator[bytes]:
+def _request(request: bytes, flags: int) -> Iterator[bytes]:
     """The kernel's messages, without their headers.  Raises OSError."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as sock:

@@ -192,7 +192,7 @@ class TrustedFiles:
 
     @contextlib.contextmanager
     def _reopened(self, entry: _Entry, path: str, flags: int) -> Iterator[int]:
-        """What was checked, opened for reading."""
+        """Open the checked file or directory for reading."""
         try:
             descriptor = os.open(f"/proc/self/fd/{entry.descriptor}", flags | _OPEN)
         except OSError as error:
