@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -194,6 +194,175 @@ def test_all_flags_at_once_are_an_abort(pair: Pair) -> None:
 
 
 BOTH = cdc.URGENT_PENDING | cdc.URGENT_PRESENT
+
+
+def closed_at_once(pair: Pair) -> None:
+    """B's element is free as soon as B's answer has arrived; no timer runs."""
+    pair.ba.deliver()
+    pair.ba.complete()
+    assert pair.b.state == "CLOSED"
+    assert pair.hosts[1].calls.count("closed") == 1
+    assert pair.hosts[1].timer is None
+    assert pair.b.used is None, "nobody knows how much the peer has written: all is zeroed"
+
+
+@pytest.mark.rfc("4.8.2/9", "4.8.2/10", "4.8.2/11", "A.4/18", "A.4/19")
+@pytest.mark.parametrize("endings", [0x20, 0x60, 0xA0, 0xFF])
+@pytest.mark.parametrize("flags", [0, cdc.URGENT_PRESENT, BOTH, 0xF7])
+@pytest.mark.parametrize("lie", [NOW, *LIES.values()], ids=["the truth", *LIES.keys()])
+def test_an_abort_counts_whatever_else_its_message_says(
+    pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]], flags: int, endings: int
+) -> None:
+    """4.8.2 (2A, 2B), A.4: A says that the peer is completely done, and all data is dropped."""
+    woken: list[str] = []
+    pair.b.on_readable = lambda: woken.append("reader")
+    pair.b.on_writable = lambda: woken.append("writer")
+    hear(
+        pair.b, message(pair, producer=lie[0], consumer=lie[1], flags=flags, endings=endings)
+    )
+    assert pair.b.state == "PROCESSABORT"
+    assert sorted(woken) == ["reader", "writer"]
+    answers = [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)]
+    assert answers == [cdc.ABNORMAL_CLOSE]
+    assert "reset_tcp" not in pair.hosts[1].calls, "the peer resets TCP itself"
+    for call in (
+        lambda: pair.b.receiver.receive(1),
+        lambda: pair.b.send(memoryview(b"x")),
+        pair.b.receiver.receive_urgent,
+    ):
+        with pytest.raises(ConnectionResetError):
+            call()
+    closed_at_once(pair)
+
+
+def done(pair: Pair) -> None:
+    hear(pair.b, message(pair, endings=cdc.SENDING_DONE))
+
+
+def urgent(pair: Pair) -> None:
+    """An urgent byte that nobody has taken or acknowledged."""
+    hear(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
+
+
+def overwritten(pair: Pair) -> None:
+    rmbe = pair.b.rmbe
+    rmbe.rmb.memory.view[rmbe.offset : rmbe.offset + 4] = b"lost"
+
+
+def half_closed(pair: Pair) -> None:
+    pair.b.shutdown_write()
+    pair.ba.deliver()
+    pair.ba.complete()
+
+
+def closed_by_peer(pair: Pair) -> None:
+    hear(pair.b, message(pair, endings=cdc.CONNECTION_CLOSED))
+
+
+def half_closed_by_both(pair: Pair) -> None:
+    done(pair)
+    half_closed(pair)
+
+
+def finished(pair: Pair) -> None:
+    half_closed(pair)
+    closed_by_peer(pair)
+
+
+@pytest.mark.rfc("4.8.2/11", "A.4/19")
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+@pytest.mark.parametrize(
+    ("before", "state"),
+    [
+        (done, "APPCLOSEWAIT1"),
+        (closed_by_peer, "APPCLOSEWAIT1"),
+        (urgent, "ACTIVE"),
+        (overwritten, "ACTIVE"),
+        (half_closed, "PEERCLOSEWAIT1"),
+        (half_closed_by_both, "APPCLOSEWAIT2"),
+        (finished, "APPFINCLOSEWAIT"),
+    ],
+)
+def test_an_abort_counts_in_each_state(
+    pair: Pair,
+    before: Callable[[Pair], None],
+    state: str,
+    lie: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    before(pair)
+    assert pair.b.state == state
+    hear(
+        pair.b,
+        message(pair, sequence=9, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
+    )
+    assert pair.b.state == "PROCESSABORT"
+    with pytest.raises(ConnectionResetError):
+        pair.b.receiver.receive(1)
+    closed_at_once(pair)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_an_abort_counts_after_our_own_end(
+    pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    """Figure 23: after C nothing is answered, and the element is free."""
+    pair.b.close()
+    pair.ba.deliver()
+    pair.ba.complete()
+    hear(
+        pair.b,
+        message(pair, sequence=9, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
+    )
+    answers = [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)]
+    assert answers == [cdc.CONNECTION_CLOSED]
+    closed_at_once(pair)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_an_abort_counts_before_the_rendezvous_is_over(
+    lie: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    pair = Pair(connect=False)
+    pair.know(1)
+    hear(
+        pair.b,
+        message(pair, sequence=1, producer=lie[0], consumer=lie[1], endings=cdc.ABNORMAL_CLOSE),
+    )
+    assert pair.b.state == "PROCESSABORT"
+    pair.b.established()
+    with pytest.raises(ConnectionResetError):
+        pair.b.receiver.receive(1)
+    pair.ba.peer = pair.b  # whoever is told, it is not A, which has not begun
+    pair.ba.queue.clear()
+    pair.ba.complete()
+    assert pair.hosts[1].calls.count("closed") == 1
+    pair.close()
+
+
+@pytest.mark.rfc("A.4/4", "A.4/14")
+def test_an_abort_in_a_message_that_does_not_count_is_none(pair: Pair) -> None:
+    """A.4: an old message is discarded, and of a failover validation only the sequence counts."""
+    hear(pair.b, message(pair, sequence=1, endings=cdc.ABNORMAL_CLOSE))
+    validation = message(
+        pair, sequence=2, flags=cdc.FAILOVER_VALIDATION, endings=cdc.ABNORMAL_CLOSE
+    )
+    hear(pair.b, validation)
+    assert (pair.b.state, pair.b.stale_cdcs) == ("ACTIVE", 1)
+
+
+@pytest.mark.parametrize("ending", [cdc.SENDING_DONE, cdc.CONNECTION_CLOSED])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_an_end_is_not_believed_with_cursors_that_lie(
+    pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]], ending: int
+) -> None:
+    """D and C promise that all data was told, and the cursors are what was told: no application
+    may take what it has for all there is."""
+    with pytest.raises(ProtocolError, match="cursor"):
+        hear(pair.b, message(pair, producer=lie[0], consumer=lie[1], endings=ending))
+    assert pair.b.state == "PEERABORTWAIT"
+    assert not pair.b.receiver.at_eof
+    with pytest.raises(ConnectionAbortedError):
+        pair.b.receiver.receive(1)
 
 
 @pytest.mark.parametrize("new", [1, 2, 500])

@@ -9,7 +9,10 @@ messages. Nothing here waits, and nothing here knows the time: the stream above 
 and `on_writable`, the host below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
-producer flags, then the connection flags in the order A, C, D. One that outruns the end of the
+producer flags, then the connection flags in the order A, C, D. If A is set, only the sequence
+number is applied before it: what the cursors and other flags say is dropped with all other data
+(A.4, A-bit; 4.8.2, 2A), so they are not looked at, however wrong they are. C and D promise that all
+data was told, so with impossible cursors they are as wrong as these. A message that outruns the end of the
 rendezvous is applied too, but its data is shown only after `established` (3.5.2.4).
 
 The states and all their edges are declared in `trio_smc.states.connection`; a connection is what
@@ -570,7 +573,7 @@ class Connection:
                 return
             self._last_received = sequence
             self.cdcs_received += 1
-            if not self._aborting:
+            if not (self._aborting or (endings and endings & ABNORMAL_CLOSE)):
                 if offset != receiver.received_offset or wrap != receiver.received_wrap:
                     arrived = receiver.producer_untrusted(wrap, offset)
                     if self.sent_closed:
