@@ -46,7 +46,8 @@ __all__ = ["Arrival", "HandshakeHost", "established_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _SNIFF: Final = len(clc.EYE_CATCHER)
-_TCP_CLOSE_WAIT: Final = 8
+_TCP_CLOSE: Final = 7  # reset
+_TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
 # Of the peer's address, not of the peer.
 _NOT_HERE: Final = (FallbackReason.NO_RNIC, FallbackReason.RNIC_DOWN)
 
@@ -390,7 +391,10 @@ class _Silent(Exception):
 
 
 async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bool:
-    """Whether the first bytes are a CLC eye catcher; they stay unread.
+    """True if the first bytes are a CLC eye catcher; they stay unread.
+
+    A client that ends the connection, or its side of it, before that is a TCP client: the
+    application gets the connection with what has come, FIN or reset included.
 
     Raises _Silent when that cannot be told in time: "assume" is a promise, and a late Proposal
     must never reach an application.
@@ -402,21 +406,19 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 # A stream shorter than an eye catcher stays readable without ever growing.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
-                longer = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
-                if not longer:
-                    raise _Silent("it ended without a byte")
-                if not clc.EYE_CATCHER.startswith(longer) or _ended(sock, longer):
+                state = _tcp_state(sock)
+                if state == _TCP_CLOSE and not unread_bytes(sock):
+                    return False  # a call of recv would take the error from the application
+                first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
+                if not clc.EYE_CATCHER.startswith(first):
                     return False
-                first = longer
+                if len(first) < _SNIFF and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+                    return False
             return True
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
     raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
 
 
-def _ended(sock: trio.socket.SocketType, first: bytes) -> bool:
-    """Whether nothing will follow the first bytes, too few for an eye catcher."""
-    if len(first) == _SNIFF:
-        return False
-    state = sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]
-    return state == _TCP_CLOSE_WAIT
+def _tcp_state(sock: trio.socket.SocketType) -> int:
+    return sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]

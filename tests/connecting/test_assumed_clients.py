@@ -1,0 +1,140 @@
+"""`discovery="assume"` and clients that end the connection before a CLC message is there: the
+application gets it, as it gets each TCP connection.  And bytes that are no CLC message."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import trio
+
+from tests.api.api_peers import ASSUME, HOST, PATIENCE, address_of, proposal
+from trio_smc import Mode, SmcListener, Stack, open_stack
+from trio_smc._base.reasons import FallbackReason
+from trio_smc.wire import clc
+
+# Longer than any wait of these tests: the bytes decide, not the time.
+LATER = replace(ASSUME, handshake_timeout=10 * PATIENCE)
+
+
+@contextlib.asynccontextmanager
+async def a_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
+    async with open_stack(LATER) as stack:
+        [listener] = await stack.open_listeners(0, host=HOST)
+        yield stack, listener
+
+
+def reset(stream: trio.SocketStream) -> None:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.socket.close()
+
+
+async def arrived(stream: trio.SocketStream) -> None:
+    """Wait until the peer's kernel has acknowledged what was sent, so that a reset comes later."""
+    with trio.fail_after(PATIENCE):
+        while fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
+            await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize("how", ["eof", "close"])
+async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
+    count: int, how: str
+) -> None:
+    async with a_listener() as (stack, listener):
+        raw = await trio.open_tcp_stream(*address_of(listener))
+        name = raw.socket.getsockname()
+        if count:
+            await raw.send_all(clc.EYE_CATCHER[:count])
+        await (raw.send_eof() if how == "eof" else raw.aclose())
+        with trio.fail_after(PATIENCE):
+            stream = await listener.accept()
+            assert stream.mode is Mode.TCP
+            assert stream.fallback is not None
+            assert stream.fallback.reason is FallbackReason.PEER_NOT_CAPABLE
+            assert stream.socket.getpeername()[:2] == name[:2]
+            data = b""
+            while piece := await stream.receive_some():
+                data += piece
+            assert data == clc.EYE_CATCHER[:count]
+            if how == "eof":
+                await stream.send_all(b"answer")
+                assert await raw.receive_some() == b"answer"
+        assert stack.statistics().handshakes_failed == 0
+        await stream.aclose()
+        await raw.aclose()
+
+
+@pytest.mark.parametrize("count", range(4))
+async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: int) -> None:
+    """The application reads what has come, and then the error: as over TCP."""
+    async with a_listener() as (stack, listener):
+        raw = await trio.open_tcp_stream(*address_of(listener))
+        if count:
+            await raw.send_all(clc.EYE_CATCHER[:count])
+            await arrived(raw)
+        reset(raw)
+        with trio.fail_after(PATIENCE):
+            stream = await listener.accept()
+            if count:
+                assert await stream.receive_some() == clc.EYE_CATCHER[:count]
+            with pytest.raises(trio.BrokenResourceError) as caught:
+                await stream.receive_some()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == errno.ECONNRESET
+        assert stack.statistics().handshakes_failed == 0
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("count", range(4))
+async def test_a_client_that_says_something_else_is_handed_over(count: int) -> None:
+    async with a_listener() as (_, listener):
+        raw = await trio.open_tcp_stream(*address_of(listener))
+        for byte in clc.EYE_CATCHER[:count]:
+            await raw.send_all(bytes((byte,)))
+            await arrived(raw)
+        await raw.send_all(b"!")
+        with trio.fail_after(PATIENCE):
+            stream = await listener.accept()
+            assert stream.mode is Mode.TCP
+            data = b""
+            while len(data) <= count:
+                data += await stream.receive_some()
+        assert data == clc.EYE_CATCHER[:count] + b"!"
+        await stream.aclose()
+        await raw.aclose()
+
+
+@pytest.mark.rfc("C.6/1", "C.6/2")
+@pytest.mark.parametrize("count", range(4, 8))
+@pytest.mark.parametrize("how", ["eof", "reset", "something else"])
+async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> None:
+    """A whole eye catcher is CLC: what does not go on as CLC never reaches an application."""
+    header = proposal().encode()[:8]
+    async with a_listener() as (stack, listener):
+        raw = await trio.open_tcp_stream(*address_of(listener))
+        for byte in header[:count]:
+            await raw.send_all(bytes((byte,)))
+            await arrived(raw)
+        if how == "eof":
+            await raw.send_eof()
+        elif how == "reset":
+            reset(raw)
+        else:
+            await raw.send_all({4: b"\x05", 5: b"\x05", 6: b"\x00", 7: b"\x00"}[count])
+        with trio.fail_after(PATIENCE):
+            if how != "reset":
+                with contextlib.suppress(trio.BrokenResourceError):
+                    assert await raw.receive_some() == b""
+            while not stack.statistics().handshakes_failed:  # noqa: ASYNC110 (a counter)
+                await trio.sleep(0.001)
+        with trio.move_on_after(0), pytest.raises(trio.Cancelled):
+            await listener.accept()
+        await raw.aclose()
