@@ -29,7 +29,7 @@ class LinkChart(Chart):
     edge(CONFIRMING, "confirmed", ACTIVE, do="start_idle_timer", rfc="3.5.1.5")
     edge(ACTIVE, "idle_timer", when="!idle", do="look_again", rfc="4.5.3")
     edge(ACTIVE, "idle_timer", TESTING, when="idle", do="send_test_link", rfc="4.5.3")
-    edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.6")
+    edge(TESTING, "test_reply", ACTIVE, do="start_idle_timer", rfc="4.5.3, A.3.8")
     edge((ACTIVE, TESTING, LEAVING), "test_request", do="answer_test",
          rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (TEST LINK is answered at once)")
     edge((ACTIVE, TESTING), "leave", LEAVING, do="stop_timer", rfc="3.5.5.1.3, 3.5.5.1.4")
@@ -45,7 +45,7 @@ class LinkChart(Chart):
     edge((INIT, CONFIRMING, ACTIVE, TESTING, LEAVING), "delete", DOWN, do="close_queue_pair",
          rfc="3.5.4, 3.5.5.1.3")
     ignore((ACTIVE, LEAVING), "test_reply",
-           rfc="A.3.6 (a reply that came after other signs of life)")
+           rfc="A.3.8, C.7.1; choice: a reply that no request waits for is a sign of life")
     ignore(LEAVING, "leave", rfc="3.5.5.1.3 (under way)")
     ignore(DOWN, "failed delete leave test_reply test_request", rfc="4.8.3 (already down)")
     # fmt: on

@@ -180,6 +180,9 @@ class LinkGroupView(View[LinkGroup]):
     def delete_link(self, number: int) -> None:
         """Delete one link in order; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
 
+        The peer gets reason 0x00020000, "operator initiated" (A.3.4): the link works, and the
+        caller takes it out of use.
+
         A group whose last link is deleted ends, and its connections are reset.  Returns at once;
         does nothing while a request of this side to delete a link is under way.
 
@@ -197,6 +200,9 @@ class LinkGroupView(View[LinkGroup]):
 
     def terminate(self) -> None:
         """End the group in order: its connections are reset, then its links are deleted.
+
+        The peer gets reason 0x00030000, "program initiated" (A.3.4), as for a group that was
+        idle or whose stack closes: the program is done with it.
 
         New connections to the peer form a new group.  Returns at once; idempotent (RFC 7609,
         3.5.4).

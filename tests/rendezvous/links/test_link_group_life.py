@@ -15,6 +15,7 @@ from tests.rnic.memory_rnic import PlainMemory, PlainQueuePair
 from trio_smc.config.config import Config
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.links.link import Link
+from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.wire import llc
 
 TEST_LINK = llc.MessageType.TEST_LINK
@@ -123,15 +124,66 @@ def test_a_reply_with_other_data_is_a_protocol_error() -> None:
         assert is_broken(call.server.connection)
 
 
-def test_a_reply_that_nobody_asked_for_is_ignored() -> None:
+@pytest.mark.rfc("C.7.1/messages/14")
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_reply_that_nobody_asked_for_is_ignored(end: int) -> None:
+    """However many: it is a sign of life, and answers no later test."""
     with World() as world:
-        client, server = world.side(), world.side()
-        call = world.connect(client, server)
-        link_of(client).send_llc(llc.TestLink(reply=True, user_data=b"x" * 16))
+        configs = [alternative(), alternative()]
+        configs[1 - end] = Config()
+        sides = [world.side(config) for config in configs]
+        call = world.connect(*sides)
+        for byte in range(5):
+            link_of(sides[end]).send_llc(llc.TestLink(reply=True, user_data=bytes((byte,)) * 16))
+            world.settle()
         assert exchange(world, call, (b"ping", b"pong")) == (b"pong", b"ping")
+        sides[1 - end].record()
+        world.pass_time(70.0)
+        assert transcript(sides[1 - end])[:2] == ["out TEST_LINK", "in TEST_LINK reply"]
+        assert link_of(sides[1 - end]).state == "ACTIVE"
+
+
+@pytest.mark.rfc("C.7.1/messages/10")
+def test_a_reply_that_nobody_asked_for_answers_no_test() -> None:
+    """While a test waits for its reply, one with other data is the protocol error it is."""
+    with World() as world:
+        client, server = world.side(alternative()), world.side()
+        call = world.connect(client, server)
+        world.fabric.tamper = lose(TEST_LINK, reply=False)
+        world.until_time(lambda: link_of(server).state == "TESTING")
+        link_of(client).send_llc(llc.TestLink(reply=True, user_data=bytes(16)))
+        world.settle()
+        assert not server.groups
+        assert is_broken(call.server.connection)
 
 
 # --- the end of a group ---------------------------------------------------------------------------
+
+
+@pytest.mark.rfc("A.3.4/4", "A.3.4/5", "A.3.4/8")
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "flags", "number", "reason"),
+    [
+        (lambda view: view.delete_link(2), 0x20, 2, 0x00020000),
+        (lambda view: view.terminate(), 0x60, 0, 0x00030000),
+    ],
+    ids=["delete_link", "terminate"],
+)
+def test_the_reasons_of_the_calls_that_users_have(
+    end: int, call: Callable[[LinkGroupView], None], flags: int, number: int, reason: int
+) -> None:
+    with World() as world:
+        sides = [world.side(rnics=2) for _ in range(2)]
+        world.connect(*sides)
+        assert list(sides[end].group.links) == [1, 2]
+        record = sides[end].record()
+        call(LinkGroupView(sides[end].group, lambda: None))
+        world.settle()
+        deletions = [data for kind, way, data in record.messages() if (kind, way) == ("llc", "out")]
+        first = deletions[0]
+        assert (first[0], first[3], first[4]) == (4, flags, number)
+        assert int.from_bytes(first[5:9], "big") == reason
 
 
 @pytest.mark.rfc("3.5.4/3", "3.5.4/4", "A.3.4/3", "A.3.4/5")

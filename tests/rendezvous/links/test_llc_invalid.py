@@ -248,3 +248,50 @@ def test_a_rejection_after_the_agreement_asks_for_nothing(world: World) -> None:
     world.settle()
     assert stage.links() == [1, 2]
     assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/13", "A.3.4/5")
+@pytest.mark.parametrize("number", [1, 2])
+def test_add_link_with_the_number_of_a_link_of_the_group(world: World, number: int) -> None:
+    """The two sides do not agree on their links: the one that the message came on is down."""
+    stage = Stage(world, (3, 2))
+    client = stage.client.record()
+    stage.wire.change(
+        "S[12] ADD_LINK 3", lambda message: dataclasses.replace(message, link_number=number)
+    )
+    carrier = stage.server.group.links.oldest()
+    assert carrier is not None
+    stage.server.add_rnic()
+    world.settle()
+    sent = [llc.decode_untrusted(data) for kind, way, data in client.messages()
+            if (kind, way) == ("llc", "out")]  # fmt: skip
+    deletions = [each for each in sent if isinstance(each, llc.DeleteLink) and not each.reply]
+    assert [(each.link_number, each.reason) for each in deletions] == [
+        (carrier.number, llc.DeleteLinkReason.PROTOCOL_VIOLATION)
+    ]
+    assert not any(isinstance(each, llc.AddLink) and each.rejected for each in sent)
+    world.pass_time(20.0)
+    assert carrier.number not in stage.links()
+    assert stage.works()
+
+
+@pytest.mark.rfc("C.7.1/messages/13")
+def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> None:
+    """There is no other link: the first contact has failed."""
+    stage = Stage(world, (2, 2), connect=False)
+    stage.wire.change("S1 ADD_LINK 2", lambda message: dataclasses.replace(message, link_number=1))
+    world.finish()
+    assert stage.call.client.state == "FAILED"
+    assert "number of link 1" in str(stage.call.client.error)
+    assert not stage.client.groups
+
+
+def test_add_link_without_a_queue_pair_is_an_offer_of_nothing(world: World) -> None:
+    """So its number names nothing: it is rejected."""
+    stage = Stage(world, (2, 2), connect=False)
+    stage.wire.change(
+        "S1 ADD_LINK 2",
+        lambda message: dataclasses.replace(message, link_number=1, qp_number=0, qp_mtu=0),
+    )
+    world.finish()
+    assert stage.call.client.state == "ESTABLISHED"

@@ -258,7 +258,7 @@ class LinkAdding:
         if self._group.client:
             if message.reply:
                 raise ProtocolError("ADD LINK reply from the server")
-            self._answer(link, message)
+            self._answer_untrusted(link, message)
         elif not message.reply:
             exchange.send("peer_notice")
         else:
@@ -292,12 +292,20 @@ class LinkAdding:
         elif number != self.number:
             raise ProtocolError("ADD LINK reply without a request")
 
-    def _answer(self, link: Link, message: llc.AddLink) -> None:
+    def _answer_untrusted(self, link: Link, message: llc.AddLink) -> None:
+        """Answer the server's ADD LINK.
+
+        Raises:
+          ProtocolError: its number is that of a link of the group.  The server frees a number when
+            both sides have freed the link, so they do not agree on their links (A.3.2, C.7.1).
+        """
         exchange = self._exchange
         self._address.cancel()  # the server gave up what it offered before
         self._setup.our_turn = True
         if exchange.state in ("ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"):
             exchange.send("superseded")
+        if message.qp_number and message.link_number in self._group.links:
+            raise ProtocolError(f"ADD LINK with the number of link {message.link_number}")
         rnic = self._end_for(link, message)
         if rnic is None:
             self._reject(link, message)
