@@ -203,10 +203,10 @@ def closed_at_once(pair: Pair) -> None:
     assert pair.b.state == "CLOSED"
     assert pair.hosts[1].calls.count("closed") == 1
     assert pair.hosts[1].timer is None
-    assert pair.b.used is None, "nobody knows how much the peer has written: all is zeroed"
+    assert pair.b.used is None, "how much was written is unknown, so all is zeroed"
 
 
-@pytest.mark.rfc("4.8.2/9", "4.8.2/10", "4.8.2/11", "A.4/18", "A.4/19")
+@pytest.mark.rfc("4.8.2/9", "4.8.2/10", "4.8.2/11", "A.4/18", "A.4/19", "A.4/20")
 @pytest.mark.parametrize("endings", [0x20, 0x60, 0xA0, 0xFF])
 @pytest.mark.parametrize("flags", [0, cdc.URGENT_PRESENT, BOTH, 0xF7])
 @pytest.mark.parametrize("lie", [NOW, *LIES.values()], ids=["the truth", *LIES.keys()])
@@ -217,9 +217,7 @@ def test_an_abort_counts_whatever_else_its_message_says(
     woken: list[str] = []
     pair.b.on_readable = lambda: woken.append("reader")
     pair.b.on_writable = lambda: woken.append("writer")
-    hear(
-        pair.b, message(pair, producer=lie[0], consumer=lie[1], flags=flags, endings=endings)
-    )
+    hear(pair.b, message(pair, producer=lie[0], consumer=lie[1], flags=flags, endings=endings))
     assert pair.b.state == "PROCESSABORT"
     assert sorted(woken) == ["reader", "writer"]
     answers = [entry.endings for entry in pair.ba.log if isinstance(entry, Cdc)]
@@ -320,7 +318,7 @@ def test_an_abort_counts_after_our_own_end(
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_an_abort_counts_before_the_rendezvous_is_over(
-    lie: tuple[tuple[int, int], tuple[int, int]]
+    lie: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     pair = Pair(connect=False)
     pair.know(1)
@@ -332,7 +330,7 @@ def test_an_abort_counts_before_the_rendezvous_is_over(
     pair.b.established()
     with pytest.raises(ConnectionResetError):
         pair.b.receiver.receive(1)
-    pair.ba.peer = pair.b  # whoever is told, it is not A, which has not begun
+    pair.ba.peer = pair.b  # A has not begun, and gets no answer
     pair.ba.queue.clear()
     pair.ba.complete()
     assert pair.hosts[1].calls.count("closed") == 1
@@ -415,6 +413,7 @@ def test_a_mark_said_again_tells_nothing(pair: Pair) -> None:
     assert pair.b.state == "ACTIVE"
 
 
+@pytest.mark.rfc("4.7.5/6")
 def test_data_behind_an_unacknowledged_urgent_byte_is_a_lie(pair: Pair) -> None:
     hear(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
     with pytest.raises(ProtocolError, match="urgent"):

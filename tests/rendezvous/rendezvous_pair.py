@@ -349,7 +349,7 @@ class End:
             if not piece:
                 negotiation.tcp_lost(ConnectionResetError("closed by the peer"))
                 return True
-            message = self.reader.feed_untrusted(piece)
+            message = self.reader.feed_untrusted(piece, negotiation.awaited)
             if message is not None:
                 negotiation.receive_untrusted(message)
         except ProtocolError as error:

@@ -96,7 +96,7 @@ def test_what_figure_8_says_in_its_brackets() -> None:
         assert (len(data[0]), len(data[1]), len(data[2])) == (52, 68, 68)
         assert isinstance(accept, clc.Accept)
         assert isinstance(confirm, clc.Confirm)
-        assert (data[1][7], data[2][7]) == (0x18, 0x18)
+        assert (data[1][7], data[2][7]) == (0x18, 0x10)
         for message, side, qp in ((accept, server, server_qp), (confirm, client, client_qp)):
             group, rmb = side.group, side.group.own_rmbs.pool.rmbs[0]
             region = group.own_rmbs.region(rmb, group.links[1])

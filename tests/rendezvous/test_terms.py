@@ -35,8 +35,9 @@ AGREED = Terms(version=2, release=1, eid=TWO, max_connections=255, max_links=2)
 
 def credentials(terms: Terms, kind: type[clc.Accept | clc.Confirm], *, first: bool) -> object:
     v2 = terms.contact(first=first, host=OFFER.host) if terms.version == 2 else None
+    flagged = first and (kind is clc.Accept or terms.version == 2)
     return kind(
-        peer_id=bytes(8), version=terms.version, first_contact=first, gid=GID, mac=bytes(6),
+        peer_id=bytes(8), version=terms.version, first_contact=flagged, gid=GID, mac=bytes(6),
         qp_number=2, rkey=1, rmbe_index=1, alert_token=1, buffer_size_code=0, qp_mtu=3,
         rmb_address=4096, initial_psn=0, v2=v2,
     )  # fmt: skip

@@ -499,7 +499,7 @@ def test_a_confirm_that_lies(
 
 def old_confirm(message: clc.Message) -> clc.Message:
     if isinstance(message, clc.Confirm):
-        return replace(message, version=1, v2=None)
+        return replace(message, version=1, first_contact=False, v2=None)
     return message
 
 

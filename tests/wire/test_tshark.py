@@ -70,7 +70,8 @@ def _ordinary(message: clc.Message) -> clc.Message:
         )
     if isinstance(message, clc.Decline):
         return dataclasses.replace(message, version=1 if message.more_diagnosis is None else 2)
-    return dataclasses.replace(message, version=1, v2=None)
+    first_contact = message.first_contact and isinstance(message, clc.Accept)
+    return dataclasses.replace(message, version=1, first_contact=first_contact, v2=None)
 
 
 @pytest.mark.tshark

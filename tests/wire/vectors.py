@@ -186,10 +186,6 @@ CLC: dict[str, tuple[clc.Message, bytes]] = {
             *("00" * 10, "001c", "00" * 28, "00 00 00 f0 0000 0000", _V4_GID, "00" * 16, _EYE),
         ),
     ),
-    "Proposal with reserved flags": (
-        clc.Proposal(peer_id=PEER, gid=GID, mac=MAC, flags=0x0F),
-        _bytes(_EYE, "01 0034 1f", _PEER, _GID, _MAC, "0000", "00000000 00 0000 00", _EYE),
-    ),
     "Accept, first contact": (
         clc.Accept(
             peer_id=PEER,

@@ -9,11 +9,11 @@ messages. Nothing here waits, and nothing here knows the time: the stream above 
 and `on_writable`, the host below calls `on_timer`.
 
 A received CDC message is applied in this order: sequence number, cursors (and with them data),
-producer flags, then the connection flags in the order A, C, D. If A is set, only the sequence
-number is applied before it: what the cursors and other flags say is dropped with all other data
-(A.4, A-bit; 4.8.2, 2A), so they are not looked at, however wrong they are. C and D promise that all
-data was told, so with impossible cursors they are as wrong as these. A message that outruns the end of the
-rendezvous is applied too, but its data is shown only after `established` (3.5.2.4).
+producer flags, then the connection flags in the order A, C, D. If A is set, cursors and producer
+flags are not read, however wrong they are: all data is dropped with them (A.4, A-bit; 4.8.2, 2A).
+C and D promise that the cursors announce all data, so they do not count beside impossible cursors.
+A message that outruns the end of the rendezvous is applied too, but its data is shown only after
+`established` (3.5.2.4).
 
 The states and all their edges are declared in `trio_smc.states.connection`; a connection is what
 that machine reads and does: guards are attributes here, actions methods.

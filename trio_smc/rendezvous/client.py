@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.rendezvous.links.group import LinkGroup
@@ -26,6 +28,11 @@ class ClientNegotiation(Negotiation):
     """
 
     AWAITS_CLC = frozenset({"PROPOSED", "LINK_LOST"})
+    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+        "PROPOSED": frozenset({clc.MessageType.ACCEPT, clc.MessageType.DECLINE}),
+        "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
+        "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
+    }
 
     _rnic: Rnic  # of `propose`
     _proposal: clc.Proposal

@@ -190,7 +190,7 @@ def _read(negotiation: Negotiation, sock: trio.socket.SocketType, reader: ClcRea
         piece = os.read(number, reader.wanted)
         if not piece:
             raise ConnectionResetError("the peer closed the connection during the handshake")
-        message = reader.feed_untrusted(piece)
+        message = reader.feed_untrusted(piece, negotiation.awaited)
         if message is not None:
             negotiation.receive_untrusted(message)
     except BlockingIOError:

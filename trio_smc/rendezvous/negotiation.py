@@ -69,6 +69,7 @@ LOGGER = logging.getLogger("trio_smc.clc")
 _GIDS = 2  # in Confirm: of the first link, and of an alternative
 _OVER = frozenset({"ESTABLISHED", "FALLEN_BACK", "FAILED"})
 _LAST_WORD = frozenset({"DECLINING", "CONFIRMED"})
+_NONE: frozenset[clc.MessageType] = frozenset()
 _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
 """Where something may be waited for that does not matter any more elsewhere."""
 _EVENT_OF = {
@@ -194,6 +195,8 @@ class Negotiation(ABC):
 
     AWAITS_CLC: ClassVar[frozenset[str]]
     """States in which the CLC timer must run (C.5)."""
+    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]]
+    """By state, the types of the peer's CLC messages that may begin. In other states none may."""
 
     _peer: clc.Accept | clc.Confirm  # set before the event that says so
 
@@ -241,6 +244,11 @@ class Negotiation(ABC):
     def awaits_clc(self) -> bool:
         """Whether the CLC timer must run (C.5)."""
         return self.machine.state in self.AWAITS_CLC
+
+    @property
+    def awaited(self) -> frozenset[clc.MessageType]:
+        """Types of the peer's CLC messages that may begin now (C.1, C.6)."""
+        return self.AWAITED.get(self.machine.state, _NONE)
 
     def receive_untrusted(self, data: bytes) -> None:
         """One whole CLC message from the peer; what it breaks ends the negotiation (C.6)."""
@@ -499,7 +507,8 @@ class Negotiation(ABC):
         return kind.of(
             self._host.peer_id,
             self._terms.version,
-            self.first_contact,
+            # A.2.4 reserves the bit in Confirm; version 2 has it there, too.
+            self.first_contact and (kind is clc.Accept or self._terms.version > 1),
             rnic.gid,
             rnic.mac,
             link.qp.qp_num,

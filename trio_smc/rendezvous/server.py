@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
@@ -30,6 +31,12 @@ class ServerNegotiation(Negotiation):
     """
 
     AWAITS_CLC = frozenset({"LISTENING", "ACCEPTED", "LINK_LOST"})
+    AWAITED: ClassVar[dict[str, frozenset[clc.MessageType]]] = {
+        "LISTENING": frozenset({clc.MessageType.PROPOSAL, clc.MessageType.DECLINE}),
+        "ACCEPTED": frozenset({clc.MessageType.CONFIRM, clc.MessageType.DECLINE}),
+        "CONFIRMING_LINK": frozenset({clc.MessageType.DECLINE}),
+        "LINK_LOST": frozenset({clc.MessageType.DECLINE}),
+    }
 
     _proposal: clc.Proposal  # set before the event that says so
     _rnic: Rnic  # if it was not refused

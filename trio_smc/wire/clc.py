@@ -5,8 +5,9 @@ of what a peer sent.  A constructor raises ValueError for a value that may not b
 bits are zero from us and never looked at (A.2).
 
 After a Decline the application's bytes follow at once, so nothing beyond a message may be taken
-from the TCP connection.  A reader takes :data:`HEADER_SIZE` bytes, asks
-:func:`message_length_untrusted`, and then takes exactly the rest: :class:`ClcReader` does.
+from the TCP connection.  :class:`ClcReader` takes :data:`HEADER_SIZE` bytes, reads the length in
+them, and then takes exactly the rest.  The reader checks eye catcher, type and length byte by byte
+as they arrive, so the rest of something that is no CLC message is never waited for.
 
 Theory of operation: error or Decline?  RFC 7609, C.6 ends the TCP connection for everything that
 is not a well-formed message, and wants a Decline only for reserved values of enumerations, since
@@ -122,7 +123,7 @@ _V2_FIRST_CONFIRM_SIZE = _V2_FIRST_ACCEPT_SIZE + _V2_GIDS.size
 _DECLINE_SIZES = (28, 44)
 
 _REMEMBERED = 64  # Proposals encoded and decoded last
-_FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7
+_FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7; in Confirm from version 2 on
 # Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers, the two
 # above them what version 2 does.  (1 is SMC-D.)
 _OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
@@ -156,6 +157,16 @@ _V2_SIZES: dict[int, Container[int]] = {
         *range(_V2_FIRST_CONFIRM_SIZE, MAX_MESSAGE_SIZE + 1, len(_NO_GID)),
     ),
     MessageType.DECLINE: (),
+}
+_TYPES: frozenset[int] = frozenset(MessageType)
+# Of the lengths that a message of each type may have, in any version: the first byte.
+_LENGTH_STARTS: dict[int, frozenset[int]] = {
+    kind: frozenset(
+        size >> 8
+        for size in range(MAX_MESSAGE_SIZE + 1)
+        if size in _SIZES[kind] or size in _V2_SIZES[kind]
+    )
+    for kind in _TYPES
 }
 
 
@@ -309,7 +320,7 @@ class Proposal(ClcMessage):
 
     Fields:
       gid, mac: the client's preferred RNIC, 16 and 6 bytes.
-      flags: the 4 low bits of byte 7; reserved in version 1.
+      flags: the 4 low bits of byte 7, from version 2 on; 0 in version 1, which reserves them.
       ipv4_subnet: the subnet *number*, address & mask, 4 bytes; zeros on IPv6.  (The RFC's prose
         says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
       ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
@@ -341,6 +352,8 @@ class Proposal(ClcMessage):
             raise ValueError(f"IPv4 mask of {self.ipv4_mask_length} bits")
         if len(self.ipv6_prefixes) > MAX_PREFIXES:
             raise ValueError(f"{len(self.ipv6_prefixes)} IPv6 prefixes")
+        if self.version == 1 and self.flags:
+            raise ValueError(f"flags {self.flags} where version 1 has none")
         area = self.ipv4_subnet, self.ipv4_mask_length, self.ipv6_prefixes
         if not _has_prefixes(self.version, self.flags) and area != (bytes(4), 0, ()):
             raise ValueError("prefixes without a version-1 offer")
@@ -400,7 +413,8 @@ def _encoded(m: Proposal) -> bytes:
 def _decoded_untrusted(raw: bytes) -> Proposal:
     """A peer sends the same one for all its connections."""
     *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
-    version, flags = last >> 4, last & 0x0F
+    version = last >> 4
+    flags = last & 0x0F if version > 1 else 0
     data, end = raw[:-4], _PROPOSAL.size
     parts: dict[str, Any] = {}
     if _has_prefixes(version, flags):
@@ -570,8 +584,8 @@ class Credentials(ClcMessage):
     """What Accept and Confirm have in common: how to write to the sender (A.2.3).
 
     Fields:
-      first_contact: the F bit; the server sets up a new link group.  In Confirm it is reserved in
-        the RFC; Linux sets it.
+      first_contact: the F bit; the server sets up a new link group.  Confirm has it from version 2
+        on.  Version 1 reserves the bit there (A.2.4): Linux sets it, and its servers never read it.
       gid, mac, qp_number: the sender's end of the link: 16 and 6 bytes, 24 bits, not zero.
       rkey, rmb_address: the RToken of its RMB, 32 and 64 bits.
       rmbe_index: which element of the RMB is this connection's, 1..255.
@@ -624,8 +638,15 @@ class Credentials(ClcMessage):
             raise ValueError("RMBE index 0")
         if self.rmb_address + self.rmbe_index * self.buffer_size > _MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
+        if self.first_contact and not self._has_first_contact(self.version):
+            raise ValueError("a first-contact flag in a Confirm of version 1")
         if self.v2 is not None:
             self._check_v2(self.v2)
+
+    @classmethod
+    def _has_first_contact(cls, version: int) -> bool:
+        """True if a message of this version has the F bit."""
+        return version > 1 or cls.TYPE is not MessageType.CONFIRM
 
     def _check_v2(self, v2: V2Answer) -> None:
         if self.version == 1:
@@ -676,7 +697,7 @@ class Credentials(ClcMessage):
             return cls.of(
                 peer_id,
                 last >> 4,
-                last & _FIRST_CONTACT != 0,
+                last & _FIRST_CONTACT != 0 and cls._has_first_contact(last >> 4),
                 gid,
                 mac,
                 int.from_bytes(qp, "big"),
@@ -848,6 +869,27 @@ def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
     return _CLASSES[raw[4]].read_untrusted(raw)
 
 
+def _check_start_untrusted(data: bytearray) -> None:
+    """Check the first bytes of a message, fewer than a header.
+
+    Raises:
+      ProtocolError: no CLC message starts with them, of whatever version.
+    """
+    if not EYE_CATCHER.startswith(data[: len(EYE_CATCHER)]):
+        raise ProtocolError("no CLC message: it does not start with the eye catcher")
+    if len(data) <= len(EYE_CATCHER):
+        return
+    kind, length = data[4], data[5:7]
+    starts = _LENGTH_STARTS.get(kind)
+    if starts is None:
+        raise ProtocolError(f"CLC message of unknown type {kind}")
+    size = int.from_bytes(length, "big")
+    if len(length) == 1 and size not in starts:
+        raise ProtocolError(f"CLC {MessageType(kind).name} of {size << 8} bytes or more")
+    if len(length) == 2 and size not in _SIZES[kind] and size not in _V2_SIZES[kind]:
+        raise ProtocolError(f"CLC {MessageType(kind).name} of {size} bytes")
+
+
 class ClcReader:
     """Collects one message after the other.
 
@@ -864,21 +906,39 @@ class ClcReader:
         """Whether a message has begun and is not complete."""
         return bool(self._data)
 
-    def feed_untrusted(self, piece: bytes) -> bytes | None:
+    def feed_untrusted(self, piece: bytes, awaited: frozenset[int] = _TYPES) -> bytes | None:
         """Take 1 to `wanted` bytes; returns a message when it is complete.
 
+        The eye catcher at the end is checked here while a message is incomplete;
+        `decode_untrusted` checks it in a complete one.
+
+        Args:
+          piece: the bytes.
+          awaited: types of the messages that may come now.
+
         Raises:
-          ProtocolError: the header is none of a CLC message (RFC 7609, C.6).
+          ProtocolError: no CLC message, or none that is awaited, begins or ends with these bytes
+            (RFC 7609, C.6).
         """
         data = self._data
+        if not data and not awaited:
+            raise ProtocolError("a CLC message that did not wait for an answer")
         data += piece
         self.wanted -= len(piece)
-        if self.wanted:
-            return None
-        if len(data) == HEADER_SIZE:
+        size = len(data)
+        if size < HEADER_SIZE:
+            _check_start_untrusted(data)
+        elif size == HEADER_SIZE:
             self.wanted = message_length_untrusted(data) - HEADER_SIZE
-            return None
-        message = bytes(data)
-        data.clear()
-        self.wanted = HEADER_SIZE
-        return message
+        elif not self.wanted:
+            message = bytes(data)
+            data.clear()
+            self.wanted = HEADER_SIZE
+            return message
+        elif self.wanted < len(EYE_CATCHER) and not EYE_CATCHER.startswith(
+            data[self.wanted - len(EYE_CATCHER) :]
+        ):
+            raise ProtocolError("CLC message without the eye catcher at its end")
+        if len(EYE_CATCHER) < size <= HEADER_SIZE and data[4] not in awaited:
+            raise ProtocolError(f"SMC {MessageType(data[4]).name.title()} out of turn")
+        return None
