@@ -161,7 +161,7 @@ def _other_clc(rng: random.Random, call: Call, numbers: list[int]) -> bytes:
         ).encode()
     cls = clc.Accept if kind == 2 else clc.Confirm
     return cls(
-        first_contact=rng.random() < 0.5,
+        first_contact=rng.random() < 0.5 and kind == 2,  # version 1 has none in Confirm
         peer_id=side.stack.groups.peer_id,
         gid=side.rnic.gid,
         mac=side.rnic.mac,
