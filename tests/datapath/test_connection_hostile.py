@@ -238,7 +238,7 @@ def done(pair: Pair) -> None:
 
 
 def urgent(pair: Pair) -> None:
-    """An urgent byte that nobody has taken or acknowledged."""
+    """An urgent byte that is neither read nor acknowledged."""
     hear(pair.b, message(pair, producer=(0, 1011), flags=BOTH))
 
 
