@@ -198,7 +198,7 @@ def _proposal_fields(data: bytes, version: int) -> list[Field]:
         fields.append(Field("vendor options", 52, 8))
         at = 52 + int.from_bytes(data[50:52], "big")
         if offers_2 and at > 52:
-            fields += [each._replace(offset=at + each.offset) for each in _EXTENSION]
+            fields += [Field(n, at + first, size, mask) for n, first, size, mask in _EXTENSION]
             fields += _slots("EIDs", at + 40, 32, data[at])
     return fields
 
