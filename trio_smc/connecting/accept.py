@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket as stdlib_socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import trio
@@ -14,6 +15,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.datapath.connection import Connection
 from trio_smc.host.addresses import (
     Prefix,
+    address_block,
     is_attached,
     is_on_network,
     is_same_host,
@@ -77,12 +79,13 @@ class Arrival:
       busy: as many handshakes are under way as the listener wants to have.
 
     Attributes:
-      begun: when it was accepted, as `trio.current_time`.
+      progressed: when TCP accepted it, or a complete Proposal arrived, as `trio.current_time`.
+      on_progress: called with this and the present when that changes.
     """
 
     __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
                  "_publication", "_remote", "_rnic", "_search", "_spoke", "_stack", "_unwrapped",
-                 "begun", "sock")  # fmt: skip
+                 "on_progress", "progressed", "sock")  # fmt: skip
 
     def __init__(
         self,
@@ -100,7 +103,8 @@ class Arrival:
         self._stack = stack
         self._config = config
         self._publication = publication
-        self.begun: float = trio.current_time()
+        self.progressed: float = trio.current_time()
+        self.on_progress: Callable[[Arrival, float], object] | None = None
         self._search: Search | None = None
         self._claim: Claim | None = None
         self._plain: Fallback | None = None
@@ -151,9 +155,9 @@ class Arrival:
         return is_same_host(self._local[0], self._remote[0])
 
     @property
-    def client(self) -> str:
-        """The client's address."""
-        return self._remote[0]
+    def block(self) -> str:
+        """The client's address, as `trio_smc.host.addresses.address_block` groups addresses."""
+        return address_block(self._accepted[0])
 
     @property
     def needs_handshake(self) -> bool:
@@ -161,9 +165,12 @@ class Arrival:
         return self._plain is None and self._failure is None
 
     def is_silent(self) -> bool:
-        """Whether nothing from the client waits to be read."""
+        """True if the client has sent nothing that this side could go on with.
+
+        The beginning of an eye catcher stays unread until all of it is there.
+        """
         try:
-            return unread_bytes(self.sock) == 0
+            return unread_bytes(self.sock) < (1 if self._spoke else _SNIFF)
         except OSError:
             return False  # closed
 
@@ -262,9 +269,15 @@ class Arrival:
 
     def _negotiation(self, rnic: Rnic | FallbackReason, options: Inherited) -> ServerNegotiation:
         groups, address = self._stack.groups, self._local[0]
+
+        def admit(proposal: clc.Proposal) -> tuple[Rnic, Terms] | FallbackReason:
+            if self.on_progress is not None:
+                self.on_progress(self, trio.current_time())
+            return _admit(proposal, rnic, address, groups.offer)
+
         negotiation = ServerNegotiation(
             host=groups,
-            admit=lambda proposal: _admit(proposal, rnic, address, groups.offer),
+            admit=admit,
             receive_buffer=receive_buffer_for(self.sock, options, self._config, _kind(rnic)),
         )
         negotiation.sock = self.sock

@@ -2,9 +2,9 @@
 
 Handshakes run in tasks of their own, so that a slow or hostile client holds up nobody.  At most
 `Config.max_handshakes` connections wait for `accept`; further ones wait in the TCP backlog.  Four
-times as many may be in a handshake.  Beyond that one gives way whose client has said nothing for a
-second: the oldest of the address that has most of them under way, so that no address can have all.
-Nothing that goes wrong with one connection reaches the caller of `accept`.
+times as many may be in a handshake; beyond that, those give way that have made no progress for a
+second (`connecting.pending`).  Nothing that goes wrong with one connection reaches the caller of
+`accept`.
 
 Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
 which saves a short-lived connection a task and two passes of the scheduler.
@@ -18,10 +18,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import socket as stdlib_socket
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -29,6 +28,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.connecting.accept import Arrival, HandshakeHost
+from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.rnic.spinner import Vigil
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -57,9 +57,6 @@ CAPACITY_PAUSE: Final = 0.1
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
 _HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
-_GRACE: Final = 1.0  # how long a client may say nothing, whoever comes; seconds
-_GIVE_WAY_OF: Final = 32  # handshakes, of which one gives way at a time
-_LOOK_INTERVAL: Final = 0.02
 _VIGIL_SPINS: Final = 4
 """So many times `Config.spin` a client takes from the end of a connection to the next one."""
 
@@ -133,8 +130,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
-        # Those that may have to wait for their clients; oldest first.
-        self._shaking: dict[Arrival, None] = {}
+        self._pending = PendingHandshakes(_HANDSHAKES_EACH * config.max_handshakes)
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._came = 0  # connections that were accepted so far
@@ -374,12 +370,12 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         config = self._config
         while not self._has_room():
             self._released = trio.Event()
-            with trio.move_on_at(self._give_way(trio.current_time())):
+            with trio.move_on_at(self._pending.give_way(trio.current_time())):
                 await self._released.wait()
         try:
             await trio.lowlevel.wait_readable(self.socket)
             # Where one comes after the other, to ask for a second keeps the first one waiting.
-            for _ in range(_ACCEPTS_AT_ONCE if self._shaking else 1):
+            for _ in range(_ACCEPTS_AT_ONCE if self._pending else 1):
                 if not self._has_room() or self.socket.fileno() < 0:
                     break
                 accepted, remote = plain.accept()
@@ -392,7 +388,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 self._came += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:
-                    self._shaking[arrival] = None
+                    arrival.on_progress = self._pending.renew
+                    self._pending.add(arrival)
                 begin(arrival)
         except BlockingIOError:
             return
@@ -412,32 +409,12 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             # Else the connection was gone before it could be accepted (accept(2)).
 
     def _has_room(self) -> bool:
-        most, shaking = self._config.max_handshakes, len(self._shaking)
-        return self._held - shaking < most and shaking < _HANDSHAKES_EACH * most
-
-    def _give_way(self, now: float) -> float:
-        """Let handshakes give way to others where they can; when to look again, else."""
-        full = _HANDSHAKES_EACH * self._config.max_handshakes
-        if len(self._shaking) < full:
-            return math.inf  # it is `accept` that is waited for
-        silent = [each for each in self._shaking if each.is_silent()]
-        if not silent:
-            return now + _LOOK_INTERVAL
-        [(address, _)] = Counter(each.client for each in silent).most_common(1)
-        theirs = [each for each in silent if each.client == address]
-        # Several, since to look is work.
-        for each in theirs[: full // _GIVE_WAY_OF or 1]:
-            if each.begun + _GRACE > now:
-                return max(each.begun + _GRACE, now + _LOOK_INTERVAL)
-            LOGGER.info("a handshake with %s gives way: the client says nothing", address)
-            each.cancel()
-            self._end_wait(each)
-        return now
+        most = self._config.max_handshakes
+        return self._held - len(self._pending) < most and not self._pending.is_full
 
     def _end_wait(self, arrival: Arrival) -> None:
-        """Its handshake is over."""
-        if arrival in self._shaking:
-            del self._shaking[arrival]
+        """The handshake of ``arrival`` is over."""
+        if self._pending.discard(arrival):
             self._released.set()
 
     def _release(self) -> None:

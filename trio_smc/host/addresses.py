@@ -26,6 +26,7 @@ from trio_smc.host.netlink import ask
 
 __all__ = [
     "Prefix",
+    "address_block",
     "address_interface",
     "all_prefixes",
     "interface_prefixes",
@@ -91,6 +92,26 @@ def plain_address(address: str) -> str:
       ValueError: it is no address.
     """
     return str(_parse(address))
+
+
+@functools.lru_cache(_REMEMBERED)
+def address_block(address: str) -> str:
+    """The addresses that one host may choose among: an IPv4 address alone, or an IPv6 /64.
+
+    IPv4-mapped IPv6 counts as IPv4.  A link-local address keeps its scope: each host of a link may
+    choose any of its link-local addresses, and hosts of another link choose among others.
+
+    Raises:
+      ValueError: it is no address.
+    """
+    plain = plain_address(address)
+    if ":" not in plain:
+        return plain
+    network = socket.inet_ntop(
+        socket.AF_INET6, socket.inet_pton(socket.AF_INET6, plain)[:8] + bytes(8)
+    )
+    _, percent, scope = address.partition("%")
+    return f"{network}{percent}{scope}/64"
 
 
 def local_prefix(address: str) -> Prefix | None:

@@ -1,0 +1,266 @@
+"""Handshakes that wait for their clients: which give way, and what that costs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+
+import trio_smc
+from trio_smc import Config
+from trio_smc.connecting.pending import GRACE, PendingHandshakes
+from trio_smc.host.addresses import address_block
+
+
+class Handshake:
+    """A handshake of which the test decides everything."""
+
+    def __init__(self, block: str, progressed: float) -> None:
+        self.block = block
+        self.progressed = progressed
+        self.silent = True
+        self.cancelled = False
+        self.asked = 0
+
+    def is_silent(self) -> bool:
+        self.asked += 1
+        return self.silent
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def filled(limit: int, addresses: int) -> tuple[PendingHandshakes, list[Handshake]]:
+    pending = PendingHandshakes(limit)
+    made = [Handshake(f"192.0.2.{n % addresses}", 0.0) for n in range(limit)]
+    for each in made:
+        pending.add(each)
+    return pending, made
+
+
+@pytest.mark.parametrize(
+    ("address", "block"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("::ffff:c000:201", "192.0.2.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::1", "2001:db8:1:3::/64"),
+        ("fe80::1%eth0", "fe80::%eth0/64"),
+        ("fe80::2%eth0", "fe80::%eth0/64"),
+        ("fe80::1%eth1", "fe80::%eth1/64"),
+        ("::1", "::/64"),
+        ("::192.0.2.1", "::/64"),
+    ],
+)
+def test_addresses_that_one_host_may_choose_among_are_one(address: str, block: str) -> None:
+    assert address_block(address) == block
+
+
+def test_below_the_limit_and_within_the_grace_none_gives_way() -> None:
+    pending, made = filled(64, 4)
+    assert pending.give_way(GRACE / 2) == GRACE
+    pending.discard(made.pop())
+    assert pending.give_way(GRACE * 9) == math.inf
+    assert not any(each.cancelled for each in made)
+    assert not any(each.asked for each in made)
+
+
+def test_a_batch_gives_way_across_addresses() -> None:
+    """With one handshake for each address, too."""
+    pending, made = filled(512, 512)
+    assert pending.give_way(GRACE) == GRACE
+    assert [each.cancelled for each in made] == [True] * 16 + [False] * 496
+
+
+def flood(pending: PendingHandshakes, now: float, block: str = "198.51.100.1") -> None:
+    """Take the place of each handshake that gave way."""
+    while not pending.is_full:
+        pending.add(Handshake(block, now))
+
+
+def test_the_address_with_the_most_loses_first_and_its_oldest_first() -> None:
+    pending = PendingHandshakes(64)
+    few = [Handshake("192.0.2.2", 0.1) for _ in range(16)]
+    many = [Handshake("2001:db8::/64", 0.2) for _ in range(48)]
+    for each in (*few, *many):
+        pending.add(each)
+    while not few[0].cancelled:
+        pending.give_way(0.2 + GRACE)
+        flood(pending, 0.2 + GRACE)
+    gone = [each.cancelled for each in many]
+    assert gone == sorted(gone, reverse=True), "oldest first"
+    assert gone.count(False) == 15, "down to as many as the few are"
+
+
+def test_a_slow_client_of_its_own_address_is_spared_for_as_long_again() -> None:
+    """A flood from one address that is younger than the client's handshake does not end it."""
+    pending, alone = PendingHandshakes(64), Handshake("192.0.2.1", 0.0)
+    pending.add(alone)
+    flood(pending, 0.5)
+    now = 0.0
+    while now < 2 * GRACE - 0.001:
+        assert not alone.cancelled
+        flood(pending, now)
+        now = max(pending.give_way(now), now + 0.001)
+    for _ in range(200):
+        pending.give_way(2 * GRACE)
+        flood(pending, 2 * GRACE)
+    assert alone.cancelled
+
+
+def test_many_addresses_are_not_spared_beside_a_large_one() -> None:
+    """At most an eighth of them: the others give way after a second."""
+    pending = PendingHandshakes(512)
+    single = [Handshake(f"10.0.{n // 250}.{n % 250}", 0.0) for n in range(500)]
+    for each in single:
+        pending.add(each)
+    flood(pending, 0.9)
+    for _ in range(500 // 16):
+        pending.give_way(GRACE)
+        flood(pending, GRACE)
+    assert sum(each.cancelled for each in single) >= 500 - 64
+
+
+def test_a_complete_message_is_progress_and_unread_bytes_are_this_sides_turn() -> None:
+    pending, made = filled(32, 1)
+    pending.renew(made[0], GRACE / 2)
+    made[1].silent = False
+    assert pending.give_way(GRACE) == GRACE
+    assert not any(each.cancelled for each in made)
+    assert pending.give_way(GRACE) == GRACE
+    assert [each.cancelled for each in made[:4]] == [False, False, True, False]
+    pending.renew(made[2], GRACE)
+    assert made[2].progressed == 0.0, "it has gone"
+    assert len(pending) == 31
+
+
+@pytest.mark.parametrize("limit", [4, 8, 64])
+def test_the_accounts_agree_with_a_count_of_all(rng: random.Random, limit: int) -> None:
+    """Only what is overdue and silent gives way, and everything does in the end."""
+    pending, alive, now, lost_in_all = PendingHandshakes(limit), dict[Handshake, None](), 0.0, 0
+    for _ in range(3000):
+        now += rng.random() * GRACE / limit * 2
+        choice = rng.random()
+        if choice < 0.6 and not pending.is_full:
+            each = Handshake(f"192.0.2.{rng.randrange(6)}", now)
+            each.silent = rng.random() < 0.9
+            pending.add(each)
+            alive[each] = None
+        elif choice < 0.7 and alive:
+            gone = rng.choice(list(alive))
+            assert pending.discard(gone)
+            assert not pending.discard(gone)
+            del alive[gone]
+        elif choice < 0.8 and alive:
+            pending.renew(rng.choice(list(alive)), now)
+        else:
+            before = {each: each.progressed for each in alive}
+            again = pending.give_way(now)
+            overdue = [each for each in alive if before[each] + GRACE <= now]
+            certain = [each for each in overdue if before[each] + 2 * GRACE <= now]
+            lost = [each for each in alive if each.cancelled]
+            assert len(lost) <= max(limit // 32, 1)
+            assert all(each in overdue and each.silent for each in lost)
+            assert (again == math.inf) == (len(alive) < limit)
+            if len(alive) >= limit and not overdue:
+                assert again == min(before.values()) + GRACE
+            if len(alive) >= limit and certain:
+                assert again == now
+            counts = Counter(each.block for each in alive)
+            if len(lost) == 1 and limit < 64:
+                # A block whose handshake was lost is not small, or its time was over twice.
+                small = counts[lost[0].block] * 4 <= max(counts.values())
+                assert not small or lost[0] in certain or len(overdue) > max(limit // 8, 1)
+            for each in lost:
+                del alive[each]
+            lost_in_all += len(lost)
+        assert len(pending) == len(alive)
+    assert lost_in_all > 100
+
+
+@pytest.mark.parametrize("addresses", [1, 500])
+def test_giving_way_costs_the_same_however_many_addresses_there_are(addresses: int) -> None:
+    """10,000 handshakes that come, become overdue and give way: 3 microseconds each, without
+    sockets.  A pass over all 512 for each one would take a hundred times as long."""
+    pending, made = filled(512, addresses)
+    now, gone = 0.0, 0
+    begun = time.thread_time()
+    while gone < 10_000:
+        now = max(pending.give_way(now), now)
+        if now == math.inf:
+            raise AssertionError("full, and none is to give way")
+        for _ in range(512 - len(pending)):
+            gone += 1
+            made.append(Handshake(f"192.0.2.{gone % addresses}", now))
+            pending.add(made[-1])
+    spent = time.thread_time() - begun
+    assert spent < gone * 50e-6
+    assert max(each.asked for each in made) <= 1
+
+
+@contextlib.asynccontextmanager
+async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIterator[None]:
+    """A process whose clients connect and do not go on; all are there."""
+    arguments = ["127.0.0.1", port, count, addresses, kind]
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "tests.connecting.silent_clients", *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        with trio.fail_after(30):
+            assert (await process.stdout.receive_some()).startswith(b"connected")
+        yield
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+        if process.stdout is not None:
+            await process.stdout.aclose()
+
+
+@pytest.mark.usefixtures("runtime_directory")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["silent", "drip", "proposal"])
+@pytest.mark.parametrize("addresses", [1, 500])
+async def test_clients_that_do_not_go_on_keep_no_good_client_out(addresses: int, kind: str) -> None:
+    """1,500 or 700 of them, each replaced as soon as it is reset: 512 give way in each second, and
+    a client from a fresh address gets its turn behind those that connected before it."""
+    config = Config(receive_buffer=16384, discovery="assume", learn_short=False)
+    count = 1500 if kind != "proposal" else 700
+    async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
+
+        async def echo(stream: trio_smc.SmcStream) -> None:
+            async with stream:
+                while data := await stream.receive_some():
+                    await stream.send_all(data)
+
+        listeners = await nursery.start(stack.serve, echo, 0)
+        listener = next(each for each in listeners if each.socket.family == 2)
+        port = listener.socket.getsockname()[1]
+        took = spent = 0.0
+        async with clients(port, count, addresses, kind):
+            for _ in range(2):
+                begun, spent = trio.current_time(), time.thread_time()
+                with trio.fail_after(config.handshake_timeout):
+                    stream = await stack.open_stream("127.0.0.1", port, local_address="127.9.9.9")
+                    async with stream:
+                        assert stream.mode == "smc-r", stream.fallback
+                        await stream.send_all(b"x")
+                        assert await stream.receive_some() == b"x"
+                took, spent = trio.current_time() - begun, time.thread_time() - spent
+            # A Proposal costs what a first contact costs: queue pair, RMB and receive ring.
+            assert kind == "proposal" or spent < 0.3 * took
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,212 @@
+"""`PendingHandshakes`: the handshakes of a listener that wait for their clients, and which of them
+give way.
+
+Theory of operation
+-------------------
+A handshake is *recent* for `GRACE` seconds after its last progress: TCP accepted the connection,
+or a complete Proposal arrived.  Single bytes are no progress, so a client that sends one byte per
+second gains nothing.  Afterwards the handshake is *overdue*.  If its address holds at most a
+quarter of the handshakes that the largest address holds, it is *spared* for another `GRACE` seconds
+first, so that a slow client does not pay for a flood from elsewhere.  At most an eighth of the
+limit is spared at a time: many addresses with one handshake each gain little by it.
+
+If the listener is full, overdue handshakes give way, a batch in one pass.  The address with the
+most overdue handshakes loses its oldest one first; among addresses with equally many, the one that
+has had so many for longest.
+
+An address is an IPv4 address or an IPv6 /64 (`trio_smc.host.addresses.address_block`), since a host
+chooses freely among the addresses of its /64.
+
+Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time,
+whatever the number of handshakes and addresses.  Recent and spared handshakes are ordered by their
+last progress, so those whose time has come are a prefix; addresses are kept by their count, which
+changes by one at a time.  The kernel is asked for unread bytes only once per handshake that is
+about to give way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from typing import Final, Protocol
+
+__all__ = ["GRACE", "Pending", "PendingHandshakes"]
+
+LOGGER = logging.getLogger("trio_smc")
+
+GRACE: Final = 1.0
+"""Seconds without progress after which a handshake may give way."""
+_BATCHES: Final = 32
+"""A batch is the limit divided by this: 16 of 512."""
+_SPARED: Final = 8
+"""As many may be spared as the limit divided by this: 64 of 512."""
+_SMALL: Final = 4
+"""An address is small if the largest one holds this many times as many handshakes."""
+
+
+class Pending(Protocol):
+    """A handshake that waits for its client.
+
+    Attributes:
+      progressed: when it last made progress, as `trio.current_time`.
+    """
+
+    progressed: float
+
+    @property
+    def block(self) -> str:
+        """The client's address, as `trio_smc.host.addresses.address_block` groups addresses."""
+
+    def is_silent(self) -> bool:
+        """True if the client has sent nothing that this side could go on with."""
+
+    def cancel(self) -> None:
+        """Reset the connection."""
+
+
+class _Counts:
+    """Handshakes by the block of their address, and the block that has most of them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, dict[Pending, None]] = {}  # oldest first
+        self.most = 0  # handshakes of the largest block
+        self._by_count: dict[int, dict[str, None]] = {}
+
+    def add(self, block: str, handshake: Pending) -> None:
+        theirs = self.blocks.setdefault(block, {})
+        theirs[handshake] = None
+        self._recount(block, len(theirs) - 1, len(theirs))
+
+    def remove(self, block: str, handshake: Pending) -> None:
+        theirs = self.blocks[block]
+        del theirs[handshake]
+        self._recount(block, len(theirs) + 1, len(theirs))
+        if not theirs:
+            del self.blocks[block]
+
+    def oldest_of_largest(self) -> Pending:
+        """The oldest handshake of the largest block; there must be one."""
+        block = next(iter(self._by_count[self.most]))
+        return next(iter(self.blocks[block]))
+
+    def _recount(self, block: str, before: int, after: int) -> None:
+        """Note that a block has one handshake more or less."""
+        if before:
+            equals = self._by_count[before]
+            del equals[block]
+            if not equals:
+                del self._by_count[before]
+        if after:
+            self._by_count.setdefault(after, {})[block] = None
+        # If no block has as many as the largest had, this one was it, and it lost one handshake.
+        if after > self.most or self.most not in self._by_count:
+            self.most = after
+
+
+class PendingHandshakes:
+    """The handshakes of one listener that wait for their clients.
+
+    Args:
+      limit: how many there may be; at the limit, overdue handshakes give way.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._batch = max(limit // _BATCHES, 1)
+        self._most_spared = max(limit // _SPARED, 1)
+        self._all: dict[Pending, str] = {}  # with the block of its address
+        # Both are ordered by `progressed`, which is always set to the present.
+        self._recent: dict[Pending, None] = {}
+        self._spared: dict[Pending, None] = {}
+        self._counts = _Counts()  # of all
+        self._overdue = _Counts()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the limit is reached."""
+        return len(self._all) >= self._limit
+
+    def add(self, handshake: Pending) -> None:
+        """Add a handshake whose connection TCP has just accepted."""
+        block = self._all[handshake] = handshake.block
+        self._counts.add(block, handshake)
+        self._recent[handshake] = None
+
+    def renew(self, handshake: Pending, now: float) -> None:
+        """Note that a handshake has made progress; one that is not pending is ignored."""
+        if handshake in self._all:
+            self._forget_age(handshake)
+            handshake.progressed = now
+            self._recent[handshake] = None
+
+    def discard(self, handshake: Pending) -> bool:
+        """Remove a handshake; False if it was not pending."""
+        if handshake not in self._all:
+            return False
+        self._forget_age(handshake)
+        self._counts.remove(self._all.pop(handshake), handshake)
+        return True
+
+    def give_way(self, now: float) -> float:
+        """If the limit is reached, let a batch of overdue handshakes give way.
+
+        Returns when to call again, as `trio.current_time`: ``now`` if there may be more overdue
+        handshakes, infinity if the limit is not reached.
+        """
+        if not self.is_full:
+            return math.inf
+        self._find_overdue(now)
+        if not self._overdue.most:
+            return self._next_overdue()
+        gone = 0
+        for _ in range(self._batch):
+            if not self._overdue.most:
+                break
+            handshake = self._overdue.oldest_of_largest()
+            if handshake.is_silent():
+                self.discard(handshake)
+                handshake.cancel()
+                gone += 1
+            else:
+                # It is this side that is late.
+                self.renew(handshake, now)
+        if gone:
+            LOGGER.info("%d handshakes gave way: their clients made no progress", gone)
+        return now
+
+    def _find_overdue(self, now: float) -> None:
+        """Move the handshakes whose time has come."""
+        for handshake in _older_than(2 * GRACE, self._spared, now):
+            del self._spared[handshake]
+            self._overdue.add(self._all[handshake], handshake)
+        for handshake in _older_than(GRACE, self._recent, now):
+            del self._recent[handshake]
+            block = self._all[handshake]
+            is_small = len(self._counts.blocks[block]) * _SMALL <= self._counts.most
+            if is_small and len(self._spared) < self._most_spared:
+                self._spared[handshake] = None
+            else:
+                self._overdue.add(block, handshake)
+
+    def _next_overdue(self) -> float:
+        """When the next handshake becomes overdue, or is found to be spared."""
+        recent = next((each.progressed + GRACE for each in self._recent), math.inf)
+        spared = next((each.progressed + 2 * GRACE for each in self._spared), math.inf)
+        return min(recent, spared)
+
+    def _forget_age(self, handshake: Pending) -> None:
+        if handshake in self._recent:
+            del self._recent[handshake]
+        elif handshake in self._spared:
+            del self._spared[handshake]
+        else:
+            self._overdue.remove(self._all[handshake], handshake)
+
+
+def _older_than(age: float, handshakes: dict[Pending, None], now: float) -> list[Pending]:
+    """The first ones, as far as they have made no progress for so many seconds."""
+    return list(itertools.takewhile(lambda each: each.progressed + age <= now, handshakes))
