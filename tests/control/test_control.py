@@ -35,7 +35,7 @@ GOOD = control.encode({"want": ["statistics"]})
 async def a_stack(**settings: Any) -> AsyncIterator[tuple[Stack, Path]]:
     """A stack, and the path of its control socket."""
     async with trio_smc.open_stack(Config(**settings) if settings else QUICK) as stack:
-        directory = stack.config.private_directory() / control.DIRECTORY
+        [directory] = stack.config.private_directory().glob(f"{control.DIRECTORY}*")
         [name] = [name for name in os.listdir(directory) if name.startswith(f"{os.getpid()}-")]
         yield stack, directory / name
 
@@ -310,6 +310,7 @@ def liar(directory: Path, reply: Callable[[socket.socket], None]) -> Iterator[No
     place = directory / control.DIRECTORY
     place.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+    place.chmod(0o700)
     path = place / f"{os.getpid()}-0"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

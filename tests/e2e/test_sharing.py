@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -140,6 +141,117 @@ async def test_users_of_one_group(
     assert outcome == expected
     left = [each for each in path.rglob("*") if not each.is_dir()]
     assert left == []
+
+
+MEMBER = 64204
+HOSTILE = """
+    import contextlib, os, pathlib, socket, sys
+    shared, victim = map(pathlib.Path, sys.argv[1:])
+    namespace = str(os.stat("/proc/self/ns/net").st_ino)
+    for kind in ("tcp", "control"):
+        (shared / kind).symlink_to(victim)
+        (shared / f"{kind}-1").symlink_to(victim)
+        (shared / f"{kind}-2").touch()
+        os.mkfifo(shared / f"{kind}-3")
+        (shared / f"{kind}-4").mkdir()
+        (shared / f"{kind}-4").chmod(0o3770)
+        own = shared / f"{kind}-5"
+        own.mkdir()
+        own.chmod(0o2750)
+        (own / namespace).symlink_to(victim)
+        (own / "1").mkdir()
+        (own / "1").chmod(0o2750)
+        (own / "1" / "4-127.0.0.1-1").symlink_to(victim)
+    for number in range(100):
+        (shared / f".rnic-{number}").symlink_to(victim / "dead")
+        (shared / f"rnic-{number}").symlink_to(victim / "dead")
+"""
+MEDDLE = """
+    import os, pathlib, sys
+    shared = pathlib.Path(sys.argv[1])
+    done = 0
+    for place, _, names in os.walk(shared):
+        for name in names:
+            path = pathlib.Path(place) / name
+            if path.lstat().st_uid == os.getuid():
+                continue
+            for meddle in (
+                path.unlink,
+                lambda: path.rename(path.parent / "moved"),
+                lambda: (path.parent / "new").symlink_to("/"),
+            ):
+                try:
+                    meddle()
+                    if path.parent != shared:
+                        done += 1
+                except OSError:
+                    pass
+    for path in shared.iterdir():
+        if path.lstat().st_uid != os.getuid():
+            try:
+                path.rename(shared / "moved")
+                done += 1
+            except OSError:
+                pass
+    sys.exit(done)
+"""
+
+
+def as_member(program: str, *arguments: Path) -> int:
+    """Run a program as another member of the group; its exit code."""
+    command = ["setpriv", f"--reuid={MEMBER}", f"--regid={MEMBER}", f"--groups={GROUP}"]
+    text = textwrap.dedent(program)
+    done = subprocess.run(
+        [*command, sys.executable, "-c", text, *map(str, arguments)],
+        check=False, timeout=60, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    return done.returncode
+
+
+@pytest.mark.timeout(120)
+async def test_what_a_member_puts_into_the_directory_leads_nowhere(base: Path) -> None:
+    """Nothing outside is touched, and the others go on with SMC-R."""
+    path, victim = shared(base), base / "victim"
+    victim.mkdir()
+    os.chown(victim, SERVICE, SERVICE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(victim / "dead"))
+    os.chown(victim / "dead", SERVICE, SERVICE)
+    victim.chmod(0o755)
+    assert as_member(HOSTILE, path, victim) == 0
+    before = victim.stat().st_ctime_ns
+    outcome, _ = await _outcome((SERVICE, [GROUP], path), (CLIENT, [GROUP], path))
+    assert outcome == "smc-r"
+    assert os.listdir(victim) == ["dead"]
+    assert victim.stat().st_ctime_ns == before
+
+
+@pytest.mark.timeout(120)
+async def test_a_member_replaces_no_name_of_another(base: Path) -> None:
+    """Neither in the directory nor below it, while a service runs that is another member's."""
+    path = shared(base)
+    program = textwrap.dedent(BOTH).format(path=[str(Path(__file__).parents[2]), *sys.path])
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", program, _settings(SERVICE, [GROUP], path)],
+        stdout=subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        with trio.fail_after(60):
+            assert await process.stdout.receive_some()
+        sockets = sorted(each for each in path.rglob("*") if each.is_socket())
+        assert {each.relative_to(path).parts[0].partition("-")[0] for each in sockets} == {
+            "control", "rnic", "tcp",
+        }  # fmt: skip
+        assert as_member(MEDDLE, path) == 0
+        assert sorted(each for each in path.rglob("*") if each.is_socket()) == sockets
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+        if process.stdout is not None:
+            await process.stdout.aclose()
 
 
 @pytest.mark.timeout(120)

@@ -100,26 +100,168 @@ def shared_with(path: Path, group: int, mode: int = 0o3770) -> Path:
     return path
 
 
-def test_what_is_made_in_a_directory_of_a_group_is_the_groups(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def opened_shared(tmp_path: Path) -> Iterator[tuple[PrivateDirectory, Path]]:
     path = shared_with(tmp_path / "shared", os.getegid())
+    with contextlib.closing(PrivateDirectory.open(path, create=False)) as opened:
+        assert opened.group == os.getegid()
+        yield opened, path
+
+
+def test_a_member_of_a_group_has_directories_that_only_it_may_change(tmp_path: Path) -> None:
     umask = os.umask(0o077)
     try:
-        with contextlib.closing(PrivateDirectory.open(path, create=False)) as opened:
-            assert opened.group == os.getegid()
-            with contextlib.closing(opened.below("one/two", create=True)) as below:
+        with opened_shared(tmp_path) as (opened, path):
+            own = opened.member_directory("tcp", create=True)
+            assert own == opened.member_directory("tcp", create=True)
+            assert opened.member_directories("tcp") == [own]
+            with contextlib.closing(opened.below(f"{own}/one/two", create=True)) as below:
                 assert below.group == os.getegid()
                 with below.listen("name", 1), below.connect("name") as connection:
-                    mode = (path / "one/two/name").stat().st_mode
+                    mode = (path / own / "one/two/name").stat().st_mode
                     assert is_admitted(connection, below.group)
+                    assert below.has("name")
                 below.remove("name")
-            opened.below("one/two", create=True).close()
+                assert not below.has("name")
+            hidden = opened.member_directory("control", create=True, private=True)
+            with contextlib.closing(opened.below(hidden)) as below:
+                assert below.group is None
     finally:
         os.umask(umask)
     assert stat.S_IMODE(mode) == 0o660
-    for each in ("one", "one/two"):
+    for each in (own, f"{own}/one", f"{own}/one/two"):
         found = (path / each).stat()
-        assert (stat.S_IMODE(found.st_mode), found.st_gid) == (0o3770, os.getegid())
-    assert sorted(os.listdir(path)) == ["one"], "nothing hidden is left"
+        assert (stat.S_IMODE(found.st_mode), found.st_gid) == (0o2750, os.getegid())
+    assert stat.S_IMODE((path / hidden).stat().st_mode) == 0o700
+    assert sorted(os.listdir(path)) == sorted([own, hidden]), "nothing else is left"
+    with contextlib.closing(PrivateDirectory.open(path, create=False)) as opened:
+        opened.remove_empty(f"{own}/one/two")
+        with pytest.raises(FileNotFoundError):
+            opened.member_directory("tcp")
+    assert os.listdir(path) == [hidden]
+
+
+HOSTILE = ["link", "file", "fifo", "3770", "2770", "0777", "0755", "owner", "group"]
+
+
+def hostile(path: Path, kind: str, target: Path) -> None:
+    """Put something in the place of a directory of ours."""
+    match kind:
+        case "link":
+            path.symlink_to(target)
+        case "file":
+            path.touch()
+        case "fifo":
+            os.mkfifo(path)
+        case "owner":
+            path.mkdir()
+            os.chown(path, 64201, -1)
+            path.chmod(0o2750)
+        case "group":
+            path.mkdir()
+            os.chown(path, -1, 64210)
+            path.chmod(0o2750)
+        case mode:
+            path.mkdir()
+            path.chmod(int(mode, 8))
+
+
+def needs_root(kind: str) -> None:
+    if kind in ("owner", "group") and os.geteuid():
+        pytest.skip("takes root: to give a directory to another user")
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_no_directory_that_another_user_could_change_is_entered(
+    tmp_path: Path, kind: str, depth: int
+) -> None:
+    """In a group's directory, at each depth, for who makes sockets and for who looks for them."""
+    needs_root(kind)
+    if kind == "owner" and depth == 0:
+        return  # another member's own
+    (tmp_path / "target/b/c").mkdir(parents=True)
+    with opened_shared(tmp_path) as (opened, path):
+        own = opened.member_directory("tcp", create=True)
+        names = [own, "b", "c"]
+        place = path
+        for name in names[:depth]:
+            place = place / name
+            if name != own:
+                place.mkdir(mode=0o700)
+                place.chmod(0o2750)
+        place = place / names[depth]
+        if depth == 0:
+            place.rmdir()
+        hostile(place, kind, (tmp_path / "target").joinpath(*names[1 : depth + 1]))
+        for create in (False, True):
+            with pytest.raises(OSError, match=r"mode|belongs|Not a directory"):
+                opened.below("/".join(names), create=create)
+        if kind == "fifo":
+            place.unlink()
+        if depth == 0:
+            fresh = opened.member_directory("tcp", create=True)
+            assert fresh != own or kind == "fifo"
+            opened.below(f"{fresh}/b/c", create=True).close()
+
+
+@pytest.mark.parametrize("kind", [each for each in HOSTILE if each != "group"])
+def test_inner_directories_of_a_private_one_are_private_too(
+    opened: PrivateDirectory, tmp_path: Path, kind: str
+) -> None:
+    needs_root(kind)
+    (tmp_path / "target/b").mkdir(parents=True)
+    hostile(tmp_path / "private/a", kind, tmp_path / "target")
+    for create in (False, True):
+        with pytest.raises(OSError, match=r"mode|belongs|Not a directory"):
+            opened.below("a/b", create=create)
+    assert os.listdir(tmp_path / "target/b") == []
+    if kind == "fifo":
+        (tmp_path / "private/a").unlink()
+
+
+def test_names_of_any_kind_and_number_are_bounded(opened: PrivateDirectory, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    for name in (b"\xff\xfe", b"new\nline", b"\x1b[2J", b"-rf", "ü".encode(), b"x" * 255):
+        (private / os.fsdecode(name)).touch()
+    os.mkfifo(private / "fifo")
+    (private / "loop").symlink_to("loop")
+    with opened.listen("alive", 1):
+        assert opened.sockets() == ["alive"]
+        opened.remove_stale()
+        for number in range(5000):
+            os.mknod(private / f"n{number}", stat.S_IFSOCK | 0o600)
+        assert len(opened.entries()) == 4096
+        assert len(opened.sockets()) <= 1024
+        opened.remove_stale("alive")
+        opened.remove("alive")
+    for each in private.iterdir():
+        each.unlink()
+
+
+def test_members_that_make_thousands_of_directories_are_bounded(tmp_path: Path) -> None:
+    with opened_shared(tmp_path) as (opened, path):
+        for number in range(1000):
+            (path / f"tcp-{number}").mkdir()
+        assert len(opened.member_directories("tcp")) == 4
+        own = opened.member_directory("tcp", create=True)
+        assert stat.S_IMODE((path / own).stat().st_mode) == 0o2750
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "fifo"])
+def test_only_a_socket_is_connected_to(opened: PrivateDirectory, tmp_path: Path, kind: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as elsewhere:
+        elsewhere.bind(str(tmp_path / "elsewhere"))
+        elsewhere.listen()
+        elsewhere.setblocking(False)
+        hostile(tmp_path / "private/name", kind, tmp_path / "elsewhere")
+        with pytest.raises(OSError, match="Socket operation on non-socket"):
+            opened.connect("name")
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+    assert not opened.has("name")
+    for path in (tmp_path / "private/name", tmp_path / "elsewhere"):
+        path.unlink()
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o2770, 0o1770, 0o3775, 0o3750, 0o750])

@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 Each running stack listens on a Unix stream socket ``control/<pid>-<random>`` in the user's
-private directory.  A message is four bytes of length, most significant first, and a JSON object
-in UTF-8 of that length.  Every object has "version".
+private directory, or ``control-<random>/<pid>-<random>`` in one that a group shares.  A message is
+four bytes of length, most significant first, and a JSON object in UTF-8 of that length.  Every
+object has "version".
 
 The client sends one request, ``{"version": 1, "want": [parts]}``, and the stack answers with
 messages ``{"version": 1, "part": name, "data": ...}``: first "process", then the wanted parts,
@@ -26,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.private_directory import peer_user, shared_group
+from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, peer_user
 
 __all__ = [
     "CAPTURE",
@@ -39,12 +40,13 @@ __all__ = [
     "REPORT_TO",
     "REQUEST_LIMIT",
     "VERSION",
+    "DirectoryUnusable",
+    "PrivateDirectory",
     "decode_untrusted",
     "encode",
     "length_untrusted",
     "peer_user",
     "pid_of_name",
-    "shared_group",
 ]
 
 

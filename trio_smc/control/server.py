@@ -69,11 +69,10 @@ class ControlSocket:
     def _listen(self) -> tuple[PrivateDirectory, trio.socket.SocketType]:
         root = PrivateDirectory.open(self._path, create=True)
         try:
-            below = root.below(control.DIRECTORY, create=True)
+            self._place = root.member_directory(control.DIRECTORY, create=True, private=True)
+            below = root.below(self._place)
         finally:
             root.close()
-        # Where a group shares the directory, this is the user's own for all that.
-        below.group = None
         try:
             listener = below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
             return below, trio.socket.from_stdlib_socket(listener)
@@ -83,7 +82,7 @@ class ControlSocket:
 
     def _keep_name(self) -> None:
         """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
-        if (self._path / control.DIRECTORY / self._name).exists():
+        if self._has_name():
             return
         try:
             directory, sock = self._listen()
@@ -93,6 +92,17 @@ class ControlSocket:
         self._socket.close()
         self._directory.close()
         self._directory, self._socket = directory, sock
+
+    def _has_name(self) -> bool:
+        """True if the socket's name still leads to it, by the way that clients take."""
+        with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
+            root = PrivateDirectory.open(self._path, create=False)
+            opened.callback(root.close)
+            below = root.below(self._place)
+            opened.callback(below.close)
+            ours = os.fstat(self._directory.descriptor)
+            return os.path.samestat(ours, os.fstat(below.descriptor)) and below.has(self._name)
+        return False
 
     @classmethod
     def open(cls, stack: Stack, directory: Path) -> ControlSocket | None:

@@ -1,22 +1,35 @@
 """The user's private directory, or one that a group shares, and Unix sockets in it and below.
 
-Theory of operation: the private directory is opened once, without following a symbolic link, and
-what was opened is checked (ours, mode 0700); everything below is reached through that descriptor
-and cannot be anybody else's.  A directory that was named outright, and is none of the default
-places, where others could put one, may be a group's instead: mode 3770, the group one of ours.  By
-the set-group-ID bit all below is the group's too, and by the sticky bit nobody takes away or
-replaces what is another's.  Who names it trusts the group's members.  Sockets are bound and
-connected as /proc/self/fd/N/name, since a Unix address ends at 107 bytes and directories may be
-deeper.
+Theory of operation
+-------------------
+The private directory is opened once, without following a symbolic link, and the open descriptor is
+checked (ours, mode 0700).  A directory that was named outright, and is none of the default places,
+where others could put one, may be a group's instead: mode 3770, the group one of ours.  By the
+sticky bit only the owner of a name removes or replaces it there.
+
+The sticky bit protects nothing in the directories below: each belongs to the member that made it,
+and its owner may replace every name inside.  So in a group's directory no two users share a
+directory.  Each has one of its own for each kind of socket, ``tcp-<random>`` and
+``control-<random>``; only its owner may write there (mode 2750 or 0700), and what one member does
+to names concerns the sockets of that member alone.  Random names cannot be taken in advance, and
+need no user numbers, which differ between user namespaces.
+
+Each directory on the way is opened by itself, relative to the one above, without following a
+symbolic link, and checked like the outer one: its owner (that of the directory above), its mode and
+its group.  Everything that is listed is bounded.
+
+Sockets are bound as /proc/self/fd/N/name, since a Unix address ends at 107 bytes and directories
+may be deeper.  To connect, the name is opened first (O_PATH, O_NOFOLLOW) and found to be a socket,
+and the address is that of the open descriptor: a symbolic link that takes the place of the name
+leads nowhere.
 
 Connecting to the socket of a dead process is refused, and so is connecting to one that is bound
-and does not listen yet.  So a socket gets its name only when it listens, and a refused name may be
-removed by whoever met it.  Who only wants to know whether a process is behind a name connects with
-a socket of another type: that too is refused when nobody is there, and fails otherwise without
-waking anybody.
+and does not listen yet.  So a socket gets its name only when it listens, and a process that meets a
+refused name may remove it.  To find out whether a process is behind a name, connect with a socket
+of another type: that too is refused if there is none, and fails otherwise without waking it.
 
-Who is at the other end of a Unix socket the kernel tells (SO_PEERCRED and SO_PEERGROUPS, unix(7)).
-Users and groups that a user namespace does not know all have one number there, which is nobody's.
+The kernel identifies the other end of a Unix socket (SO_PEERCRED and SO_PEERGROUPS, unix(7)).
+Users and groups that a user namespace does not know all have one number there, which is no user's.
 """
 
 from __future__ import annotations
@@ -24,6 +37,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import secrets
 import socket
@@ -31,6 +45,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -51,14 +66,20 @@ __all__ = [
 
 if sys.platform == "linux":
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    _NAME_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
-    _FLAGS = 0  # nobody comes here
+    _FLAGS = _NAME_FLAGS = 0  # nobody comes here
 _HIDDEN = "."  # names of sockets that do not listen yet start so
 _STALE_AFTER = 60.0  # seconds after which such a name is left over from a crash
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59  # linux/include/uapi/asm-generic/socket.h; 4 bytes for each
 _MOST_GROUPS = 256  # of a peer, as many as Python has room for
 _SHARED_MODE = 0o3770
+_MEMBER_MODE = 0o2750  # of a member's directory in it, and of all below that
+_MOST_NAMES = 4096  # that are looked at in one directory
+_MOST_SOCKETS = 1024  # of them
+_MOST_MEMBERS = 64  # users whose directories are looked at
+_MOST_EACH = 4  # directories of one user that are looked at
 _RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -118,13 +139,21 @@ class PrivateDirectory:
     """The user's private directory, or a group's, or one below it, held open until `close`.
 
     Attributes:
-      group: whose members may be talked to besides processes of this user; None: nobody else.
+      group: members of this group may be connected to besides processes of this user; None: only
+        those of this user.
+      owner: the user to whom it belongs, and all below it; None: each name in it to its own.
     """
 
-    def __init__(self, descriptor: int, group: int | None = None) -> None:
+    def __init__(self, descriptor: int, group: int | None = None, owner: int | None = None) -> None:
         """See `open` and `below`.  ``descriptor``: the open directory, from now on this one's."""
         self.descriptor: int = descriptor
         self.group = group
+        self.owner: int | None = owner
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if several users have names in it: the directory of a group itself."""
+        return self.owner is None
 
     @classmethod
     def open(cls, path: Path, *, create: bool) -> Self:
@@ -160,44 +189,154 @@ class PrivateDirectory:
             os.close(descriptor)
             text = f"{path} has mode {stat.S_IMODE(found.st_mode):o} where only 700 is private"
             raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
-        return cls(descriptor)
+        return cls(descriptor, owner=found.st_uid)
 
     def below(self, path: str, *, create: bool = False) -> PrivateDirectory:
         """Open a directory below this one; ``create`` what is missing of its path.
 
-        Raises:
-          OSError: it cannot be opened or made; FileNotFoundError also when somebody removed it
-            just now.
-        """
-        if create:
-            made = ""
-            for part in path.split("/"):
-                made = f"{made}/{part}" if made else part
-                with contextlib.suppress(FileExistsError):
-                    self._make(made)
-        return PrivateDirectory(os.open(path, _FLAGS, dir_fd=self.descriptor), self.group)
+        In a group's directory the first part of ``path`` comes from `member_directory` or
+        `member_directories`, and is never created here.
 
-    def _make(self, path: str) -> None:
-        """Make one directory; it appears with all its bits.  Raises FileExistsError."""
+        Raises:
+          FileNotFoundError: it is missing, or was removed meanwhile.
+          PermissionError: a directory on the way is not as `_check` wants it.
+          OSError: it cannot be opened or made.
+        """
+        opened = self
+        try:
+            for part in path.split("/"):
+                if create and not opened._is_shared:
+                    with contextlib.suppress(FileExistsError):
+                        opened._make(part)
+                inner = opened._inner(part)
+                if opened is not self:
+                    opened.close()
+                opened = inner
+        except BaseException:
+            if opened is not self:
+                opened.close()
+            raise
+        return opened
+
+    def _inner(self, name: str) -> PrivateDirectory:
+        """Open a directory in this one, and check it.  Raises OSError."""
+        descriptor = os.open(name, _FLAGS, dir_fd=self.descriptor)
+        try:
+            found = os.fstat(descriptor)
+            self._check(found, name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        group = self.group if stat.S_IMODE(found.st_mode) & 0o077 else None
+        return PrivateDirectory(descriptor, group, found.st_uid)
+
+    def _check(self, found: os.stat_result, name: str) -> None:
+        """Raise PermissionError if users other than its owner could change the directory ``name``
+        in this one, or if its owner is not the one of this directory."""
+        mode = stat.S_IMODE(found.st_mode)
+        if not self._is_shared and found.st_uid != self.owner:
+            text = f"it belongs to user {found.st_uid}, and the directory above to {self.owner}"
+            raise PermissionError(errno.EPERM, text, name)
+        if mode & 0o077 and (
+            self.group is None or mode != _MEMBER_MODE or found.st_gid != self.group
+        ):
+            wanted = "0700" if self.group is None else f"0700, or {_MEMBER_MODE:o} and its group"
+            raise PermissionError(errno.EPERM, f"it has mode {mode:o} instead of {wanted}", name)
+
+    def _make(self, name: str, *, private: bool = False) -> None:
+        """Make a directory in this one; it appears with all its bits.  Raises FileExistsError."""
         if self.group is None:
-            os.mkdir(path, mode=0o700, dir_fd=self.descriptor)
+            os.mkdir(name, mode=0o700, dir_fd=self.descriptor)
             return
-        if os.access(path, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        parent, _, name = path.rpartition("/")
-        hidden = f"{parent}{'/' * bool(parent)}{_HIDDEN}{name}-{secrets.token_hex(8)}"
+        if os.access(name, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        hidden = f"{_HIDDEN}{name}-{secrets.token_hex(8)}"
         os.mkdir(hidden, mode=0o700, dir_fd=self.descriptor)
         try:
             descriptor = os.open(hidden, _FLAGS, dir_fd=self.descriptor)
             try:
-                os.fchmod(descriptor, _SHARED_MODE)  # the umask does not matter
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    raise FileNotFoundError(errno.ENOENT, "another took its place", name)
+                os.fchmod(descriptor, 0o700 if private else _MEMBER_MODE)  # whatever the umask
             finally:
                 os.close(descriptor)
-            os.rename(hidden, path, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            os.rename(hidden, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except OSError:
             os.rmdir(hidden, dir_fd=self.descriptor)
-            if not os.access(path, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
-                raise  # nobody else made it meanwhile
+            if not os.access(name, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
+                raise  # no other process made it meanwhile
+
+    # --- the directories of each user --------------------------------------------------------
+
+    def member_directory(self, kind: str, *, create: bool = False, private: bool = False) -> str:
+        """The name of this user's directory for a kind of sockets: ``kind`` itself, or
+        ``<kind>-<random>`` in a directory that a group shares.
+
+        create: make it if it is missing.
+        private: other members of the group may not enter it.
+
+        Raises:
+          FileNotFoundError: it is missing, without `create`.
+          OSError: it cannot be made.
+        """
+        if not self._is_shared:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    self._make(kind)
+            return kind
+        user = os.geteuid()
+        if not _is_nobody(user, "uid"):
+            for name in self._members(kind).get(user, ()):
+                with contextlib.suppress(OSError):
+                    found = self._inner(name)
+                    found.close()
+                    if found.owner == user and (found.group is None) == private:
+                        return name
+        if not create:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), kind)
+        made = f"{kind}-{secrets.token_hex(8)}"
+        self._make(made, private=private)
+        return made
+
+    def member_directories(self, kind: str) -> list[str]:
+        """The names of all users' directories for a kind of sockets, which may not pass `below`."""
+        if not self._is_shared:
+            return [kind]
+        return sorted(itertools.chain.from_iterable(self._members(kind).values()))
+
+    def _members(self, kind: str) -> dict[int, list[str]]:
+        """By owner; a member that makes thousands keeps some of the others from being found."""
+        found: dict[int, list[str]] = {}
+        for entry in self.entries():
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(f"{kind}-") and entry.is_dir(follow_symlinks=False):
+                    owner = entry.stat(follow_symlinks=False).st_uid
+                    if owner in found or len(found) < _MOST_MEMBERS:
+                        theirs = found.setdefault(owner, [])
+                        if len(theirs) < _MOST_EACH:
+                            theirs.append(entry.name)
+        return found
+
+    def entries(self) -> list[os.DirEntry[str]]:
+        """What is in it, at most `_MOST_NAMES` entries."""
+        with os.scandir(self.descriptor) as found:
+            return list(itertools.islice(found, _MOST_NAMES))
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory below this one, and those on the way there as far as they are empty;
+        a directory named by a kind alone stays."""
+        while path and (self._is_shared or "/" in path):
+            parent, _, name = path.rpartition("/")
+            try:
+                above = self.below(parent) if parent else self
+                try:
+                    os.rmdir(name, dir_fd=above.descriptor)
+                finally:
+                    if above is not self:
+                        above.close()
+            except OSError:
+                return
+            path = parent
 
     def close(self) -> None:
         """Idempotent."""
@@ -231,27 +370,46 @@ class PrivateDirectory:
 
     def _share(self, name: str) -> None:
         """Let the group connect to a socket of ours, whatever the umask left."""
-        descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self.descriptor)
+        with self.socket_at(name) as path:
+            if os.stat(path).st_uid != os.geteuid():
+                raise FileNotFoundError(errno.ENOENT, "another took its place", name)
+            os.chmod(path, 0o660)
+
+    @contextlib.contextmanager
+    def socket_at(self, name: str) -> Iterator[str]:
+        """A path to the very socket that had this name when it was found to be one.
+
+        Raises OSError: it is missing, or no socket.
+        """
+        descriptor = os.open(name, _NAME_FLAGS, dir_fd=self.descriptor)
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-                raise FileNotFoundError(errno.ENOENT, "somebody put another in its place", name)
-            os.chmod(f"/proc/self/fd/{descriptor}", 0o660)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), name)
+            yield f"/proc/self/fd/{descriptor}"
         finally:
             os.close(descriptor)
 
-    def connect(self, name: str) -> socket.socket:
-        """A SOCK_SEQPACKET connection, which does not block, to the socket `name`.
+    def has(self, name: str) -> bool:
+        """True if there is a socket of this user with that name."""
+        try:
+            found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+    def connect(self, name: str, kind: socket.SocketKind = socket.SOCK_SEQPACKET) -> socket.socket:
+        """A connection, which does not block, to the socket `name`.
 
         Raises:
           BlockingIOError: its backlog is full.
           ConnectionRefusedError: its process is gone; so is the name now.
           OSError: there is no such socket.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = socket.socket(socket.AF_UNIX, kind)
         try:
             connection.setblocking(False)
-            connection.connect(self._reach(name))
+            with self.socket_at(name) as path:
+                connection.connect(path)
         except BaseException as error:
             connection.close()
             if isinstance(error, ConnectionRefusedError):
@@ -266,7 +424,7 @@ class PrivateDirectory:
             os.unlink(name, dir_fd=self.descriptor)
 
     def sockets(self) -> list[str]:
-        """The names of the sockets."""
+        """The names of the sockets, at most `_MOST_SOCKETS`."""
         return [name for name in self._sockets() if not name.startswith(_HIDDEN)]
 
     def remove_stale(self, prefix: str = "") -> None:
@@ -277,19 +435,21 @@ class PrivateDirectory:
                     continue
                 with contextlib.suppress(OSError):
                     try:
-                        sock.connect(self._reach(name))
+                        with self.socket_at(name) as path:
+                            sock.connect(path)
                     except ConnectionRefusedError:
                         if not self._is_new(name):
                             self.remove(name)
 
     def _sockets(self) -> list[str]:
-        found = []
-        for name in os.listdir(self.descriptor):
+        found: list[str] = []
+        for entry in self.entries():
+            if len(found) >= _MOST_SOCKETS:
+                break
             with contextlib.suppress(OSError):
-                mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
                 # A symbolic link could lead out of the private directory.
-                if stat.S_ISSOCK(mode):
-                    found.append(name)
+                if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                    found.append(entry.name)
         return found
 
     def _is_new(self, name: str) -> bool:

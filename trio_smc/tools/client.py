@@ -15,7 +15,6 @@ import contextlib
 import os
 import selectors
 import socket
-import stat
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any, Final
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
+from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, plain
 from trio_smc.tools.proc import Process
 
@@ -200,48 +200,29 @@ def _said(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int | None]:
-    """The open directory of control sockets; None where there is none."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    root = below = None
-    try:
+def _opened(directory: Path) -> Iterator[PrivateDirectory | None]:
+    """The open directory of this user's control sockets; None where there is none."""
+    with contextlib.ExitStack() as opened:
+        below = None
         try:
-            root = os.open(directory, flags)
-            found = os.fstat(root)
-            shared = control.shared_group(directory, found) is not None
-            if not shared and found.st_uid != os.geteuid():
-                raise ToolError(f"{directory} belongs to user {found.st_uid}")
-            if not shared and found.st_mode & 0o077:
-                raise ToolError(
-                    f"{directory} has mode {stat.S_IMODE(found.st_mode):o} "
-                    "where only 700 is private"
-                )
-            below = os.open(control.DIRECTORY, flags, dir_fd=root)
+            root = PrivateDirectory.open(directory, create=False)
+            opened.callback(root.close)
+            below = root.below(root.member_directory(control.DIRECTORY, private=True))
+            opened.callback(below.close)
         except FileNotFoundError:
-            below = None
+            pass
+        except DirectoryUnusable as error:
+            raise ToolError(str(error)) from None
         except OSError as error:
             raise ToolError(f"{directory}: {error.strerror}") from None
         yield below
-    finally:
-        for descriptor in (root, below):
-            if descriptor is not None:
-                os.close(descriptor)
 
 
-def _named_sockets(root: int | None) -> list[tuple[int, str]]:
+def _named_sockets(root: PrivateDirectory | None) -> list[tuple[int, str]]:
     if root is None:
         return []
-    named = ((control.pid_of_name(name), name) for name in os.listdir(root))
-    return sorted((pid, name) for pid, name in named if pid is not None and _is_own(root, name))
-
-
-def _is_own(root: int, name: str) -> bool:
-    """True if a name is a socket of this user; in a shared directory others make names, too."""
-    try:
-        found = os.stat(name, dir_fd=root, follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+    named = ((control.pid_of_name(name), name) for name in root.sockets())
+    return sorted((pid, name) for pid, name in named if pid is not None and root.has(name))
 
 
 # --- all stacks at once -----------------------------------------------------------------------
@@ -258,7 +239,7 @@ class _Inquiry:
       error: why it cannot be asked.
     """
 
-    def __init__(self, root: int | None, name: str, pid: int, request: bytes) -> None:
+    def __init__(self, root: PrivateDirectory, name: str, pid: int, request: bytes) -> None:
         self.pid = pid
         self.data = bytearray()
         self.done = self.gone = False
@@ -307,7 +288,7 @@ class _Inquiry:
 
 
 def _query_all(
-    root: int | None,
+    root: PrivateDirectory | None,
     names: Sequence[tuple[int, str]],
     request: bytes,
     discouraged: AbstractSet[int],
@@ -317,6 +298,8 @@ def _query_all(
     discouraged: processes that are only waited for a moment.
     """
     start = time.monotonic()
+    if root is None:
+        return []
     with contextlib.ExitStack() as exits:
         asked = []
         for pid, name in names:
@@ -396,7 +379,7 @@ class _Answer:
         raise TimeoutError
 
 
-def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
+def _connect(sock: socket.socket, root: PrivateDirectory, name: str) -> bool:
     """Connect to a stack's control socket; False if its process is gone.
 
     Raises:
@@ -404,17 +387,13 @@ def _connect(sock: socket.socket, root: int | None, name: str) -> bool:
       OSError, ProtocolError: it cannot be reached, or is another user's.
     """
     try:
-        # Not by its name: that may be a symbolic link by now.
-        socket_file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
-        try:
-            sock.connect(f"/proc/self/fd/{socket_file}")
-        finally:
-            os.close(socket_file)
+        with root.socket_at(name) as path:
+            sock.connect(path)
     except FileNotFoundError:
         return False  # it ended since
     except ConnectionRefusedError:
         with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=root)
+            root.remove(name)
         return False
     uid = control.peer_user(sock)
     if uid != os.geteuid():
@@ -513,7 +492,7 @@ def _chosen(
     deadline = time.monotonic() + PATIENCE
     with _opened(directory) as root:
         for number, name in _named_sockets(root):
-            if number != pid:
+            if root is None or number != pid:
                 continue
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:

@@ -21,7 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from trio_smc.control.protocol import DIRECTORY, pid_of_name
+from trio_smc.control.protocol import (
+    DIRECTORY,
+    DirectoryUnusable,
+    PrivateDirectory,
+    pid_of_name,
+)
 from trio_smc.tools.interpreters import find_trio_smc, is_python
 from trio_smc.tools.output import plain
 from trio_smc.tools.proc import Process, TcpSocket, process_numbers
@@ -363,14 +368,18 @@ def _stacks(process: Process) -> set[str]:
 def _are_in(stacks: set[str], ours: Path) -> bool:
     """True if one of these control sockets is in this side's private directory."""
     try:
-        return not stacks.isdisjoint(os.listdir(ours / DIRECTORY))
-    except OSError:
+        with contextlib.closing(PrivateDirectory.open(ours, create=False)) as root:
+            name = root.member_directory(DIRECTORY, private=True)
+            with contextlib.closing(root.below(name)) as control:
+                return not stacks.isdisjoint(control.sockets())
+    except (OSError, DirectoryUnusable):
         return False
 
 
 def _private_directory(process: Process) -> str:
     """Where a process has its control sockets, as it calls that place."""
     for _, link in process.descriptors():
-        if os.path.basename(link) == DIRECTORY:
+        # In a directory that a group shares the name is "control-<random>".
+        if os.path.basename(link).partition("-")[0] == DIRECTORY:
             return os.path.dirname(link)
     return "another one"

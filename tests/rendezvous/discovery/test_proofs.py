@@ -30,7 +30,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def two_namespaces(monkeypatch: Patch) -> None:
     """Who asks takes the namespace of who listens for another one, in a directory that is named."""
-    monkeypatch.setattr(directory, "other_namespaces", lambda root, but: [but])
+    monkeypatch.setattr(directory, "other_namespaces", directory.namespace_paths)
     for module in (directory, same_host):
         monkeypatch.setattr(module, "is_named", lambda path: True)
 
@@ -48,9 +48,8 @@ async def raw_proof(
     root = PrivateDirectory.open(private, create=False)
     try:
         name = directory.listener_name(HOST, port, dual_stack=False)
-        listeners = directory.Listeners(
-            root, directory.namespace_path(), name, directory.Listings()
-        )
+        [path] = directory.namespace_paths(root, directory.namespace_name())
+        listeners = directory.Listeners(root, path, name, directory.Listings())
         [found] = listeners.waiting
         connection = listeners.connect_to(found)
         listeners.close()
@@ -240,7 +239,7 @@ async def test_what_is_proven_is_not_asked_again(private: Path, monkeypatch: Pat
         real(self)
 
     monkeypatch.setattr(publication.Probe, "answer", count)
-    monkeypatch.setattr(directory, "settled", lambda known: True)
+    monkeypatch.setattr(directory.Stamps, "settled", lambda self: True)
     asking = Discovery(private)
     async with serving(private) as server, bound() as client:
         first = await asking.prove(HOST, server.address, client)

@@ -218,9 +218,9 @@ class Lookup:
 
     __slots__ = ("reason", "servers", "stamps", "until")
 
-    def __init__(self, servers: list[Server], stamps: list[directory.Stamp]) -> None:
+    def __init__(self, servers: list[Server], stamps: directory.Stamps) -> None:
         self.servers: list[Server] = servers
-        self.stamps: list[directory.Stamp] = stamps
+        self.stamps: directory.Stamps = stamps
         self.until: float = math.inf
         self.reason: FallbackReason = FallbackReason.PEER_NOT_CAPABLE
 
@@ -235,7 +235,7 @@ class Lookup:
         for server in self.servers:
             if not server.is_open:
                 return False
-        return directory.unchanged(self.stamps)
+        return self.stamps.unchanged()
 
 
 class Lookups:
@@ -256,16 +256,16 @@ class Lookups:
         self.elsewhere: dict[tuple[str, str, str, int], Lookup] = {}
 
     def namespace(self, sock: AnySocket | None) -> str:
-        """Where the listeners of a socket's network namespace are, below the private directory."""
+        """How the directories of a socket's network namespace are named."""
         if sock is None:
-            return directory.namespace_path()
+            return directory.namespace_name()
         try:
             cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
         except OSError:
-            return directory.namespace_path()  # Linux before 5.14
+            return directory.namespace_name()  # Linux before 5.14
         known = self._namespaces.get(cookie)
         if known is None:
-            known = directory.namespace_path()
+            known = directory.namespace_name()
             # The thread may have changed its namespace since the socket was made.
             with socket.socket(sock.family, socket.SOCK_DGRAM) as ours:
                 if ours.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) == cookie:
@@ -283,14 +283,9 @@ class Lookups:
             return FallbackReason.PEER_NOT_CAPABLE
         listeners: list[directory.Listeners] = []
         try:
-            stamps = directory.stamps(self._private, root, namespace)
-            exact = directory.listener_name(address, port, dual_stack=False)
-            for name in (exact, *directory.wildcard_names(address, port)):
-                each = directory.Listeners(root, namespace, name, self._listings)
-                listeners.append(each)  # one by one: another may not open
-                stamps += directory.stamps(self._private, root, f"{namespace}/{name}")
+            stamps = self._find_listeners(root, namespace, destination, listeners)
             # Our own wildcard listener says nothing about the same port of another host.
-            wildcards = listeners[1:]
+            wildcards = [each for each in listeners if each.is_wildcard]
             others = any(each.waiting for each in wildcards) and not is_same_host(source, address)
             if others:
                 for each in wildcards:
@@ -305,7 +300,7 @@ class Lookups:
                 each.close()
             root.close()
         ours = [each for each in servers if is_admitted(each.connection, root.group)]
-        if not others and ours == servers and stamps and directory.settled(stamps):
+        if not others and ours == servers and stamps.settled():
             if len(self.known) >= _MOST_LOOKUPS:
                 self.known.clear()
             self.known[namespace, address, port] = Lookup(ours, stamps)
@@ -314,6 +309,29 @@ class Lookups:
             self._owner.drop(server)
         servers[:] = ours
         return FallbackReason.OTHER_USER if foreign else FallbackReason.PEER_NOT_CAPABLE
+
+    def _find_listeners(
+        self,
+        root: PrivateDirectory,
+        namespace: str,
+        destination: tuple[str, int],
+        listeners: list[directory.Listeners],
+    ) -> directory.Stamps:
+        """Add the directories of all that may listen at ``destination`` to ``listeners``, one by
+        one, as another may not open; the stamps of what was looked at."""
+        stamps = directory.Stamps(self._private)
+        stamps.add_root(root)
+        exact = directory.listener_name(*destination, dual_stack=False)
+        for path in directory.namespace_paths(root, namespace):
+            if root.group is not None:
+                stamps.add(root, path.rpartition("/")[0])
+            stamps.add(root, path)
+            for name in (exact, *directory.wildcard_names(*destination)):
+                each = directory.Listeners(root, path, name, self._listings)
+                each.is_wildcard = name != exact
+                listeners.append(each)
+                stamps.add(root, f"{path}/{name}")
+        return stamps
 
     async def look_elsewhere(
         self, source: str, destination: tuple[str, int], sock: AnySocket
@@ -327,23 +345,24 @@ class Lookups:
         known = self.elsewhere.get(key)
         if known is not None and trio.current_time() < known.until and known.holds():
             return known
-        found = Lookup([], [])
+        found = Lookup([], directory.Stamps(self._private))
         try:
             root = PrivateDirectory.open(self._private, create=False)
         except FileNotFoundError:
             return found
         listeners: list[directory.Listeners] = []
         try:
-            found.stamps += directory.stamps(self._private, root, directory.TOP)
+            found.stamps.add_root(root)
+            for top in root.member_directories(directory.TOP):
+                found.stamps.add(root, top)
             exact = directory.listener_name(*destination, dual_stack=False)
             for other in directory.other_namespaces(root, namespace):
-                found.stamps += directory.stamps(self._private, root, other)
+                found.stamps.add(root, other)
                 for name in (exact, *directory.wildcard_names(*destination)):
                     with contextlib.suppress(OSError):
                         each = directory.Listeners(root, other, name, self._listings)
                         listeners.append(each)
-                        path = f"{other}/{name}"
-                        found.stamps += directory.stamps(self._private, root, path)
+                        found.stamps.add(root, f"{other}/{name}")
             asked = _Proofs(source, destination[0], sock, root.group)
             await asked.ask(listeners)
             found.reason = asked.reason
@@ -357,7 +376,7 @@ class Lookups:
                 each.close()
             root.close()
         found.until = trio.current_time() + _PROOF_HOLDS
-        if found.stamps and directory.settled(found.stamps):
+        if found.stamps.settled():
             if len(self.elsewhere) >= _MOST_LOOKUPS:
                 self.elsewhere.clear()
             self.elsewhere[key] = found

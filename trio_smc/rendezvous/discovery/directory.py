@@ -4,6 +4,9 @@
 
     <private directory>/tcp/<network namespace>/<family>-<address>-<port>/<pid>-<random>
 
+In a directory that a group shares, each member has a directory ``tcp-<random>`` of its own instead
+of ``tcp`` (`trio_smc.host.private_directory`).  Listeners are looked for in all of them.
+
 One directory per TCP address that is listened on, in it one Unix socket per listening process
 (or stack): several of them when workers share the port.  An address means something only within
 its network namespace, whose inode number is therefore part of the path.  <family> is "4" or "6",
@@ -31,19 +34,17 @@ __all__ = [
     "Listeners",
     "Listings",
     "NewSocket",
-    "Stamp",
+    "Stamps",
     "listener_name",
-    "namespace_path",
+    "namespace_name",
+    "namespace_paths",
     "other_namespaces",
-    "settled",
-    "stamps",
-    "unchanged",
     "wildcard_names",
 ]
 
 
 TOP = "tcp"
-"""The directory below the private one in which each network namespace has its own."""
+"""The kind of directories below the private one in which each network namespace has its own."""
 
 # Publishers that come and go may remove a directory while another wants to use it.
 _ATTEMPTS = 20
@@ -85,14 +86,16 @@ class NewSocket:
           DirectoryUnusable: why it cannot be made.
         """
         self._private, self._below, self._backlog = private, name, backlog
-        self._namespace = namespace_path()
-        self._path = f"{self._namespace}/{name}"
+        self._namespace = namespace_name()
+        self._path = ""
         self._pid = os.getpid()
         self._name = f"{self._pid}-{secrets.token_hex(8)}"
         for attempt in range(_ATTEMPTS):
             root = PrivateDirectory.open(private, create=True)
             self.group: int | None = root.group
             try:
+                top = root.member_directory(TOP, create=True)
+                self._path = f"{top}/{self._namespace}/{name}"
                 self._directory = root.below(self._path, create=True)
                 try:
                     self.listener: socket.socket = self._directory.listen(self._name, backlog)
@@ -113,11 +116,25 @@ class NewSocket:
     def may_prove(self) -> bool:
         """Whether this thread may show which addresses lead to the listener: the directory was
         named outright, and the thread is still in the namespace where it was published."""
-        return is_named(self._private) and namespace_path() == self._namespace
+        return is_named(self._private) and namespace_name() == self._namespace
 
     def is_there(self) -> bool:
-        """Whether its name still leads to it."""
-        return os.path.exists(f"{self._private}/{self._path}/{self._name}")
+        """True if its name still leads to it, by the way that clients take."""
+        try:
+            root = PrivateDirectory.open(self._private, create=False)
+        except (OSError, DirectoryUnusable):
+            return False
+        try:
+            found = root.below(self._path)
+        except OSError:
+            return False
+        finally:
+            root.close()
+        try:
+            ours = os.fstat(self._directory.descriptor)
+            return os.path.samestat(ours, os.fstat(found.descriptor)) and found.has(self._name)
+        finally:
+            found.close()
 
     def renewed(self) -> NewSocket:
         """Another one for the same listener.  Raises DirectoryUnusable."""
@@ -134,8 +151,7 @@ class NewSocket:
         with contextlib.suppress(OSError, DirectoryUnusable):
             root = PrivateDirectory.open(self._private, create=False)
             try:
-                os.rmdir(self._path, dir_fd=root.descriptor)
-                os.rmdir(os.path.dirname(self._path), dir_fd=root.descriptor)
+                root.remove_empty(self._path)
             finally:
                 root.close()
 
@@ -163,41 +179,93 @@ class Listings:
 
 
 Stamp = tuple[str, int, int, int]
-"""Path of a directory, device, inode, and when its names changed last, in ns."""
+"""Path of a directory below the private one, device, inode, and when its names changed last, in
+ns."""
 
 
-def stamps(private: Path, root: PrivateDirectory, path: str) -> list[Stamp]:
-    """The stamp of the directory `path` below `root`, the open private one; none: it is missing.
+class Stamps:
+    """What directories looked like when listeners were looked up in them.
 
-    A directory that is missing shows when the one above it changes.
+    As long as they look the same, a lookup need not be done again.  A directory that is missing
+    shows when the one above it changes.
     """
-    try:
-        found = os.stat(path, dir_fd=root.descriptor)
-    except FileNotFoundError:
-        return []
-    return [(f"{private}/{path}", found.st_dev, found.st_ino, found.st_ctime_ns)]
+
+    def __init__(self, private: Path) -> None:
+        """``private``: the private directory."""
+        self._private = private
+        self._known: list[Stamp] = []
+        self._shared = False
+
+    def add(self, root: PrivateDirectory, path: str) -> None:
+        """Add the directory ``path`` below ``root``, the open private one, if it is there.
+
+        One of another member that cannot be entered is left out.
+        """
+        parent, _, name = path.rpartition("/")
+        with contextlib.suppress(OSError if self._shared else FileNotFoundError):
+            above = root.below(parent) if parent else root
+            try:
+                found = os.stat(name, dir_fd=above.descriptor, follow_symlinks=False)
+            finally:
+                if above is not root:
+                    above.close()
+            self._known.append(_stamp(path, found))
+
+    def add_root(self, root: PrivateDirectory) -> None:
+        """If a group shares the private directory, add it: other members may come."""
+        self._shared = root.group is not None
+        if self._shared:
+            self._known.append(_stamp("", os.fstat(root.descriptor)))
+
+    def settled(self) -> bool:
+        """True if there are some, and a later change would show: their clock ticks slowly."""
+        now = time.time_ns()
+        return bool(self._known) and all(now - each[3] > _TICKS_NS for each in self._known)
+
+    def unchanged(self) -> bool:
+        """True if the directories have the names that they had.
+
+        A directory that was moved into the place of another has another inode, so what was checked
+        of the way there need not be checked again.
+        """
+        try:
+            return self._unchanged_shared() if self._shared else self._unchanged()
+        except (OSError, DirectoryUnusable):
+            return False
+
+    def _unchanged(self) -> bool:
+        private = self._private
+        return all(_is_same(os.stat(f"{private}/{stamp[0]}"), stamp) for stamp in self._known)
+
+    def _unchanged_shared(self) -> bool:
+        """As `_unchanged`, but follow no symbolic link that a member may have put there."""
+        with contextlib.ExitStack() as opened:
+            root = PrivateDirectory.open(self._private, create=False)
+            opened.callback(root.close)
+            above = {"": root}
+            for stamp in self._known:
+                path = stamp[0]
+                parent, _, name = path.rpartition("/")
+                if parent not in above:
+                    above[parent] = root.below(parent)
+                    opened.callback(above[parent].close)
+                descriptor = above[parent].descriptor
+                found = (
+                    os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if path
+                    else os.fstat(descriptor)
+                )
+                if not _is_same(found, stamp):
+                    return False
+        return True
 
 
-def settled(known: list[Stamp]) -> bool:
-    """Whether a change from now on would show in these stamps: their clock ticks slowly."""
-    now = time.time_ns()
-    return all(now - changed > _TICKS_NS for _, _, _, changed in known)
+def _stamp(path: str, found: os.stat_result) -> Stamp:
+    return path, found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def unchanged(known: list[Stamp]) -> bool:
-    """Whether directories have the names that they had.
-
-    A directory that was moved into the place of another has another inode, so what was checked
-    of the way there need not be checked again.
-    """
-    try:
-        for path, device, inode, changed in known:
-            found = os.stat(path)
-            if found.st_ctime_ns != changed or found.st_ino != inode or found.st_dev != device:
-                return False
-    except OSError:
-        return False
-    return True
+def _is_same(found: os.stat_result, stamp: Stamp) -> bool:
+    return _stamp(stamp[0], found) == stamp
 
 
 class Listeners:
@@ -206,15 +274,17 @@ class Listeners:
     Attributes:
       waiting: names still to be tried; none when the directory does not exist.
       place: device and inode of the directory.
+      is_wildcard: they listen at a wildcard address, as the caller of this knows.
     """
 
     def __init__(
         self, root: PrivateDirectory, namespace: str, name: str, listings: Listings
     ) -> None:
-        """`root`: the open private directory; `namespace`: what `namespace_path` returned."""
+        """`root`: the open private directory; `namespace`: one of `namespace_paths`."""
         self._directory: PrivateDirectory | None = None
         self.waiting: list[str] = []
         self.place: tuple[int, int] = (0, 0)
+        self.is_wildcard: bool = False
         try:
             self._directory = root.below(f"{namespace}/{name}")
             found = os.fstat(self._directory.descriptor)
@@ -222,6 +292,11 @@ class Listeners:
             self.waiting = listings.sockets(self._directory)
         except FileNotFoundError:
             self.close()
+        except OSError:
+            self.close()
+            if root.group is None:
+                raise
+            # Of another member: its listeners are not reached, and those of others are.
         except BaseException:
             self.close()
             raise
@@ -260,24 +335,38 @@ class Listeners:
             self._directory.close()
 
 
-def namespace_path() -> str:
-    """Where addresses of the calling thread's network namespace are, below the private one."""
-    return f"{TOP}/{os.stat('/proc/thread-self/ns/net').st_ino}"
+def namespace_name() -> str:
+    """How directories of the calling thread's network namespace are named."""
+    return str(os.stat("/proc/thread-self/ns/net").st_ino)
+
+
+def namespace_paths(root: PrivateDirectory, namespace: str) -> list[str]:
+    """Where addresses of a network namespace are, below the private directory: one directory for
+    each user who may have listeners there.
+
+    root: the open private directory.
+    namespace: what `namespace_name` returned.
+    """
+    return [f"{top}/{namespace}" for top in root.member_directories(TOP)]
 
 
 def other_namespaces(root: PrivateDirectory, but: str) -> list[str]:
     """Where addresses of other network namespaces are, below the private directory.
 
     root: the open private directory.
-    but: what `namespace_path` returned.
+    but: what `namespace_name` returned.
     """
-    try:
-        top = root.below(TOP)
-    except FileNotFoundError:
-        return []
-    try:
-        names = sorted(name for name in os.listdir(top.descriptor) if name.isdecimal())
-        found = (f"{TOP}/{name}" for name in names)
-        return [each for each in found if each != but][:_MOST_NAMESPACES]
-    finally:
-        top.close()
+    found: list[str] = []
+    for name in root.member_directories(TOP):
+        try:
+            top = root.below(name)
+        except OSError as error:
+            if root.group is None and not isinstance(error, FileNotFoundError):
+                raise
+            continue
+        try:
+            names = sorted(each.name for each in top.entries() if each.name.isdecimal())
+        finally:
+            top.close()
+        found += [f"{name}/{each}" for each in names if each != but][:_MOST_NAMESPACES]
+    return found[:_MOST_NAMESPACES]

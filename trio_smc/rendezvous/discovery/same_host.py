@@ -63,7 +63,12 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.host.addresses import plain_address
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_named
+from trio_smc.host.private_directory import (
+    DirectoryUnusable,
+    PrivateDirectory,
+    is_named,
+    unusable,
+)
 from trio_smc.rendezvous.discovery import directory
 from trio_smc.rendezvous.discovery.announcing import (
     Announcement,
@@ -240,6 +245,8 @@ class Discovery:
         self._warn(error)
         if isinstance(error, DirectoryUnusable):
             return error.reason
+        if isinstance(error, PermissionError | NotADirectoryError):
+            return unusable(error, self._private).reason
         # No descriptors, no /proc: the TCP connection does not fail for it.
         return FallbackReason.OUT_OF_RESOURCES
 

@@ -278,8 +278,15 @@ class Directory:
             raise RnicError(problem.number, text) from problem
 
     def has(self, name: str) -> bool:
-        """Whether there still is a socket of that name, for those who look from outside."""
-        return os.path.exists(f"{self._path}/{name}")
+        """True if there is a socket of this user with that name, by the way that peers take."""
+        try:
+            found = PrivateDirectory.open(self._path, create=False)
+        except (OSError, DirectoryUnusable):
+            return False
+        try:
+            return found.has(name)
+        finally:
+            found.close()
 
     def renew(self) -> None:
         """Open it anew: somebody may have removed it.  Raises RnicError."""
