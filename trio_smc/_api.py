@@ -157,6 +157,7 @@ async def _captured(stack: Stack) -> AsyncIterator[None]:
             from trio_smc.capture.sinks import FileCapture
 
             capture = FileCapture(stack, config.capture, config.capture_payload)
+            stack.runtime.in_forked_child(capture.abandon)
         yield
     finally:
         try:

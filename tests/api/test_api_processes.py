@@ -6,16 +6,17 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import trio
 
 from tests.api.api_peers import PATIENCE
 
 
-async def run(program: str) -> str:
+async def run(program: str, *arguments: str) -> str:
     """What a program prints; it must end well."""
     with trio.fail_after(PATIENCE):
         done = await trio.run_process(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments],
             capture_stdout=True,
             stderr=subprocess.STDOUT,
             check=False,
@@ -104,6 +105,126 @@ FORK = """
 
 async def test_use_in_a_forked_child() -> None:
     assert await run(FORK) == "the parent goes on\n"
+
+
+FORK_AND_GO_ON = """
+    import gc, hashlib, multiprocessing, os, pathlib, signal, sys, threading, time, warnings
+    import trio, trio_smc
+    from trio_smc import Config
+    from trio_smc.control import server
+    from trio_smc.rendezvous.discovery import publication
+
+    # Since Python 3.12 a fork warns where there are threads.
+    warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+    HOW, LOCKED = sys.argv[1], sys.argv[2] == "locked"
+    server._NAME_INTERVAL = publication._NAME_INTERVAL = 0.05
+    private = Config().private_directory()
+    capture = private.parent / "capture"
+    ready, go = os.pipe(), os.pipe()
+
+    def files():
+        return sorted(str(each) for each in private.parent.rglob("*"))
+
+    async def go_on():
+        # Everything that waits for a time or a descriptor has its turn.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            await trio.sleep(0.6)
+            gc.collect()
+
+    def in_a_child_without_trio():
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        gc.collect()
+
+    async def main():
+        # Short, so that timers fire in the child.
+        config = Config(receive_buffer=16384, test_link_interval=0.1, test_link_timeout=0.1,
+                        link_group_idle=0.1, capture=capture, shutdown_timeout=0.5)
+        async with trio_smc.open_stack(config) as stack:
+            [listener] = await stack.open_listeners(0, host="127.0.0.1")
+            address = listener.socket.getsockname()
+            mine = await stack.open_stream(*address)
+            other = await listener.accept()
+            child = os.fork() if HOW == "fork" else 0
+            if HOW == "fork" and child == 0:
+                # Trio's epoll instance is shared, so the child runs when the parent does not.
+                os.write(ready[1], b"x")
+                os.read(go[0], 1)
+                before = files()
+                await go_on()
+                os._exit(0 if files() == before else 7)
+            process = None
+            if HOW == "multiprocessing":
+                process = multiprocessing.get_context("fork").Process(
+                    target=in_a_child_without_trio
+                )
+                await trio.to_thread.run_sync(process.start)
+            await trio.to_thread.run_sync(os.read, ready[0], 1)
+            await trio.sleep(0.3)
+            await mine.send_all(b"to and")
+            assert await other.receive_some() == b"to and"
+            await other.send_all(b"fro")
+            assert await mine.receive_some() == b"fro"
+            async with await stack.open_stream(*address) as again:
+                assert again.mode == "smc-r", again.fallback
+                await (await listener.accept()).aclose()
+            await mine.aclose()
+            await other.aclose()
+            await listener.aclose()
+        left = [each for each in files() if pathlib.Path(each).is_socket()]
+        assert left == [], left
+        # The child has the descriptor that it inherited no more, so the file is not locked.
+        async with trio_smc.open_stack(Config(rnics=(), control=False, capture=capture)):
+            pass
+        digest = hashlib.sha256(capture.read_bytes()).digest()
+        before = files()
+        os.write(go[1], b"x")
+        if process is None:
+            assert os.waitpid(child, 0)[1] == 0
+        else:
+            await trio.to_thread.run_sync(process.join)
+            assert process.exitcode == 0, process.exitcode
+        assert files() == before, (files(), before)
+        assert hashlib.sha256(capture.read_bytes()).digest() == digest
+        capture.unlink()
+        print("the parent goes on")
+
+    if LOCKED:
+        # A thread of the parent holds the capture's lock at the moment of each fork.
+        from trio_smc.capture import sinks
+        holding, release = threading.Event(), threading.Event()
+        found = []
+        initialise = sinks.FileCapture.__init__
+
+        def note(self, *args):
+            initialise(self, *args)
+            found.append(self)
+
+        sinks.FileCapture.__init__ = note
+
+        def hold():
+            with found[0]._news._cond:
+                holding.set()
+                release.wait(5)
+
+        def before_fork():
+            if found:
+                holding.clear()
+                release.clear()
+                threading.Thread(target=hold, daemon=True).start()
+                holding.wait(5)
+
+        os.register_at_fork(before=before_fork, after_in_parent=release.set)
+    trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("held", ["free", "locked"])
+@pytest.mark.parametrize("how", ["fork", "multiprocessing"])
+async def test_a_forked_child_that_keeps_running_touches_nothing(how: str, held: str) -> None:
+    """Neither names nor files nor shared memory, while the parent runs and after it has closed."""
+    assert await run(FORK_AND_GO_ON, how, held) == "the parent goes on\n"
 
 
 FORK_BETWEEN_RUNS = """

@@ -45,6 +45,12 @@ class Timers:
         self._heap: list[tuple[float, int, Timer]] = []
         self._number = count()
         self._cancelled_bound = 64
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Call nothing any more: this process is a forked child, the timers are its parent's."""
+        self._abandoned = True
+        self._heap.clear()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, ``seconds`` from now."""
@@ -53,6 +59,8 @@ class Timers:
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, at this time of the clock."""
         timer = Timer(when, callback)
+        if self._abandoned:
+            return timer
         if len(self._heap) > self._cancelled_bound:
             self._sweep()
         heapq.heappush(self._heap, (timer.when, next(self._number), timer))

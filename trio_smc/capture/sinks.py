@@ -79,6 +79,7 @@ class FileCapture:
         self._news = threading.Event()
         self._ending = threading.Event()
         self._failed = False
+        self._abandoned = False
         self.dropped: int = 0
         self._observer = Capture(self._append, payload)
         self._thread = threading.Thread(target=self._run, name="trio_smc capture", daemon=True)
@@ -88,14 +89,28 @@ class FileCapture:
     def end(self) -> None:
         """Capture nothing more; what waits is still written.  On the Trio thread; idempotent."""
         self._stack.remove_observer(self._observer)
+        if self._abandoned:
+            return
         self._ending.set()
         self._news.set()
+
+    def abandon(self) -> None:
+        """This process is a forked child: the file, its lock and the thread are the parent's.
+
+        The thread may have held the lock of an event at the fork, so none is touched.
+        """
+        self._abandoned = self._failed = True
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def join(self, timeout: float) -> None:
         """After `end`: block until the disk has taken everything, ``timeout`` seconds at most.
 
         A thread that hangs in a disk's driver is left behind; it ends with the process.
         """
+        if self._abandoned:
+            return
         self._thread.join(timeout)
         if self._thread.is_alive():
             LOGGER.error("the capture %s is not complete: its disk does not answer", self._path)
@@ -137,7 +152,8 @@ class FileCapture:
                 os.ftruncate(self._fd, self._whole)
         finally:
             self._waiting.clear()
-            os.close(self._fd)
+            fd, self._fd = self._fd, -1  # a forked child must not close another file
+            os.close(fd)
 
     def _take(self) -> list[bytes]:
         waiting = self._waiting

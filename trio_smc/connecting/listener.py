@@ -374,6 +374,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._released.wait()
         try:
             await trio.lowlevel.wait_readable(self.socket)
+            self._stack.check_not_forked()  # the connections are the parent's
             # Where one comes after the other, to ask for a second keeps the first one waiting.
             for _ in range(_ACCEPTS_AT_ONCE if self._pending else 1):
                 if not self._has_room() or self.socket.fileno() < 0:

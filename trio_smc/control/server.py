@@ -63,6 +63,7 @@ class ControlSocket:
         self._slots = trio.CapacityLimiter(_CLIENTS)
         self._captures = 0
         self._closed = False
+        self._clients: set[trio.socket.SocketType] = set()
         self._directory, self._socket = self._listen()
         self._directory.remove_stale()
 
@@ -119,7 +120,9 @@ class ControlSocket:
             return
         self._closed = True
         # Not closed by Trio, whose epoll instance is shared with the parent.
-        os.close(self._socket.detach())
+        for each in (self._socket, *self._clients):
+            with contextlib.suppress(OSError):
+                os.close(each.detach())
         self._directory.close()
 
     async def run(self) -> None:
@@ -131,6 +134,8 @@ class ControlSocket:
                     client = None
                     with trio.move_on_after(_NAME_INTERVAL):
                         client = await self._accept()
+                    if self._closed:
+                        await trio.sleep_forever()  # in a forked child
                     if client is None:
                         self._keep_name()
                         self._slots.release_on_behalf_of(token)
@@ -161,6 +166,7 @@ class ControlSocket:
 
     async def _serve(self, client: trio.socket.SocketType, token: object) -> None:
         stream = trio.SocketStream(client)
+        self._clients.add(client)
         try:
             with trio.move_on_after(_PATIENCE) as patience:
                 uid = control.peer_user(client)  # type: ignore[arg-type]
@@ -173,6 +179,7 @@ class ControlSocket:
             LOGGER.exception("a client of the control socket got no answer")
         finally:
             self._slots.release_on_behalf_of(token)
+            self._clients.discard(client)
             client.close()
 
     async def _answer(self, stream: trio.SocketStream, patience: trio.CancelScope) -> None:
@@ -268,6 +275,8 @@ class RunReport:
         self._path = ""
 
     def _tell(self, kind: str, **more: Any) -> None:
+        if not self._path:
+            return
         import json
 
         message = {"kind": kind, "pid": self._pid, "stack": self._stack.peer_id.hex(), **more}

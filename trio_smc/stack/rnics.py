@@ -100,6 +100,7 @@ class StackRnics:
         # Those of the configuration whose devices are gone.
         self._away: list[VerbsRnic] = []
         self._instance: socket.socket | None = None
+        self._abandoned = False
         self._failure = trio.Event()
         self._network = Remembering()
         self.table: PnetTable = ()
@@ -152,6 +153,12 @@ class StackRnics:
             self._instance.close()
         for rnic in self.opened:
             self._close(rnic)
+
+    def abandon(self) -> None:
+        """This process is a forked child: the RNICs are its parent's, and no other is opened."""
+        self._abandoned = True
+        if self._instance is not None:
+            self._instance.close()
 
     def new_peer_id(self) -> bytes:
         """An instance number of two bytes, and the MAC of the first RNIC (RFC 7609, A.2.1).
@@ -266,6 +273,8 @@ class StackRnics:
 
     def look(self) -> None:
         """Open what has come and let go of what has gone."""
+        if self._abandoned:
+            return
         present = present_devices()
         gone = set()
         for rnic in [each for each in self.opened if isinstance(each, VerbsRnic)]:

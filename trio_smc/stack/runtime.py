@@ -195,6 +195,7 @@ class Runtime:
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
         self._forked = False
+        self._in_forked_child: list[Callable[[], object]] = []
         self._hurried = False  # no wait of `shut_down` is worth it any more
         self._supported = sys.platform == "linux"
         self.rnic_set: StackRnics = StackRnics(
@@ -404,13 +405,31 @@ class Runtime:
         if self._forked:
             raise RuntimeError(_FORKED)
 
+    def in_forked_child(self, abandon: Callable[[], object]) -> None:
+        """Call ``abandon`` in each process that is forked from this one."""
+        self._in_forked_child.append(abandon)
+
     def forked(self) -> None:
-        """This process is a forked child: nothing here may touch what the parent works with."""
+        """This process is a forked child: nothing here may touch what the parent works with.
+
+        The parent's other threads do not exist here, and may have held locks: none is taken.  A
+        part that fails keeps none of the others from being abandoned.
+        """
         self._forked = self.closing = True
-        for thing in self.attached:
-            thing.abandon()
-        self.discovery.abandon()
-        self.pump.abandon()
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._refuse_connections)
+            parts.callback(self.pump.abandon)
+            parts.callback(self.rnic_set.abandon)
+            parts.callback(self.discovery.abandon)
+            if hasattr(self.groups, "tcp_watch"):
+                parts.callback(self.groups.tcp_watch.abandon)
+            parts.callback(self.timers.abandon)
+            for thing in self.attached:
+                parts.callback(thing.abandon)
+            for abandon in self._in_forked_child:
+                parts.callback(abandon)
+
+    def _refuse_connections(self) -> None:
         for endpoint in self.groups.endpoints.values():
             connection = endpoint.connection
             for part in (connection.receiver, connection.sender, connection):

@@ -92,6 +92,8 @@ class TcpWatch:
         while True:
             with trio.CancelScope(deadline=self._due) as self._nap:
                 await trio.lowlevel.wait_readable(self._epoll.fileno())
+            if self._epoll.closed:
+                await trio.sleep_forever()  # in a forked child
             if trio.current_time() >= self._due:
                 self._register_new()
             self._look_at_all()
@@ -110,6 +112,12 @@ class TcpWatch:
             entry = self._entry(number)
             if entry is not None:
                 _look(*entry, events)
+
+    def abandon(self) -> None:
+        """This process is a forked child: the set of watched sockets is shared with its parent."""
+        self._watched.clear()
+        self._new.clear()
+        self._epoll.close()
 
     def close(self) -> None:
         """After `run` has ended."""

@@ -544,11 +544,16 @@ class Announcer:
 
     def abandon(self) -> None:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
+        self._timers.abandon()
         for server in self._servers.values():
             server.connection.close()
         for each in (self._epoll, self._ends):
             if each is not None:
                 each.close()
+        # Nothing may be changed in the sets of watched descriptors, which the parent shares.
+        self._epoll = self._ends = None
+        self._servers.clear()
+        self._entries.clear()
 
     # --- announcing --------------------------------------------------------------------------
 

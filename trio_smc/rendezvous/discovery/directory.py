@@ -140,6 +140,11 @@ class NewSocket:
         """Another one for the same listener.  Raises DirectoryUnusable."""
         return NewSocket(self._private, self._below, self._backlog)
 
+    def abandon(self) -> None:
+        """Close the descriptors: this process is a forked child, the name is its parent's."""
+        self._directory.close()
+        self.listener.close()
+
     def remove(self) -> None:
         """Take the name away, and directories that nobody uses; the listener stays open."""
         if self._pid != os.getpid():

@@ -428,6 +428,7 @@ class Publication:
         self._heard: select.epoll | None = None
         self._moves: select.epoll | None = None
         self._nap = trio.CancelScope()  # around the task's sleep
+        self._abandoned = False
 
     def claim(
         self,
@@ -493,19 +494,28 @@ class Publication:
     def close(self) -> None:
         """Take the listener's name away and drop all pending announcements; idempotent."""
         made, self._made = self._made, None
-        if made is not None:
+        if made is not None and not self._abandoned:
             made.remove()
             self._scope.cancel()
 
     def abandon(self) -> None:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
+        self._abandoned = True
+        self._timers.abandon()
         for client in self._clients.values():
             client.connection.close()
             if client.probe is not None:
                 client.probe.listener.close()
-        for each in (self._listener, self._heard, self._moves):
+        for each in (self._heard, self._moves):
             if each is not None:
                 each.close()
+        if self._made is not None:
+            self._made.abandon()
+        # Nothing may be changed in the sets of watched descriptors, which the parent shares.
+        self._heard = self._moves = self._listener = None
+        self._clients.clear()
+        self._probes.clear()
+        self._silent.clear()
 
     def start(self, nursery: trio.Nursery) -> None:
         """Serve clients in a background task of `nursery`, until `close`.
@@ -536,6 +546,8 @@ class Publication:
                     while True:
                         with trio.move_on_at(self._timers.next_deadline()) as self._nap:
                             await trio.lowlevel.wait_readable(moves.fileno())
+                        if self._abandoned:
+                            await trio.sleep_forever()
                         self._look(moves)
                 finally:
                     if self._listener is not None:
@@ -576,7 +588,7 @@ class Publication:
     def _keep_name(self) -> None:
         """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
         made, heard, moves = self._made, self._heard, self._moves
-        if made is None or heard is None or moves is None:
+        if made is None or heard is None or moves is None or self._abandoned:
             return
         self._timers.call_later(_NAME_INTERVAL, self._keep_name)
         if made.is_there():

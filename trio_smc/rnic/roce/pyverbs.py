@@ -166,6 +166,16 @@ class Gid(NamedTuple):
 _event_files = threading.Lock()
 
 
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock."""
+    global _event_files
+    _event_files = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _open_event_files() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd"):

@@ -584,7 +584,7 @@ class Reception:
 
     def keep_name(self) -> None:
         """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
-        if self._directory.has(self._name):
+        if self._listener.fileno() < 0 or self._directory.has(self._name):
             return
         self._directory.renew()
         listener = self._directory.listen(self._name)
