@@ -15,7 +15,7 @@ import trio
 
 from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
-from trio_smc.config.config import Config
+from trio_smc.config.config import Config, shown
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
 from trio_smc.control.server import ControlSocket, RunReport
@@ -35,6 +35,8 @@ _default_config: Config | None = None
 def set_default_config(config: Config | None) -> None:
     """Settings of default stacks that are opened from now on."""
     global _default_config
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: {shown(config)} is not a Config")
     _default_config = config
 
 
@@ -101,7 +103,9 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         be written.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
-    stack = Stack(config or Config())
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: {shown(config)} is not a Config")
+    stack = Stack(Config() if config is None else config)
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:

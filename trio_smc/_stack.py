@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from trio_smc._base.observer import ObserverGroup
+from trio_smc.config.config import Config, shown
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets
 from trio_smc.stack.runtime import Runtime
@@ -30,7 +31,6 @@ from trio_smc.streams.tcp_stream import TcpStream
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observer
     from trio_smc._base.statistics import StackStatistics
-    from trio_smc.config.config import Config
     from trio_smc.rendezvous.links.group import LinkGroup
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.streams.stream import SmcStream
@@ -206,6 +206,8 @@ class Stack:
     def _effective(self, config: Config | None) -> Config:
         if config is None:
             return self.config
+        if not isinstance(config, Config):
+            raise TypeError(f"config: {shown(config)} is not a Config")
         config.check_call(self.config)
         return config
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trio_smc
 from trio_smc import Config, SoftRnic
+from trio_smc.config import config as config_module
 from trio_smc.config.config import software_receive_buffer
 from trio_smc.host.caches import private_cache
+from trio_smc.host.pnet import read_table
 from trio_smc.wire.fields import rmbe_size_code, rmbe_size_of
 
 KIB = 1024
@@ -230,3 +235,160 @@ def test_a_call_may_not_change(field: str) -> None:
 @pytest.mark.parametrize("field", CALL_FIELDS)
 def test_a_call_may_change(field: str) -> None:
     Config(**{field: CALL_FIELDS[field]}).check_call(Config())
+
+
+# --- every field, and values of every kind -------------------------------------------------------
+
+NESTED: Any = ()
+for _ in range(10_000):
+    NESTED = (NESTED,)
+
+
+class Hostile:
+    """A value that cannot be shown, compared or converted."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+EXTREMES: dict[str, Any] = {
+    "huge": 10**400, "huger": 10**5000, "minus": -(10**400), "minus one": -1, "inf": math.inf,
+    "minus inf": -math.inf, "nan": math.nan, "1e308": 1e308, "true in a list": (True,),
+    "bytes": b"x", "bytearray": bytearray(b"x"), "list": [], "dict": {}, "set": set(),
+    "complex": 1j, "object": object(), "hostile": Hostile(), "hostiles": (Hostile(),),
+    "class": Config, "function": print, "nul": "a\0b", "surrogate": "\ud800", "long": "x" * 10**6,
+    "empty": "", "escape": "\x1b[2J", "many": ("192.0.2.1",) * 100_000, "nested": NESTED,
+    "names": ("x",), "nones": (None,), "pair": (("a\0b", 80),), "surrogates": (("\ud800", 80),),
+    "huge port": (("h", 10**400),), "true port": (("h", True),), "long host": (("h" * 10**6, 1),),
+    "nul path": Path("a\0b"), "long path": Path("x" * 10**4), "pairs": (("eth0",),),
+}  # fmt: skip
+FINE = {
+    "directory": {"escape"}, "tcp_option": {"escape"}, "pnet": {"escape"}, "capture": {"escape"},
+}  # fmt: skip
+"""A file may have any name; messages show it as it has to be shown."""
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
+def test_no_field_takes_values_beyond_its_range(field: str) -> None:
+    """The message names the field and what it takes, in one short line."""
+    for kind, value in EXTREMES.items():
+        if kind in FINE.get(field, ()):
+            continue
+        for make in (Config, partial(dataclasses.replace, Config())):
+            said = f"{field} takes {kind}"
+            try:
+                make(**{field: value})
+            except ValueError as error:
+                said = str(error)
+            assert said.startswith(f"{field}: "), said
+            assert len(said) < 300
+            assert said.isprintable()
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
+def test_each_field_has_a_range(field: str) -> None:
+    """So a new field without one makes no `Config` at all."""
+    assert field in config_module._CHECKS
+    assert set(config_module._CHECKS) == {each.name for each in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("spin", 0, 1),
+        ("handshake_timeout", 0.001, 86400),
+        ("first_contact_timeout", 0.001, 86400),
+        ("llc_timeout", 0.001, 86400),
+        ("test_link_interval", 0.001, 365 * 86400),
+        ("test_link_timeout", 0.001, 86400),
+        ("close_timeout", 0, 86400),
+        ("link_group_idle", 0, 365 * 86400),
+        ("shutdown_timeout", 0, 86400),
+        ("max_handshakes", 1, 65536),
+        ("handshake_limit", 0, 1 << 20),
+        ("receive_buffer", 1, 16 * KIB << 15),
+        ("capture_payload", 0, 4096),
+    ],
+)
+def test_ranges(field: str, least: float, most: float) -> None:
+    for value in (least, most):
+        assert getattr(Config(**{field: value}), field) == value  # type: ignore[arg-type]
+    for value in (least - 1, most + 1, -least if least else -1e-9, least * 0.999 - 1e-9):
+        with pytest.raises(ValueError, match=f"^{field}: .* from {least:g} to {most}$"):
+            Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_port_is_no_truth_value_whatever_was_asked_before() -> None:
+    """1 equals True, also for a cache."""
+    assert Config(allow=(1, ("h", 1))).permits(("h", 1))
+    for entry in (True, 1.0, ("h", True), ("h", 1.0)):
+        with pytest.raises(ValueError, match=r"^allow: "):
+            Config(allow=(entry,))  # type: ignore[arg-type]
+
+
+async def test_what_is_no_config_is_refused_by_each_call() -> None:
+    wrongs: tuple[Any, ...] = ({}, "config.toml", 0, Config)
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match=r"^config: .* is not a Config$"):
+            trio_smc.enable(wrong)
+        with pytest.raises(TypeError, match=r"^config: .* is not a Config$"):
+            async with trio_smc.open_stack(wrong):
+                pass
+    async with trio_smc.open_stack(Config(rnics=(), control=False)) as stack:
+        with pytest.raises(TypeError, match=r"^config: .* is not a Config$"):
+            await stack.open_stream("127.0.0.1", 1, config={})  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^config: .* is not a Config$"):
+            await stack.open_listeners(0, config="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("spin = " + "9" * 400, "spin: an integer of 1329 bits is not a number of seconds"),
+        ("spin = " + "9" * 5000, "integer"),
+        ("spin = nan", "spin: nan is not a number of seconds from 0 to 1"),
+        ("close_timeout = inf", "close_timeout: inf is not a number of seconds from 0 to 86400"),
+        ("first_contact_timeout = 0", "first_contact_timeout: 0 is not a number of seconds"),
+        ("allow = " + "[" * 100_000, "nested too deeply"),
+        ("allow = " + "[" * 100 + "]" * 100, "allow: "),
+        ("allow = " + "{a=" * 50_000, "nested too deeply"),
+        ("a." * 20_000 + "b = 1", "there is no setting 'a'"),
+        ("x = 1 # " + "x" * (1 << 20), "it has more than 1048576 bytes"),
+        ('rnics = ["x"]', "rnics: 'x' is neither software:NAME"),
+        ('rnics = ["roce:a:' + "1" * 5000 + '"]', "rnics: "),
+        ("rnics = [7]", "rnics: 7 is not a name of an RNIC"),
+        ('rnics = ["software:\\u001b[2J"]', "rnics: "),
+        ('capture = "a\\u0000b"', "capture: 'a\\x00b' is not a path"),
+        ("directory = 1979-05-27", "directory: "),
+        ("[rnics]\nx = 1", "rnics: "),
+        ('"\\u001b[2J" = 1', "there is no setting '\\x1b[2J'"),
+        ('"' + "k" * 100_000 + '" = 1', "there is no setting 'kkk"),
+    ],
+)
+def test_hostile_files(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="^" + re.escape(str(path))) as caught:
+        trio_smc.load_config(path)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "a\0b", "\ud800", "", "/", "/nowhere/x.toml"])
+def test_what_is_no_file(path: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        trio_smc.load_config(path)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_pnet_table_is_bounded() -> None:
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        read_table(Path("/dev/zero"))

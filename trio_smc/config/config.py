@@ -6,10 +6,12 @@ Lists of connections name networks, (host, port) pairs, or ports of services.
 from __future__ import annotations
 
 import ipaddress
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.host.caches import private_cache
@@ -32,6 +34,8 @@ __all__ = [
     "Listed",
     "check_list",
     "is_listed",
+    "is_path",
+    "shown",
     "software_receive_buffer",
 ]
 
@@ -49,15 +53,31 @@ def check_list(name: str, entries: object, *, ports: bool = False) -> None:
       ports: a port alone may be an entry.
     """
     kinds = "networks, (host, port) pairs and ports" if ports else "networks and (host, port) pairs"
-    if not isinstance(entries, tuple):
-        raise ValueError(f"{name}: a tuple of {kinds}")
+    if not isinstance(entries, tuple) or len(entries) > _MOST_ENTRIES:
+        _refuse(name, entries, f"a tuple of at most {_MOST_ENTRIES} {kinds}")
     for entry in entries:
-        if not isinstance(entry, str | tuple | int) or (isinstance(entry, int) and not ports):
-            raise ValueError(f"{name}: {entry!r} is neither a network nor a (host, port) pair")
-        try:
-            _parse(entry)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from None
+        _check_entry(name, entry, kinds, ports)
+
+
+def _check_entry(name: str, entry: object, kinds: str, ports: bool) -> None:
+    match entry:
+        # Types are compared here, and not by the cache of `_parse`, for which 1 equals True.
+        case int() if ports and _is_integer(entry) and 0 < entry < 65536:
+            return
+        case str() if _is_text(entry, _LONGEST_NAME):
+            try:
+                ipaddress.ip_network(entry)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            return
+        case (str() as host, int() as port) if (
+            isinstance(entry, tuple)
+            and _is_text(host, _LONGEST_NAME)
+            and _is_integer(port)
+            and 0 < port < 65536
+        ):
+            return
+    _refuse(name, entry, f"one of {kinds}, with ports from 1 to 65535")
 
 
 def is_listed(entry: Listed, addresses: tuple[tuple[str, int], ...]) -> bool:
@@ -78,7 +98,7 @@ def _parse(entry: Listed) -> _Parsed:
             return port
         case (str() as host, int() as port) if 0 < port < 65536:
             return _canonical(host), port
-    raise ValueError(f"{entry!r} is neither a network nor a (host, port) pair")
+    raise ValueError(f"{shown(entry)} is neither a network nor a (host, port) pair")
 
 
 def _matches(entry: _Parsed, host: str, port: int) -> bool:
@@ -142,6 +162,13 @@ class Config:
     one of these to something else than its stack's, that raises ValueError; those that are left at
     their defaults are the stack's.
 
+    Each value is checked when the config is made.  Times have an upper bound, a day or, for idle
+    link groups and tests of links, a year; a wait for a peer's message takes at least 1 ms.
+
+    Raises:
+      ValueError: a value is of another kind, or outside of its range.  The message names the field
+        and its range: "first_contact_timeout: 0 is not a number of seconds from 0.001 to 86400".
+
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, including
         ports that appear later.
@@ -191,8 +218,8 @@ class Config:
       shutdown_timeout: how long a closing stack may take to finish what closed streams still owe;
         and at most as long again for calls under way to end, and for link groups.
       max_handshakes: how many connections of one listener may wait for `accept`; further ones wait
-        in the TCP backlog.  Four times as many may be in a handshake; beyond that, those whose
-        clients have said nothing for a second give way.
+        in the TCP backlog.  Four times as many may be in a handshake; beyond that, those that have
+        made no progress for a second give way.
       handshake_limit: while more than this many handshakes of one listener are under way, it
         accepts further connections as TCP at once; None: they wait their turn.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
@@ -245,45 +272,8 @@ class Config:
     capture_payload: int = 0
 
     def __post_init__(self) -> None:
-        if self.discovery not in ("auto", "tcp-option", "assume"):
-            raise ValueError(f"discovery: {self.discovery!r} is not a way to discover peers")
-        if self.wake not in ("auto", "trio", "thread"):
-            raise ValueError(f"wake: {self.wake!r} is neither auto, trio nor thread")
-        if self.checkpoints not in (None, "strict", "amortised"):
-            raise ValueError(f"checkpoints: {self.checkpoints!r} is neither strict nor amortised")
-        self._check_kinds()
-        _check_number("max_handshakes", self.max_handshakes, 1)
-        if self.handshake_limit is not None:
-            _check_number("handshake_limit", self.handshake_limit, 0)
-        if self.receive_buffer is not None and not (
-            _is_integer(self.receive_buffer)
-            and 1 <= self.receive_buffer <= rmbe_size_of(_MAX_SIZE_CODE)
-        ):
-            raise ValueError(f"receive_buffer: {self.receive_buffer!r} bytes cannot be had")
-        if not (_is_integer(self.capture_payload) and 0 <= self.capture_payload <= MAX_PAYLOAD):
-            raise ValueError(f"capture_payload: {self.capture_payload!r} bytes cannot be kept")
-        if self.rnics != "auto" and not isinstance(self.rnics, tuple):
-            raise ValueError("rnics: a tuple of RNICs or 'auto'")
-        if not isinstance(self.pnet, Path | str) and not _is_table(self.pnet):
-            raise ValueError("pnet: a tuple of (interface, RNIC) pairs, or a file")
-        if self.ueids != "kernel":
-            _check_ueids(self.ueids)
-        check_list("assume", self.assume)
-        check_list("allow", self.allow, ports=True)
-        check_list("deny", self.deny, ports=True)
-
-    def _check_kinds(self) -> None:
-        """Raise ValueError when a value is not what settings of its kind are."""
-        for name in _TIMES:
-            if not _is_number(getattr(self, name)) or not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not a time in seconds")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is neither true nor false")
-        for name in _PATHS:
-            value = getattr(self, name)
-            if not isinstance(value, Path | str) and (value is not None or name == "tcp_option"):
-                raise ValueError(f"{name}: {value!r} is not a path")
+        for name in _field_names():
+            _CHECKS[name](name, getattr(self, name))
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
@@ -329,38 +319,178 @@ class Config:
                 raise ValueError(f"{field.name} belongs to the stack, not to one call")
 
 
-_TIMES = (
-    "spin", "handshake_timeout", "first_contact_timeout", "llc_timeout", "test_link_interval",
-    "test_link_timeout", "close_timeout", "link_group_idle", "shutdown_timeout",
-)  # fmt: skip
-_SWITCHES = (
-    "require_smc", "rmbe_eye_catcher", "learn_short", "urgent_inline", "control", "log_events",
-)  # fmt: skip
-_PATHS = ("directory", "tcp_option", "capture")
+# --- what each field may be --------------------------------------------------------------------
+
+_DAY = 86400
+_YEAR = 365 * _DAY
+_MOST_ENTRIES = 4096  # of a list
+_LONGEST_NAME = 255  # characters of the name of a host or an interface
+_LONGEST_PATH = 4095  # bytes (limits.h: PATH_MAX, with its NUL)
+_MOST_RNICS = 64
+_SHOWN = 60  # characters of a wrong value
+
+_Check = Callable[[str, object], None]
 
 
-def _check_number(name: str, value: object, least: int) -> None:
-    if not _is_integer(value) or cast(int, value) < least:
-        raise ValueError(f"{name}: {value!r} is not a number from {least} on")
+def shown(value: object) -> str:
+    """A wrong value for a message: short, and of any kind and size."""
+    if _is_integer(value) and abs(cast(int, value)) >= 1 << 64:
+        return f"an integer of {cast(int, value).bit_length()} bits"
+    if isinstance(value, str | bytes | bytearray):
+        value = value[:_SHOWN]
+    elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _SHOWN:
+        return f"a {type(value).__name__} of {len(value)} entries"
+    try:
+        text = ascii(value)
+    except Exception:  # of the value's own, or nested too deeply
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _check_ueids(ueids: object) -> None:
-    if not isinstance(ueids, tuple) or not all(isinstance(each, str) for each in ueids):
-        raise ValueError("ueids: a tuple of names or 'kernel'")
-    if len(ueids) > MAX_EIDS:
-        raise ValueError(f"ueids: {len(ueids)} of them, where {MAX_EIDS} can be offered")
-    for each in ueids:
+def _refuse(name: str, value: object, wanted: str) -> NoReturn:
+    raise ValueError(f"{name}: {shown(value)} is not {wanted}")
+
+
+def _one_of(*allowed: str | None) -> _Check:
+    def check(name: str, value: object) -> None:
+        if not (value is None or isinstance(value, str)) or value not in allowed:
+            _refuse(name, value, "one of " + ", ".join(repr(each) for each in allowed))
+
+    return check
+
+
+def _seconds(least: float, most: float) -> _Check:
+    def check(name: str, value: object) -> None:
+        # NaN is not comparable, and no integer is converted: it may be too large for a float.
+        if not _is_number(value) or not least <= cast(float, value) <= most:
+            _refuse(name, value, f"a number of seconds from {least:g} to {most}")
+
+    return check
+
+
+def _integer(least: int, most: int, unit: str, *, optional: bool = False) -> _Check:
+    def check(name: str, value: object) -> None:
+        if value is None and optional:
+            return
+        if not _is_integer(value) or not least <= cast(int, value) <= most:
+            _refuse(name, value, f"a number of {unit} from {least} to {most}")
+
+    return check
+
+
+def _switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        _refuse(name, value, "true or false")
+
+
+def _path(*, optional: bool = True) -> _Check:
+    def check(name: str, value: object) -> None:
+        if (value is None and optional) or is_path(value):
+            return
+        _refuse(name, value, f"a path of 1 to {_LONGEST_PATH} bytes without NUL")
+
+    return check
+
+
+def _rnics(name: str, value: object) -> None:
+    from trio_smc.rnic.verbs import Rnic
+
+    if isinstance(value, str) and value == "auto":
+        return
+    if not isinstance(value, tuple) or len(value) > _MOST_RNICS:
+        _refuse(name, value, f"'auto' or a tuple of at most {_MOST_RNICS} RNICs")
+    for each in value:
+        if not isinstance(each, Rnic):
+            _refuse(name, each, "an RNIC, such as SoftRnic()")
+
+
+def _pnet(name: str, value: object) -> None:
+    if is_path(value):
+        return
+    if isinstance(value, tuple) and len(value) <= _MOST_ENTRIES:
+        for pair in value:
+            if (
+                not isinstance(pair, tuple)
+                or len(pair) != 2
+                or not all(_is_text(each, _LONGEST_NAME) for each in pair)
+            ):
+                _refuse(name, pair, "an (interface, RNIC) pair")
+        return
+    _refuse(name, value, f"a tuple of at most {_MOST_ENTRIES} (interface, RNIC) pairs, or a file")
+
+
+def _ueids(name: str, value: object) -> None:
+    if isinstance(value, str) and value == "kernel":
+        return
+    if not isinstance(value, tuple) or len(value) > MAX_EIDS:
+        _refuse(name, value, f"'kernel' or a tuple of at most {MAX_EIDS} names")
+    for each in value:
+        if not isinstance(each, str):
+            _refuse(name, each, "a name")
         try:
             encode_ueid(each)
-        except ValueError as error:
-            raise ValueError(f"ueids: {error}") from None
+        except ValueError:
+            _refuse(
+                name, each,
+                "a name of 1 to 32 characters from A-Z, 0-9, '.' and '-', the first a letter or "
+                "a digit",
+            )  # fmt: skip
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, str) and x for x in pair)
-        for pair in value
-    )
+_CHECKS: Final[Mapping[str, _Check]] = {
+    "rnics": _rnics,
+    "directory": _path(),
+    "pnet": _pnet,
+    "discovery": _one_of("auto", "tcp-option", "assume"),
+    "tcp_option": _path(optional=False),
+    "assume": check_list,
+    "ueids": _ueids,
+    "require_smc": _switch,
+    "receive_buffer": _integer(1, rmbe_size_of(_MAX_SIZE_CODE), "bytes", optional=True),
+    "rmbe_eye_catcher": _switch,
+    "spin": _seconds(0, 1),
+    "wake": _one_of("auto", "trio", "thread"),
+    "checkpoints": _one_of(None, "strict", "amortised"),
+    "handshake_timeout": _seconds(0.001, _DAY),
+    "first_contact_timeout": _seconds(0.001, _DAY),
+    "llc_timeout": _seconds(0.001, _DAY),
+    "test_link_interval": _seconds(0.001, _YEAR),
+    "test_link_timeout": _seconds(0.001, _DAY),
+    "close_timeout": _seconds(0, _DAY),
+    "link_group_idle": _seconds(0, _YEAR),
+    "shutdown_timeout": _seconds(0, _DAY),
+    "max_handshakes": _integer(1, 65536, "connections"),
+    "handshake_limit": _integer(0, 1 << 20, "handshakes", optional=True),
+    "allow": partial(check_list, ports=True),
+    "deny": partial(check_list, ports=True),
+    "learn_short": _switch,
+    "urgent_inline": _switch,
+    "control": _switch,
+    "log_events": _switch,
+    "capture": _path(),
+    "capture_payload": _integer(0, MAX_PAYLOAD, "bytes"),
+}
+"""What each field of `Config` may be.  A field that is missing here cannot be set at all."""
+
+
+@cache
+def _field_names() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(Config))
+
+
+def is_path(value: object) -> bool:
+    """True if it can be the name of a file."""
+    if not isinstance(value, Path | str):
+        return False
+    try:
+        return 0 < len(os.fsencode(value)) <= _LONGEST_PATH and "\0" not in str(value)
+    except UnicodeEncodeError:
+        return False  # a lone surrogate that stands for no byte
+
+
+def _is_text(value: object, longest: int) -> bool:
+    """True if it is a string of printable characters."""
+    return isinstance(value, str) and 0 < len(value) <= longest and value.isprintable()
 
 
 def _is_integer(value: object) -> bool:

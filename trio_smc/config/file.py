@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from trio_smc.config.config import Config
+from trio_smc.config.config import Config, is_path, shown
 from trio_smc.host.pnet import table_of
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
 
 __all__ = ["load_config"]
+
+_LARGEST: Final = 1 << 20  # bytes of a file
+_DEEPEST: Final = 2  # lists in a list: (host, port) pairs
+_LONGEST_RNIC: Final = 128  # characters
 
 
 def load_config(path: Path | str) -> Config:
@@ -26,23 +30,15 @@ def load_config(path: Path | str) -> Config:
     the error much later, from its first connection.
 
     Raises:
-      ValueError: the file cannot be read, is no TOML, or has a key or value that `Config` has not;
-        the PNET table that it names is wrong, or there is no directory for the capture.
+      ValueError: the file cannot be read, has more than 1 MiB, is no TOML, or has a key or value
+        that `Config` has not; the PNET table that it names is wrong, or there is no directory for
+        the capture.
     """
-    import tomllib  # dear, and few programs have such a file
-
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (at byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    values = _read(path)
     known = {field.name for field in fields(Config)}
     for key in values:
         if key not in known:
-            raise ValueError(f"{path}: there is no setting {key!r}")
+            raise ValueError(f"{path}: there is no setting {shown(key)}")
     try:
         rnics = values.get("rnics")
         if isinstance(rnics, list):
@@ -54,22 +50,53 @@ def load_config(path: Path | str) -> Config:
     return config
 
 
+def _read(path: Path | str) -> dict[str, Any]:
+    """The tables and values of a TOML file.  Raises ValueError."""
+    import tomllib  # dear, and few programs have such a file
+
+    if not is_path(path):
+        raise ValueError(f"{shown(path)} is not the name of a file")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    if len(text) > _LARGEST:
+        raise ValueError(f"{path}: it has more than {_LARGEST} bytes")
+    try:
+        return tomllib.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (at byte {error.start})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: its values are nested too deeply") from error
+    except ValueError as error:
+        # No TOML, or an integer of more digits than Python converts.
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _check_files(config: Config) -> None:
     table_of(config.pnet)
     if config.capture is not None and not Path(config.capture).parent.is_dir():
         raise ValueError(f"capture: there is no directory for {str(config.capture)!r}")
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """Lists as tuples, as deep as a setting may have them."""
+    if not isinstance(value, list) or depth > _DEEPEST:
+        return value
+    return tuple(_frozen(each, depth + 1) for each in value)
 
 
 def _rnic(text: object) -> Rnic:
-    kind, _, rest = str(text).partition(":")
+    if not isinstance(text, str) or len(text) > _LONGEST_RNIC or not text.isprintable():
+        raise ValueError(f"rnics: {shown(text)} is not a name of an RNIC")
+    kind, _, rest = text.partition(":")
     match kind, rest.split(":"):
         case "software", [name] if name:
             return SoftRnic(name)
         case "roce", [device, *numbers] if device and len(numbers) <= 2:
-            if all(each.isascii() and each.isdigit() for each in numbers):
+            # A port and an index of a GID table have one byte each.
+            if all(each.isascii() and each.isdigit() and len(each) <= 3 for each in numbers):
                 return VerbsRnic(device, *(int(each) for each in numbers))
-    raise ValueError(f"rnics: {text!r} is neither software:NAME nor roce:DEVICE[:PORT[:GID_INDEX]]")
+    wanted = "neither software:NAME nor roce:DEVICE[:PORT[:GID_INDEX]]"
+    raise ValueError(f"rnics: {shown(text)} is {wanted}")

@@ -42,6 +42,7 @@ __all__ = [
 
 
 _ROCE_V2: Final = 2
+_LARGEST: Final = 1 << 20  # bytes of a PNET table
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
@@ -110,7 +111,11 @@ def read_table(path: Path) -> PnetTable:
       ValueError: it cannot be read, or a line is wrong.
     """
     try:
-        return parse_table(path.read_text(encoding="utf-8"), str(path))
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise ValueError(f"the PNET table {path} cannot be read: more than {_LARGEST} bytes")
+        return parse_table(text.decode(), str(path))
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

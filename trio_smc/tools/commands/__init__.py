@@ -15,9 +15,10 @@ Arguments that several commands share are here, too; `trio_smc.tools.output` pri
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from trio_smc import Config
 
@@ -32,7 +33,13 @@ __all__ = [
     "positive_seconds",
     "private_directory",
     "process_number",
+    "tcp_port",
+    "whole_number",
 ]
+
+_DAY: Final = 86400
+_MOST_DIGITS: Final = 20
+_SHOWN: Final = 60  # characters of a wrong argument
 
 MODULES = (
     "ss",
@@ -94,7 +101,7 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
     """``--directory``."""
     parser.add_argument(
         "--directory",
-        type=Path,
+        type=directory,
         metavar="DIR",
         help="the private directory of Config(directory=...); default: $XDG_RUNTIME_DIR/trio-smc, "
         "else /tmp/trio-smc-UID",
@@ -106,26 +113,46 @@ def private_directory(options: argparse.Namespace) -> Path:
     return Config(directory=options.directory).private_directory()
 
 
+def directory(text: str) -> Path:
+    """An argument that `Config.directory` takes."""
+    try:
+        return Config(directory=text).private_directory()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def positive_seconds(text: str) -> float:
     """An argument that is a number of seconds above 0 and at most a day."""
     try:
         value = float(text)
     except ValueError:
         value = 0
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0 < value <= _DAY:
+        raise argparse.ArgumentTypeError(
+            f"{text[:_SHOWN]!r} is not a number of seconds above 0 and at most {_DAY}"
+        )
     return value
 
 
-def positive_count(text: str) -> int:
-    """An argument that is a whole number above 0."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers of this range, in decimal digits.
+
+    Args:
+      what: what they are, for the message.
+    """
+
+    def convert(text: str) -> int:
+        # Python converts no more than some thousand digits, and says so in its own words.
+        digits = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        if not digits or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_SHOWN]!r} is not a {what} from {least} to {most}"
+            )
+        return int(text)
+
+    return convert
 
 
-def process_number(text: str) -> int:
-    """An argument that is a process number."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a process number")
-    return int(text)
+positive_count = whole_number("whole number", 1, 10**9)
+process_number = whole_number("process number", 1, (1 << 31) - 1)
+tcp_port = whole_number("TCP port", 1, 65535)

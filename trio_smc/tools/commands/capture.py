@@ -17,6 +17,7 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
     process_number,
+    whole_number,
 )
 from trio_smc.tools.output import ToolError
 
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, metavar="FILE", help='overwritten; "-" is stdout'
     )
     parser.add_argument(
-        "--payload", type=_payload, default=0, metavar="N",
+        "--payload", type=whole_number("number of bytes", 0, MAX_PAYLOAD), default=0, metavar="N",
         help="bytes of each RDMA write to keep, 4096 at most; default 0",
     )  # fmt: skip
     parser.add_argument(
@@ -61,12 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=positive_seconds, metavar="S", help="how long; default: until Ctrl-C"
     )
     add_directory(parser)
-
-
-def _payload(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= MAX_PAYLOAD):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes up to {MAX_PAYLOAD}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,7 +14,13 @@ import trio
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, ProtocolError, SmcStream
 from trio_smc.tools.client import Silent, take_snapshots
-from trio_smc.tools.commands import add_directory, add_json, positive_seconds, private_directory
+from trio_smc.tools.commands import (
+    add_directory,
+    add_json,
+    positive_seconds,
+    private_directory,
+    tcp_port,
+)
 from trio_smc.tools.output import (
     ToolError,
     address,
@@ -113,7 +119,7 @@ class Report:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("host", metavar="HOST", help="name or address")
-    parser.add_argument("port", metavar="PORT", type=_port, help="TCP port")
+    parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
                         help="as Config(discovery=...); default: auto")  # fmt: skip
     parser.add_argument("--ueid", action="append", metavar="NAME",
@@ -150,12 +156,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(report)
     return 0 if report.mode == Mode.SMC_R else _NO_SMC_R
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a TCP port")
-    return int(text)
 
 
 async def _check(report: Report, config: Config, options: argparse.Namespace) -> None:

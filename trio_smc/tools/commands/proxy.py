@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import trio
 
 import trio_smc
+from trio_smc.tools.commands import whole_number
 from trio_smc.tools.output import ToolError, size, words
 
 NAME = "proxy"
@@ -39,6 +40,8 @@ Exit codes: 0 after SIGTERM; 2 for bad input, as an address that cannot be liste
 
 LOGGER: Final = logging.getLogger("trio_smc.proxy")
 _PIECE: Final = 1 << 18
+_LONGEST_HOST: Final = 255  # characters
+_port = whole_number("TCP port", 0, 65535)
 
 
 class _Address(NamedTuple):
@@ -79,9 +82,11 @@ def _address(text: str) -> _Address:
     kind, _, rest = text.partition(":")
     host, _, port = rest.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind not in ("smc", "tcp") or not bare or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither smc:HOST:PORT nor tcp:HOST:PORT")
-    return _Address(kind == "smc", bare, int(port))
+    if kind not in ("smc", "tcp") or not bare or len(bare) > _LONGEST_HOST:
+        raise argparse.ArgumentTypeError(
+            f"{text[:_LONGEST_HOST]!r} is neither smc:HOST:PORT nor tcp:HOST:PORT"
+        )
+    return _Address(kind == "smc", bare, _port(port))
 
 
 async def _serve(listen: _Address, target: _Address, require: bool) -> None:
