@@ -1,4 +1,4 @@
-"""Named sockets in the private directory: who is alive, who is gone, who is only just coming."""
+"""The private directory, directories below it, and named sockets of live and dead processes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def needs_root(kind: str) -> None:
 def test_no_directory_that_another_user_could_change_is_entered(
     tmp_path: Path, kind: str, depth: int
 ) -> None:
-    """In a group's directory, at each depth, for who makes sockets and for who looks for them."""
+    """In a group's directory, at each depth, to make sockets and to look for them."""
     needs_root(kind)
     if kind == "owner" and depth == 0:
         return  # another member's own

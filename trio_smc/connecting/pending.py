@@ -172,7 +172,7 @@ class PendingHandshakes:
                 handshake.cancel()
                 gone += 1
             else:
-                # It is this side that is late.
+                # This side is late, not the client.
                 self.renew(handshake, now)
         if gone:
             LOGGER.info("%d handshakes gave way: their clients made no progress", gone)

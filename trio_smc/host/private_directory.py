@@ -118,7 +118,7 @@ def default_directories() -> tuple[Path, ...]:
 
 
 def is_named(path: Path) -> bool:
-    """Whether a directory was named outright: it is none of the default places."""
+    """True if a directory was named outright: it is none of the default places."""
     return path not in default_directories()
 
 
@@ -318,7 +318,7 @@ class PrivateDirectory:
         return found
 
     def entries(self) -> list[os.DirEntry[str]]:
-        """What is in it, at most `_MOST_NAMES` entries."""
+        """At most `_MOST_NAMES` entries of it."""
         with os.scandir(self.descriptor) as found:
             return list(itertools.islice(found, _MOST_NAMES))
 

@@ -1,4 +1,4 @@
-"""Where same-host discovery keeps its sockets, in the private directory: who listens there.
+"""Where same-host discovery keeps its sockets, in the private directory.
 
 ::
 
@@ -146,7 +146,7 @@ class NewSocket:
         self.listener.close()
 
     def remove(self) -> None:
-        """Take the name away, and directories that nobody uses; the listener stays open."""
+        """Remove the name, and empty directories; the listener stays open."""
         if self._pid != os.getpid():
             self._directory.close()
             return  # a forked child; the listener is its parent's
@@ -347,7 +347,7 @@ def namespace_name() -> str:
 
 def namespace_paths(root: PrivateDirectory, namespace: str) -> list[str]:
     """Where addresses of a network namespace are, below the private directory: one directory for
-    each user who may have listeners there.
+    each user with listeners.
 
     root: the open private directory.
     namespace: what `namespace_name` returned.
