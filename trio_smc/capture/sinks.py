@@ -17,10 +17,8 @@ Whoever asks while the stack runs (`send_capture`) is sent the capture as it is 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import stat
 import sys
 import threading
 import time
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from trio_smc._base.observer import Observed
 
 if sys.platform == "linux":  # elsewhere there is nothing to capture
-    import fcntl
+    from trio_smc.capture.output_file import create
 
 __all__ = [
     "FileCapture",
@@ -58,11 +56,13 @@ class FileCapture:
 
     Args:
       stack: which one; it must be open.
-      path: created with mode 0600, overwritten when it is there.
+      path: created new with mode 0600; a regular file of this user is replaced
+        (`trio_smc.capture.output_file`).
       payload: how many bytes of each RDMA write to keep.
 
     Raises:
-      OSError: the file cannot be written, is no regular file, or is another capture's just now.
+      OSError: the file cannot be created, another user could replace a name on its path, something
+        else than a regular file has its name, or another capture writes there just now.
 
     Attributes:
       dropped: blocks that were not written because the disk was too slow.
@@ -70,7 +70,7 @@ class FileCapture:
 
     def __init__(self, stack: Observed, path: Path | str, payload: int = 0) -> None:
         self._path = Path(path)
-        self._fd = _open(self._path)
+        self._fd = create(self._path)
         self._stack = stack
         self._waiting: deque[bytes] = deque()
         self._given = 0  # bytes; only the Trio thread counts here
@@ -175,22 +175,6 @@ class FileCapture:
                     break
                 written -= len(block)
                 self._whole += len(block)
-
-
-def _open(path: Path) -> int:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, f"capture: {path} is no regular file")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(errno.EBUSY, f"capture: {path} is being written by another") from None
-        os.ftruncate(fd, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 _SEND_EVERY: Final = 0.02

@@ -7,10 +7,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from trio_smc.capture.frames import MAX_PAYLOAD
+from trio_smc.capture.output_file import create
 from trio_smc.tools.client import stream_capture
 from trio_smc.tools.commands import (
     add_directory,
@@ -47,7 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("pid", type=process_number, metavar="PID", help="the process")
     parser.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help='overwritten; "-" is stdout'
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help='created new with mode 0600, in place of a file of yours; "-" is stdout',
     )
     parser.add_argument(
         "--payload", type=whole_number("number of bytes", 0, MAX_PAYLOAD), default=0, metavar="N",
@@ -93,6 +97,5 @@ def _output(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
         return
-    descriptor = os.open(Path(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
+    with os.fdopen(create(name), "wb", buffering=0) as file:
         yield file

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from trio_smc.capture.dissection import Seen, dissect
+from trio_smc.capture.output_file import create
 from trio_smc.capture.pcapng import DamagedCapture, read
 from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.commands import add_json, positive_count
@@ -113,7 +115,8 @@ def _write(drawn: str, name: str) -> None:
         print(drawn)
         return
     try:
-        Path(name).write_text(drawn, encoding="utf-8")
+        with os.fdopen(create(name), "w", encoding="utf-8") as file:
+            file.write(drawn)
     except OSError as error:
         raise ToolError(f"ladder: {name}: {error.strerror}") from error
 
