@@ -17,7 +17,7 @@ from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config, shown
 from trio_smc.connecting.listener import SmcListener
-from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
+from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO, report_interval
 from trio_smc.control.server import ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
 
@@ -147,8 +147,10 @@ def _attach(stack: Stack) -> None:
                 control.close()
                 raise
     asker = os.environ.get(REPORT_TO)
-    if asker:
-        stack.runtime.attach(RunReport(stack, asker, float(os.environ.get(REPORT_EVERY, "inf"))))
+    # A set-user-ID program does not send to a path that the user who starts it may choose.
+    if asker and os.getuid() == os.geteuid():
+        interval = report_interval(os.environ.get(REPORT_EVERY, "inf"))
+        stack.runtime.attach(RunReport(stack, asker, interval))
 
 
 @asynccontextmanager

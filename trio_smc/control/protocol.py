@@ -22,11 +22,13 @@ clients ignore fields that they do not know.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.printable import printable
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, peer_user
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "length_untrusted",
     "peer_user",
     "pid_of_name",
+    "report_interval",
 ]
 
 
@@ -70,7 +73,8 @@ REPORT_EVERY: Final = "TRIO_SMC_REPORT_EVERY"
 
 _HEADER: Final = struct.Struct("!I")
 HEADER_SIZE: Final = _HEADER.size
-_CREDENTIALS: Final = struct.Struct("iII")
+_SHORTEST: Final = 0.1
+"""Seconds between two reports of a stack, at least."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -109,7 +113,7 @@ def decode_untrusted(body: bytes) -> dict[str, Any]:
         raise ProtocolError("a control message that is not a JSON object")
     version = message.get("version")
     if version != VERSION or isinstance(version, bool):
-        text = f"a control message of version {str(version)[:20]} where {VERSION} is spoken"
+        text = f"a control message of version {printable(version, 20)} where {VERSION} is spoken"
         raise ProtocolError(text)
     return message
 
@@ -120,3 +124,12 @@ def pid_of_name(name: str) -> int | None:
     if dash and random and pid.isascii() and pid.isdigit() and len(pid) < len("4294967296"):
         return int(pid)
     return None
+
+
+def report_interval(text: str) -> float:
+    """The value of `REPORT_EVERY` in seconds; infinite where it is none."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return math.inf
+    return max(seconds, _SHORTEST) if seconds > 0 else math.inf

@@ -48,8 +48,6 @@ _PATIENCE: Final = 5.0
 _CAPACITY_PAUSE: Final = 0.5
 _NAME_INTERVAL: Final = 10.0
 """Seconds between looks whether the socket still has its name."""
-_REPORT_PATIENCE: Final = 1.0
-"""Seconds that a full socket may hold up the end of a stack."""
 
 
 class ControlSocket:
@@ -246,15 +244,17 @@ async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
 class RunReport:
     """Runs beside one stack: says that it is open, and at its end what it counted.
 
-    With an interval, in seconds, it also says what it has counted so far, as the process may be
-    killed.  Each message is one JSON object in a datagram; a reader that has gone costs nothing.
+    With an interval, in seconds, it also sends what the stack has counted so far, as the process
+    may be killed.  Each message is one JSON object on a connection of its own, and never waits: if
+    the reader has gone, or does not keep up, the message is lost, and the next one says how many
+    were.
     """
 
     def __init__(self, stack: Stack, path: str, every: float = math.inf) -> None:
         self._stack = stack
         self._path = path
         self._every = every
-        self._pid = os.getpid()
+        self._dropped = 0
 
     async def run(self) -> None:
         """Until cancelled, which is when all connections have ended."""
@@ -279,7 +279,17 @@ class RunReport:
             return
         import json
 
-        message = {"kind": kind, "pid": self._pid, "stack": self._stack.peer_id.hex(), **more}
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.settimeout(_REPORT_PATIENCE)
-            sock.sendto(json.dumps(message).encode(), self._path)
+        if not self._path:
+            return
+        message = {"kind": kind, "stack": self._stack.peer_id.hex(), **more}
+        if self._dropped:
+            message["dropped"] = self._dropped
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.setblocking(False)
+                sock.connect(self._path)
+                sock.send(json.dumps(message).encode())
+        except OSError:
+            self._dropped += 1
+        else:
+            self._dropped = 0

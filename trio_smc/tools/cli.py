@@ -16,7 +16,7 @@ from typing import Final
 
 import trio_smc
 from trio_smc.tools.commands import Command, load
-from trio_smc.tools.output import BAD_INPUT, ToolError
+from trio_smc.tools.output import BAD_INPUT, ToolError, print_error
 
 __all__ = ["main", "parser"]
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         return command.run(options)
     except ToolError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        print_error(f"{PROGRAM}: {error}")
         return error.code
     except BrokenPipeError:
         # Who reads our output has gone, as `head` does; the interpreter must not write again.
@@ -98,7 +98,7 @@ class _Parser(argparse.ArgumentParser):
     """One line for an error, as for all other bad input; subcommands get this class, too."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"{self.prog}: {message} (try {self.prog} --help)", file=sys.stderr)
+        print_error(f"{self.prog}: {message} (try {self.prog} --help)")
         sys.exit(BAD_INPUT)
 
 

@@ -5,6 +5,8 @@ All stacks are asked at once, with one deadline for all of them; the protocol is
 so that decoding a large answer costs no other process its time.  An answer was written by another
 process: its parts are checked for their shape here (`SHAPES`).
 
+Strings in an answer are made `printable` here; numbers are bounded.
+
 A shape is a type, a tuple of types, a dict of fields that must be there (others may be, too), or
 a list of one shape for the items of a list.  `Maybe` is a shape or null.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trio_smc import ConnectionCursors, ProtocolError, StackStatistics, StreamStatistics
+from trio_smc._base.printable import clean, printable
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
@@ -53,6 +56,13 @@ _ANSWER: Final = 1 << 28
 _ITEMS: Final = 1_000_000
 """Items of one list that are taken from an answer."""
 _PIECE: Final = 65536
+_PROGRAM: Final = 60
+"""Characters of a command line that are shown."""
+_SENTENCE: Final = 200
+"""Characters of a sentence by which a process refuses."""
+_PEER_ID: Final = 32
+_MAX_NUMBER: Final = 1 << 64
+"""No number in an answer is as large, or below the negative of this."""
 
 
 @dataclass(slots=True)
@@ -410,7 +420,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     part: Any = message.get("part")
     data: Any = message.get("data")
     if part == "error":
-        raise ProtocolError(str(data)[:200])
+        raise ProtocolError(printable(data, _SENTENCE))
     if part == "end":
         if not snapshot.stack:
             raise ProtocolError("it ended before it began")
@@ -418,6 +428,7 @@ def _take_untrusted(snapshot: Snapshot, message: dict[str, Any]) -> bool:
     if part not in SHAPES:
         return True  # something newer than this program
     check_untrusted(data, SHAPES[part], part)
+    data = clean(data)
     if part == "process":
         snapshot.stack, snapshot.uptime = data["stack"], float(data["uptime"])
         snapshot.ueids = data["ueids"]
@@ -437,8 +448,7 @@ def _program(pid: int) -> str:
     with contextlib.suppress(OSError), Process(pid) as process:
         words = process.command()
     words = [os.path.basename(words[0]), *words[1:]] if words else words
-    text = " ".join(words).strip()[:60]
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return printable(" ".join(words).strip(), _PROGRAM)
 
 
 # --- captures ---------------------------------------------------------------------------------
@@ -548,10 +558,10 @@ def _stack_untrusted(message: dict[str, Any]) -> str:
     """
     data = message.get("data")
     if message.get("part") == "error":
-        raise ProtocolError(str(data)[:200])
+        raise ProtocolError(printable(data, _SENTENCE))
     if message.get("part") != control.CAPTURE or not isinstance(data, str):
         raise ProtocolError("it does not know captures")
-    return data[:32]
+    return printable(data, _PEER_ID)
 
 
 # --- shapes -----------------------------------------------------------------------------------
@@ -662,3 +672,6 @@ def check_untrusted(value: Any, shape: Any, where: str) -> None:
             truth = isinstance(value, bool) and shape is not bool
             if truth or not isinstance(value, shape):
                 raise ProtocolError(f"{where} is of the wrong kind")
+            # False for NaN, too.
+            if isinstance(value, int | float) and not -_MAX_NUMBER < value < _MAX_NUMBER:
+                raise ProtocolError(f"{where} is out of range")

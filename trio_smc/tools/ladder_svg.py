@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Final
 
+from trio_smc._base.printable import printable
 from trio_smc.tools.ladder import Ladder, Peer, Row, address_text
 from trio_smc.tools.ladder_text import KINDS, details, kind, peer_name, title
 
@@ -160,5 +161,5 @@ def _text(
     style += f' font-size="{size:g}"' if size != 13 else ""
     return (
         f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{fill}"{style}>'
-        f"{escape(words)}</text>"
+        f"{escape(printable(words))}</text>"
     )

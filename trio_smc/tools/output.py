@@ -1,12 +1,18 @@
-"""How commands print: tables by rich, JSON by the standard library, values in words, errors."""
+"""How commands print: tables by rich, JSON by the standard library, values in words, errors.
+
+Only this module prints.  Whatever it prints may hold text that another process wrote, so each line
+goes through `printable`, and markup of rich is not interpreted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from trio_smc._base.printable import printable
 from trio_smc._base.reasons import Diagnosis
 
 if TYPE_CHECKING:
@@ -23,7 +29,9 @@ __all__ = [
     "fields",
     "gid",
     "least_width",
+    "print_error",
     "print_json",
+    "print_line",
     "show",
     "size",
     "table",
@@ -65,6 +73,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=True))
 
 
+def print_line(line: object = "", *, flush: bool = False) -> None:
+    """Print one line."""
+    print(printable(line, None), flush=flush)
+
+
+def print_error(line: object) -> None:
+    """Print one line on stderr; where nothing takes it, it is lost."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(line, None), file=sys.stderr, flush=True)
+
+
 def console() -> Console:
     """Where tables go.  Raises ToolError when rich is not installed."""
     try:
@@ -72,7 +92,10 @@ def console() -> Console:
     except ImportError:
         raise ToolError("tables need rich: pip install 'trio-smc[cli]', or use --json") from None
     piped = not sys.stdout.isatty()
-    return Console(highlight=False, soft_wrap=False, width=_PIPED_WIDTH if piped else None)
+    return Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=False,
+        width=_PIPED_WIDTH if piped else None,
+    )  # fmt: skip
 
 
 def show(*parts: RenderableType) -> None:
@@ -80,6 +103,7 @@ def show(*parts: RenderableType) -> None:
     screen = console()
     from rich.console import ConsoleDimensions
 
+    parts = tuple(printable(part, None) if isinstance(part, str) else part for part in parts)
     if screen.is_terminal:
         # What does not fit goes on in the terminal's next line, as with `ss`: half a port number
         # in each of two lines of a cell helps nobody.
@@ -117,13 +141,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     from rich.text import Text
 
     cells = [[plain(cell) for cell in row] for row in rows]
-    made = Table(box=None, pad_edge=False, title=Text(title) if title else None,
+    made = Table(box=None, pad_edge=False, title=Text(printable(title)) if title else None,
                  title_justify="left", title_style="bold")  # fmt: skip
     for number, heading in enumerate(columns):
         kind, name = (heading[0], heading[1:]) if heading[:1] in _KINDS else ("", heading)
+        name = printable(name)
         widths = (cell_len(row[number]) for row in cells)
         made.add_column(
-            name,
+            Text(name),
             justify="right" if kind == ">" else "left",
             min_width=_READABLE if kind == "~" else max(cell_len(name), *widths, 0),
             overflow="fold",
@@ -141,13 +166,8 @@ def fields(pairs: Iterable[tuple[str, object]]) -> Table:
 
 
 def plain(value: object) -> str:
-    """Text of a cell; what could steer a terminal is made visible."""
-    if value is None or value == "":
-        return "-"
-    text = str(value)
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """Text of a cell."""
+    return "-" if value is None or value == "" else printable(value)
 
 
 def size(count: float) -> str:

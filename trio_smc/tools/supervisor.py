@@ -6,12 +6,16 @@ Theory of operation
 code, or the same signal.  What comes from the terminal is not passed on, the kernel gives it to the
 whole process group; the child is killed when this process is.
 
-The processes of PROGRAM tell what they do, by datagrams to a socket that the environment names: the
-hook in `site/sitecustomize.py` that it is there, that Trio runs, that asyncio has connections or
-that trio_smc is missing; each stack what it counted, for a report from time to time.  A thread
-reads them while this process sleeps in `sigtimedwait`.  A Python without the hook (``-I``) says
-nothing, so now and then the tree is looked at for one that has TCP sockets.  Whoever has no
-connection is nobody's business: the master of a server, a helper, a shell.
+The processes of PROGRAM send messages to a socket that only they can reach (`report_socket`,
+`report_messages`): the hook in `site/sitecustomize.py`, that it is there, that Trio runs, that
+asyncio has connections or that trio_smc is missing; each stack, what it has counted.  A thread
+takes them while this process sleeps in `sigwaitinfo`; it prints nothing, so neither a message nor
+a full pipe can stop it.  A Python without the hook (``-I``) sends nothing, so now and then the tree
+is searched for one that has TCP sockets.  A process without a connection does not count: the master
+of a server, a helper, a shell.
+
+Where messages may be missing, because more came than could be taken, nothing is concluded from a
+message that did not come.  Tables are bounded; what ended stacks have counted is added up.
 
 All that PROGRAM's processes do wrong together is said in one line, the first that is found; under
 ``--require-smc`` PROGRAM is told to end then.
@@ -21,34 +25,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
-import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from trio_smc import ProtocolError
+from trio_smc._base.printable import printable
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
-from trio_smc.tools.client import SHAPES, check_untrusted
-from trio_smc.tools.output import size
+from trio_smc.tools.output import ToolError, print_error, size, words
 from trio_smc.tools.processes import executable, family, has_tcp, is_python
+from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
+from trio_smc.tools.report_socket import ReportSocket, process
 
 __all__ = ["Tree", "supervise"]
 
-_LIMIT: Final = 1 << 16
 _PASSED_ON: Final = (
     signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGWINCH,
 )  # fmt: skip
+_OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
 _SI_KERNEL: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _FIRST_LOOK: Final = 0.5
@@ -57,47 +57,61 @@ _LAST_LOOK: Final = 10.0
 _REPORTS: Final = 1.0
 """Seconds between what a stack tells for ``--report``."""
 _FAILED: Final = 1
+_MAX_STACKS: Final = 2048
+"""Stacks that are open at a time and counted each for itself."""
+_SEARCH_INTERVAL: Final = 1.0
+"""Seconds between searches for killed ones among them, if there are too many."""
+_MAX_PROCESSES: Final = 1 << 16
+_MAX_REASONS: Final = 256
 
 
 class Tree:
     """What is known of PROGRAM's processes.
 
     Args:
-      require: whether whatever cannot be SMC-R is an error.
+      require: whether a process that cannot use SMC-R is an error.
 
     Attributes:
-      complaint: what was said; "" while there is nothing to say.
-      stacks: by process and peer ID, what each stack last said that it counted, if it did.
+      complaint: the first thing that was found wrong; "" if nothing was.
       hooked: Pythons that have the hook.
-      used_trio: whether any of them has run Trio.
-      ended: whether PROGRAM was told to end, since something of it cannot be SMC-R.
+      used_trio: True if any of them has run Trio.
+      ended: True if PROGRAM was told to end, because something of it cannot be SMC-R.
+      incomplete: True if messages may be missing.
     """
 
     def __init__(self, *, require: bool) -> None:
         self.complaint: str = ""
         self.ended = False
-        self.stacks: dict[tuple[int, str], dict[str, Any] | None] = {}
-        self._open: set[tuple[int, str]] = set()
         self.hooked: set[int] = set()
         self.used_trio: bool = False
+        self.incomplete = False
         self._require = require
+        self._announced = False
         self._suspects: set[int] = set()
+        self._open: dict[tuple[int, str], Counts | None] = {}
+        self._processes: set[int] = set()  # that have or had a stack
+        self._stacks = 0  # that were opened
+        self._next_search = 0.0
+        self._killed = 0  # without a word about their end
+        self._numbers: Counter[str] = Counter()  # of stacks that are not open any more
+        self._fallbacks: Counter[tuple[str, str]] = Counter()
 
-    def take_untrusted(self, data: bytes) -> None:
-        """A message of one of the processes.
-
-        Raises:
-          ProtocolError: it is none.
-        """
+    def take(self, data: bytes, pid: int) -> None:
+        """Take a packet of one of the processes; anything that is no message is ignored."""
         try:
-            message = json.loads(data)
-        except (ValueError, RecursionError):
-            raise ProtocolError("a message that is not JSON") from None
-        check_untrusted(message, {"kind": str, "pid": int}, "message")
-        pid = message["pid"]
-        match message["kind"]:
-            case "python":
-                self.hooked.add(pid)
+            message = decode_untrusted(data)
+        except ProtocolError:
+            return
+        if message.dropped:
+            self.incomplete = True
+        if message.stack:
+            self._take_counts(message, pid)
+            return
+        if len(self.hooked) >= _MAX_PROCESSES:
+            self.hooked.clear()  # they may be missing now
+            self.incomplete = True
+        self.hooked.add(pid)
+        match message.kind:
             case "trio":
                 self.used_trio = True
             case "asyncio":
@@ -106,49 +120,76 @@ class Tree:
                     "run it on Trio"
                 )
             case "missing":
-                check_untrusted(message, {"executable": str, "error": str}, "message")
                 self.complain(
-                    f"process {pid} uses Trio, but its Python, {message['executable']!a}, cannot "
-                    f"use trio_smc: {message['error'][:200]!a}"
+                    f"process {pid} uses Trio, but its Python, {message.executable!r}, cannot "
+                    f"use trio_smc: {message.error!r}"
                 )
-            case "stack-open":
-                check_untrusted(message, {"stack": str}, "message")
-                key = pid, message["stack"]
-                self.stacks[key] = None
-                self._open.add(key)
-            case "stack-counts" | "stack-end" as kind:
-                shape = {"stack": str, "statistics": SHAPES["statistics"]}
-                check_untrusted(message, shape, "message")
-                key = pid, message["stack"]
-                self.stacks[key] = message["statistics"]
-                if kind == "stack-end":
-                    self._open.discard(key)
+
+    def _take_counts(self, message: Message, pid: int) -> None:
+        key = pid, message.stack
+        if key not in self._open:
+            if len(self._open) >= _MAX_STACKS and time.monotonic() >= self._next_search:
+                self._forget_killed()
+                self._next_search = time.monotonic() + _SEARCH_INTERVAL
+            if len(self._open) >= _MAX_STACKS:
+                self.incomplete = True
+                return
+            self._stacks += 1
+            if len(self._processes) < _MAX_PROCESSES:
+                self._processes.add(pid)
+        self._open[key] = message.counts or self._open.get(key)
+        if message.kind == "stack-end":
+            self._add(self._open.pop(key))
+
+    def _forget_killed(self) -> None:
+        """Add up what stacks have counted whose processes have gone without a word."""
+        for key in [key for key in self._open if _has_ended(key[0])]:
+            self._add(self._open.pop(key))
+            self._killed += 1
+
+    def _add(self, counts: Counts | None) -> None:
+        if counts is None:
+            return
+        self._numbers["connections"] += counts.connections
+        self._numbers["refused"] += counts.refused
+        self._numbers.update(dict(zip(BYTES, counts.sizes, strict=True)))
+        for key, count in counts.fallbacks.items():
+            known = key in self._fallbacks or len(self._fallbacks) < _MAX_REASONS
+            self._fallbacks[key if known else ("?", "others")] += count
 
     def complain(self, text: str) -> None:
-        """Say the first thing that is wrong; once for the whole tree."""
+        """Keep the first thing that is wrong; once for the whole tree."""
         if not self.complaint:
             self.complaint = text
-            level = "error" if self._require else "warning"
-            print(f"trio-smc run: {level}: {text}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGCHLD)  # `_wait` looks again
+
+    def announce(self) -> None:
+        """Print what is wrong, once."""
+        if self.complaint and not self._announced:
+            self._announced = True
+            level = "error" if self._require else "warning"
+            print_error(f"trio-smc run: {level}: {self.complaint}")
 
     def look(self, root: int) -> None:
         """Look for Pythons without the hook that have TCP sockets.
 
         One that has just started is given until the next look.
         """
+        if self.incomplete:
+            return
         found = {
             pid for pid in family(root)
             if pid not in self.hooked and is_python(executable(pid)) and has_tcp(pid)
+            and not _is_stopped(pid)
         }  # fmt: skip
-        deaf = found & self._suspects
+        silent = found & self._suspects
         self._suspects = found
-        for pid in deaf - self.hooked:
+        for pid in silent - self.hooked:
             self.complain(_without_hook(pid, executable(pid)))
 
     def conclude(self, pid: int, path: str) -> None:
         """The program has ended: was there anything that could have been SMC-R?"""
-        if self.used_trio or self.stacks:
+        if self.used_trio or self._stacks or self.incomplete:
             return
         if is_python(path) and pid not in self.hooked:
             self.complain(_without_hook(pid, path))
@@ -156,29 +197,31 @@ class Tree:
             self.complain("the program ended without using Trio: nothing of it could be SMC-R")
 
     def report(self) -> Iterator[str]:
-        """The lines of ``--report``."""
-        counted = [each for each in self.stacks.values() if each is not None]
-        smc = sum(each["connections"] for each in counted)
-        reasons: Counter[tuple[str, str]] = Counter()
-        for each in counted:
-            for fallback in each["fallbacks"]:
-                reasons[fallback["origin"], fallback["reason"]] += fallback["count"]
-        refused = sum(each["refused"] for each in counted)
-        processes = len({pid for pid, _ in self.stacks})
-        yield f"{smc + reasons.total()} connections of {processes} processes"
-        for count, mode, prefix in ((smc, "SMC-R", ""), (reasons.total(), "TCP", "tcp_")):
-            sent, received = (sum(each[f"{prefix}bytes_{way}"] for each in counted)
-                              for way in ("sent", "received"))  # fmt: skip
+        """The lines of ``--report``, at the end."""
+        self._forget_killed()
+        running = len(self._open)
+        for counts in self._open.values():
+            self._add(counts)
+        self._open.clear()
+        smc, tcp = self._numbers["connections"], self._fallbacks.total()
+        refused = self._numbers["refused"]
+        yield f"{smc + tcp} connections of {len(self._processes)} processes"
+        for count, mode, prefix in ((smc, "SMC-R", ""), (tcp, "TCP", "tcp_")):
+            sent, received = (self._numbers[f"{prefix}bytes_{way}"] for way in ("sent", "received"))
             yield f"  {count:>7} {mode}, sent {size(sent)}, received {size(received)}"
-        for (origin, reason), count in reasons.most_common():
+        for (origin, reason), count in self._fallbacks.most_common():
             yield f"    {count:>7} {origin}: {reason}"
         if refused:
             yield f"  {refused:>7} refused, as --require-smc says"
-        if self._open:
+        if self._killed:
             yield (
-                f"  {len(self._open)} of {len(self.stacks)} stacks were killed: "
+                f"  {self._killed} of {self._stacks} stacks were killed: "
                 f"what they counted in their last {_REPORTS:g} seconds may be missing"
             )
+        if running:
+            yield f"  {running} of {self._stacks} stacks still run: what they count now is missing"
+        if self.incomplete:
+            yield "  more messages were sent than could be taken: something is missing here"
 
 
 def supervise(
@@ -192,48 +235,38 @@ def supervise(
 
     Raises:
       OSError: it cannot be started.
+      ToolError: there is no safe place for the socket of the reports.
     """
     tree = Tree(require=require)
-    with _socket() as (reader, path):
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    try:
+        reports = ReportSocket(tree.take)
+    except OSError as error:
+        raise ToolError(f"run: the socket for reports cannot be made: {words(error)}") from error
+    with reports:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, *_OWN})
         try:
-            told = {REPORT_TO: path, **({REPORT_EVERY: str(_REPORTS)} if report else {})}
-            child = _started(program, {**environment, **told}, mask)
+            environment = {**environment, REPORT_TO: reports.path}
+            environment.pop(REPORT_EVERY, None)
+            if report:
+                environment[REPORT_EVERY] = str(_REPORTS)
+            child = _started(program, environment, mask)
             started = executable(child.pid)
-            thread = threading.Thread(target=_listen, args=(reader, tree), name="trio-smc run")
-            thread.start()
-            try:
-                _wait(child, tree, require)
-            finally:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-                    own.sendto(b"", path)  # behind all that was told before
-                thread.join()
+            reports.start(child.pid)
+            _wait(child, tree, reports, require)
+            reports.finish()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    tree.incomplete |= reports.overflowed
     tree.conclude(child.pid, started)
+    tree.announce()
     if report:
         for line in tree.report():
-            print(f"trio-smc run: {line}", file=sys.stderr)
+            print_error(f"trio-smc run: {line}")
     if tree.ended:
         return child.returncode if child.returncode > 0 else _FAILED
     if child.returncode < 0:
         _die_by(signal.Signals(-child.returncode))
     return child.returncode or (_FAILED if require and tree.complaint else 0)
-
-
-@contextlib.contextmanager
-def _socket() -> Iterator[tuple[socket.socket, str]]:
-    """Where processes tell; those that gave up privileges, too, as long as they know its name."""
-    directory = tempfile.mkdtemp(prefix="trio-smc-run-")
-    try:
-        os.chmod(directory, 0o711)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
-            path = os.path.join(directory, "socket")
-            reader.bind(path)
-            os.chmod(path, 0o666)
-            yield reader, path
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _started(
@@ -259,28 +292,30 @@ def _started(
     return subprocess.Popen(program, preexec_fn=child, close_fds=False)  # noqa: PLW1509
 
 
-def _wait(child: subprocess.Popen[bytes], tree: Tree, require: bool) -> None:
-    """Until the child has ended; signals are passed on, and the tree is looked at."""
-    pause, next_look = _FIRST_LOOK, time.monotonic() + _FIRST_LOOK
-    while child.poll() is None:
-        left = max(0.0, next_look - time.monotonic())
-        info = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, left)
-        if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
-            child.send_signal(info.si_signo)
-        if tree.complaint and require and not tree.ended:
-            tree.ended = True
-            child.terminate()
-        if time.monotonic() >= next_look:
-            tree.look(child.pid)
-            pause = min(2 * pause, _LAST_LOOK)
-            next_look = time.monotonic() + pause
-
-
-def _listen(reader: socket.socket, tree: Tree) -> None:
-    """Until an empty datagram comes."""
-    while data := reader.recv(_LIMIT):
-        with contextlib.suppress(ProtocolError):
-            tree.take_untrusted(data)
+def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, require: bool) -> None:
+    """Until the child has ended; signals are passed on, and the tree is searched."""
+    # A timer, and no `sigtimedwait`: CPython returns whatever was in memory if that was interrupted
+    # (SIGSTOP and SIGCONT) and its time has passed.
+    pause = _FIRST_LOOK
+    signal.setitimer(signal.ITIMER_REAL, pause)
+    try:
+        while child.poll() is None:
+            info = signal.sigwaitinfo({*_PASSED_ON, *_OWN})
+            if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
+                child.send_signal(info.si_signo)
+            tree.announce()
+            if tree.complaint and require and not tree.ended:
+                tree.ended = True
+                child.terminate()
+            if info.si_signo == signal.SIGALRM:
+                tree.incomplete |= reports.overflowed
+                tree.look(child.pid)
+                pause = min(2 * pause, _LAST_LOOK)
+                signal.setitimer(signal.ITIMER_REAL, pause)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.SIGALRM in signal.sigpending():
+            signal.sigwait({signal.SIGALRM})  # unblocked, it would end this process
 
 
 def _die_by(number: signal.Signals) -> None:
@@ -292,6 +327,17 @@ def _die_by(number: signal.Signals) -> None:
 
 def _without_hook(pid: int, path: str) -> str:
     return (
-        f"process {pid} runs {path} without the hook of trio-smc (its options -I, -E or -S, "
-        "or an environment that was cleared): its connections cannot be SMC-R"
+        f"process {pid} runs {printable(path, 200)} without the hook of trio-smc (its options -I, "
+        "-E or -S, or an environment that was cleared): its connections cannot be SMC-R"
     )
+
+
+def _has_ended(pid: int) -> bool:
+    found = process(pid)
+    return found is None or found.state in "ZX"
+
+
+def _is_stopped(pid: int) -> bool:
+    """True for a process that was stopped, perhaps before its hook could send anything."""
+    found = process(pid)
+    return found is not None and found.state in "Tt"

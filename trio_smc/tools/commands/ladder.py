@@ -17,7 +17,7 @@ from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.commands import add_json, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
-from trio_smc.tools.output import ToolError, print_json
+from trio_smc.tools.output import ToolError, print_error, print_json, print_line
 
 NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         raise ToolError(f"ladder: {options.file}: {damage}")
     if not ladders:
         which = "" if options.connection is None else f" of a connection {options.connection}"
-        print(f"trio-smc: ladder: {options.file} has nothing of SMC-R{which}", file=sys.stderr)
+        print_error(f"trio-smc: ladder: {options.file} has nothing of SMC-R{which}")
         return 1
     return 0
 
@@ -102,11 +102,11 @@ def _print(ladders: Sequence[Ladder], seen: list[Seen], options: argparse.Namesp
     left = options.limit
     for number, ladder in enumerate(ladders):
         if number:
-            print()
+            print_line()
         for line in ladder_text.draw(
             ladder, start=seen[0].time, limit=max(left, 0), width=options.width
         ):
-            print(line)
+            print_line(line)
         left -= len(ladder.rows)
 
 

@@ -14,7 +14,7 @@ import trio
 
 import trio_smc
 from trio_smc.tools.commands import whole_number
-from trio_smc.tools.output import ToolError, size, words
+from trio_smc.tools.output import ToolError, print_line, size, words
 
 NAME = "proxy"
 SUMMARY = "pass connections on, from TCP to SMC-R or from SMC-R to TCP"
@@ -97,7 +97,7 @@ async def _serve(listen: _Address, target: _Address, require: bool) -> None:
             listeners = await _listeners(stack, listen)
             for each in listeners:
                 name = each.socket.getsockname()
-                print(f"listening on {name[0]} port {name[1]}", flush=True)
+                print_line(f"listening on {name[0]} port {name[1]}", flush=True)
             handler = partial(_pass_on, stack, target, passed)
             try:
                 async with trio.open_nursery() as nursery:

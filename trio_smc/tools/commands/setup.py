@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import trio_smc
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, print_line
 
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
@@ -56,5 +56,5 @@ def run(options: argparse.Namespace) -> int:
         raise ToolError(getattr(error, "strerror", None) or str(error)) from error
     users = "root" if options.group is None else f"root and the group {options.group}"
     state = "set up" if made else "was set up already"
-    print(f"TCP option {state} in {options.pin}, for {users}")
+    print_line(f"TCP option {state} in {options.pin}, for {users}")
     return 0

@@ -15,7 +15,7 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import agreed, print_json, show, size, table
+from trio_smc.tools.output import agreed, print_json, print_line, show, size, table
 
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         time.sleep(options.interval)
         before, counted = counted, _ask(options, silent)
         if rounds and not options.json:
-            print()
+            print_line()
         added = {
             key: (snapshot, _difference(flat, before[key][1] if key in before else {}))
             for key, (snapshot, flat) in counted.items()

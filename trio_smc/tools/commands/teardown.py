@@ -6,7 +6,7 @@ import argparse
 
 import trio_smc
 from trio_smc.tools.commands.setup import add_pin
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, print_line
 
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
@@ -31,5 +31,5 @@ def run(options: argparse.Namespace) -> int:
         removed = trio_smc.tear_down_tcp_option(pins=options.pin)
     except (OSError, ValueError) as error:
         raise ToolError(getattr(error, "strerror", None) or str(error)) from error
-    print(f"TCP option {'removed from' if removed else 'was not set up in'} {options.pin}")
+    print_line(f"TCP option {'removed from' if removed else 'was not set up in'} {options.pin}")
     return 0

@@ -3,11 +3,13 @@
 Python imports `sitecustomize` at its start, from the first directory of its path that has one;
 `trio-smc run` puts this one there.  A `sitecustomize` that this one hides is run afterwards.
 
-What the command must know it is told by a datagram each (`_tell`): that this interpreter has the
+What the command must know it is told by a message each (`_tell`): that this interpreter has the
 hook, that Trio runs, that trio_smc is missing, and that asyncio opens TCP connections, which can
-never be SMC-R.  The last is seen by an audit hook, since a loop makes a Python socket for each
-connection, made or accepted; uvloop, which does not, by its methods.  Under ``--require-smc`` such
-a socket is refused.  This file is all of it that an interpreter without trio_smc has.
+never be SMC-R.  None of them waits; one that cannot be sent is counted, and the next one says how
+many were lost.  Connections of asyncio are seen by an audit hook, since a loop makes a Python
+socket for each connection, made or accepted; uvloop, which does not, by its methods.  Under
+``--require-smc`` such a socket is refused.  This file is all of it that an interpreter without
+trio_smc has.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _REQUIRED = bool(os.environ.get("TRIO_SMC_REQUIRE"))
 _told: set[str] = set()
+_dropped = 0
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -164,20 +167,24 @@ def _tell(kind: str, **more: str) -> bool:
     # Neither `socket` nor `json`: this is part of the start of every Python program.
     import _socket
 
-    text = f'{{"kind": "{kind}", "pid": {os.getpid()}}}'
+    global _dropped
+    text = f'{{"kind": "{kind}", "dropped": {_dropped}}}'
     if more:
         import json
 
-        text = json.dumps({"kind": kind, "pid": os.getpid(), **more})
+        text = json.dumps({"kind": kind, "dropped": _dropped, **more})
     try:
-        sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+        sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         try:
-            sock.settimeout(1)
-            sock.sendto(text.encode(), path)
+            sock.setblocking(False)
+            sock.connect(path)
+            sock.send(text.encode())
         finally:
             sock.close()
     except OSError:
+        _dropped += 1
         return False
+    _dropped = 0
     return True
 
 

@@ -1,0 +1,637 @@
+"""`trio-smc run` beside processes that attack the socket on which PROGRAM's processes report."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trio_smc import ProtocolError
+from trio_smc.tools import report_messages, report_socket, site
+from trio_smc.tools.report_messages import BYTES, MAX_SIZE, decode_untrusted
+from trio_smc.tools.report_socket import ReportSocket
+from trio_smc.tools.supervisor import Tree
+
+RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
+PATIENCE = 40
+OTHER = 12345
+"""A user that owns nothing else."""
+PUBLIC_PYTHON = shutil.which("python3", path="/usr/bin:/bin")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or PUBLIC_PYTHON is None, reason="starts processes of another user"
+)
+COUNTS = {"connections": 1, "refused": 0, **dict.fromkeys(BYTES, 1), "fallbacks": []}
+ACCUSATION = json.dumps({"kind": "asyncio", "pid": 1}).encode()
+
+
+def send(path: str, data: bytes) -> bool:
+    """Send one message as the hook does; False if it was refused."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+            sock.send(data)
+        except OSError:
+            return False
+        return True
+
+
+class Inbox:
+    """A report socket, and the messages that it has received."""
+
+    def __init__(self) -> None:
+        self.socket = ReportSocket(self._take)
+        self.messages: list[tuple[bytes, int]] = []
+        self._changed = threading.Condition()
+
+    def _take(self, data: bytes, pid: int) -> None:
+        with self._changed:
+            self.messages.append((data, pid))
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+        """Wait until a condition on the messages holds."""
+        with self._changed:
+            assert self._changed.wait_for(condition, seconds), self.messages[:10]
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    made = Inbox()
+    with made.socket:
+        yield made
+
+
+# --- the parser --------------------------------------------------------------------------------
+
+GOOD: list[dict[str, Any]] = [
+    {"kind": "python"},
+    {"kind": "trio", "dropped": 3},
+    {"kind": "missing", "executable": "/usr/bin/python3", "error": "No module"},
+    {"kind": "stack-open", "stack": "00" * 8},
+    {"kind": "stack-end", "stack": "00" * 8, "statistics": {
+        **COUNTS, "fallbacks": [{"origin": "local", "reason": "no-rnic", "count": 2}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff", b"[1]", b"{}", b"null", b'"trio"', b'{"kind": 1}', b'{"kind": []}',
+        b'{"kind": "other"}', b"[" * 50_000, b'{"kind":' * 8000, b"1" * 6000, b" " * (MAX_SIZE + 1),
+        b'{"kind": "trio", "dropped": -1}', b'{"kind": "trio", "dropped": true}',
+        b'{"kind": "trio", "dropped": 1e400}', b'{"kind": "missing"}', b'{"kind": "stack-open"}',
+        b'{"kind": "stack-open", "stack": "' + b"x" * 33 + b'"}',
+        b'{"kind": "stack-end", "stack": "x", "statistics": {}}',
+        b'{"kind": "stack-counts", "stack": "x", "statistics": []}',
+        json.dumps({**GOOD[4], "statistics": {**COUNTS, "bytes_sent": 10**400}}).encode(),
+        json.dumps({**GOOD[4], "statistics": {**COUNTS, "bytes_sent": float("nan")}}).encode(),
+        json.dumps({**GOOD[4], "statistics": {**COUNTS, "connections": -1}}).encode(),
+        json.dumps({**GOOD[4], "statistics": {**COUNTS, "fallbacks": [{}]}}).encode(),
+        json.dumps({**GOOD[4], "statistics": {**COUNTS, "fallbacks": [1] * 200}}).encode(),
+    ],
+)  # fmt: skip
+def test_what_is_no_message(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_untrusted(data)
+    tree = Tree(require=True)
+    tree.take(data, 1)
+    assert not tree.complaint
+    assert not tree.hooked
+
+
+def test_damaged_messages_raise_nothing_else(rng: random.Random) -> None:
+    """Bytes changed, values replaced, in messages that would be good."""
+    values = [None, True, -1, 1 << 63, 10**400, 1.5, "", "\ud800\x1b[2J", [], {}, [[]], {"a": 1}]
+    seen = {True: 0, False: 0}
+    for _ in range(2000):
+        message = json.loads(json.dumps(rng.choice(GOOD)))
+        if rng.random() < 0.5:
+            place: Any = message
+            while True:
+                key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+                if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.3:
+                    place[key] = rng.choice(values)
+                    break
+                place = place[key]
+        data = bytearray(json.dumps(message).encode())
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            decoded = decode_untrusted(bytes(data))
+        except ProtocolError:
+            seen[False] += 1
+        else:
+            seen[True] += 1
+            for text in (decoded.executable, decoded.error, decoded.stack):
+                assert text.isprintable()
+                assert len(text) <= 10 * report_messages._MAX_TEXT
+    assert min(seen.values()) > 100
+
+
+def test_tables_are_bounded() -> None:
+    """One process that claims stacks without end, and reasons without end."""
+    tree = Tree(require=True)
+    for number in range(20_000):
+        fallbacks = [{"origin": "x", "reason": f"{number}", "count": 1}]
+        statistics = {**COUNTS, "fallbacks": fallbacks}
+        message = {"kind": "stack-end", "stack": f"{number}", "statistics": statistics}
+        tree.take(json.dumps(message).encode(), os.getpid())
+        message = {"kind": "stack-open", "stack": f"{number}"}
+        tree.take(json.dumps(message).encode(), os.getpid())
+    assert tree.incomplete
+    lines = list(tree.report())
+    assert len(lines) < 300
+    assert "something is missing here" in lines[-1]
+
+
+def test_no_conclusion_from_messages_that_may_be_missing() -> None:
+    for kind in ({"kind": "python", "dropped": 1}, {"kind": "python"}):
+        tree = Tree(require=True)
+        tree.take(json.dumps(kind).encode(), 2)
+        tree.conclude(1, sys.executable)
+        assert bool(tree.complaint) == ("dropped" not in kind)
+
+
+# --- the socket --------------------------------------------------------------------------------
+
+
+def test_messages_wait_for_a_reader_that_was_stopped(inbox: Inbox) -> None:
+    """A hundred children that start at once, and more; no sender waits."""
+    for number in range(300):
+        assert send(inbox.socket.path, b"%d" % number)
+    inbox.socket.start(os.getpid())
+    inbox.socket.finish()
+    assert inbox.messages == [(b"%d" % number, os.getpid()) for number in range(300)]
+    assert not inbox.socket.overflowed
+
+
+def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook of a new interpreter neither waits nor fails, and says later what was lost."""
+    monkeypatch.setattr(report_socket, "_BACKLOG", 8)
+    inbox = Inbox()
+    with inbox.socket:
+        while send(inbox.socket.path, b"fill"):
+            pass
+        program = (
+            "import sitecustomize as hook, sys; print(hook._dropped, flush=True); "
+            "sys.stdin.readline(); print(hook._tell('trio'), hook._dropped)"
+        )
+        environment = {
+            **os.environ,
+            "TRIO_SMC_RUN": inbox.socket.path,
+            "PYTHONPATH": str(Path(site.__file__).parent),
+        }
+        with subprocess.Popen(
+            [sys.executable, "-c", program], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stdout.readline() == "1\n"
+            inbox.socket.start(os.getpid())
+            inbox.wait(lambda: len(inbox.messages) >= 8)
+            out, _ = process.communicate("\n", timeout=PATIENCE)
+        assert out == "True 0\n"
+        inbox.socket.finish()
+        assert inbox.socket.overflowed
+    assert json.loads(inbox.messages[-1][0]) == {"kind": "trio", "dropped": 1}
+
+
+def test_a_sender_that_stops_between_connect_and_send(inbox: Inbox) -> None:
+    """It costs a connection for a while; others are heard."""
+    inbox.socket.start(os.getpid())
+    stopped = []
+    try:
+        for _ in range(3 * report_socket._MAX_SILENT):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stopped.append(sock)
+            sock.setblocking(False)
+            sock.connect(inbox.socket.path)
+        assert send(inbox.socket.path, b"other")
+        inbox.wait(lambda: (b"other", os.getpid()) in inbox.messages)
+        assert len(inbox.socket._silent) <= report_socket._MAX_SILENT
+        stopped[-1].send(b"late")
+        inbox.wait(lambda: (b"late", os.getpid()) in inbox.messages)
+    finally:
+        for sock in stopped:
+            sock.close()
+
+
+@pytest.mark.parametrize("refusable", [True, False])
+def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP sockets whose close would block for minutes (SO_LINGER): nothing waits for them."""
+    if not refusable:
+        monkeypatch.setattr(report_socket, "_SO_PASSRIGHTS", 9999)  # an older kernel
+    inbox = Inbox()
+    with (
+        inbox.socket,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as lingering,
+    ):
+        accepted, _ = server.accept()
+        with accepted:
+            lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 120))
+            lingering.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    lingering.send(bytes(65536))
+            sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sender.connect(inbox.socket.path)
+            rights = [
+                (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lingering.fileno()]))
+            ]
+            try:
+                sender.sendmsg([b"rights"], rights)
+                taken = True
+            except PermissionError:
+                taken = False
+                assert refusable
+                lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+            sender.close()
+            lingering.close()  # the one in the message is the last one
+            descriptors = len(os.listdir("/proc/self/fd"))
+            inbox.socket.start(os.getpid())
+            assert send(inbox.socket.path, b"behind")
+            inbox.wait(lambda: (b"behind", os.getpid()) in inbox.messages, 2)
+            assert ((b"rights", os.getpid()) in inbox.messages) == taken
+            assert len(os.listdir("/proc/self/fd")) <= descriptors + 4, "it was received"
+            begun = time.monotonic()
+            inbox.socket.finish()
+            assert time.monotonic() - begun < 5
+
+
+# --- the command -------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, trio
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, trio.sleep_forever, 0)
+        print(os.environ["TRIO_SMC_RUN"], flush=True)
+        worst, before = 0.0, trio.current_time()
+        with trio.move_on_after(60) as scope:
+            async with trio.open_nursery() as inner:
+                inner.start_soon(until_line, inner.cancel_scope)
+                while True:
+                    await trio.sleep(0.05)
+                    now = trio.current_time()
+                    worst, before = max(worst, now - before - 0.05), now
+        nursery.cancel_scope.cancel()
+    print(worst, flush=True)
+    sys.exit(7)
+
+async def until_line(scope):
+    await trio.to_thread.run_sync(sys.stdin.readline)
+    scope.cancel()
+
+try:
+    trio.run(main)
+except* SystemExit as group:
+    sys.exit(7)
+"""
+STRANGER = """
+import glob, itertools, json, re, socket, sys, time
+seconds, *paths = sys.argv[1:]
+seconds = float(seconds)
+if not paths:
+    for pattern in ("/tmp/trio-smc-run-*", "/tmp/trio-smc-run-*/*", "/tmp/trio-smc-run-*/*/*"):
+        paths += glob.glob(pattern)
+    listed = open("/proc/net/unix").read().splitlines()
+    listed = [line.split()[7] for line in listed if len(line.split()) > 7]
+    paths += [re.sub("^@", "\\0", name) for name in listed if "trio-smc-run" in name]
+    assert paths, "nothing at all was found"
+counts = {"connections": 10**6, "refused": 10**6, "bytes_sent": 10**6, "bytes_received": 0,
+          "tcp_bytes_sent": 0, "tcp_bytes_received": 0, "fallbacks": []}
+sent, end = 0, time.monotonic() + seconds
+for number in itertools.count():
+    for message in (
+        {"kind": "asyncio", "pid": 1},
+        {"kind": "missing", "pid": 1, "executable": "x" * 30000, "error": "\\x1b[2J"},
+        {"kind": "stack-end", "pid": 1, "stack": f"{number}", "statistics": counts},
+        {"kind": "stack-open", "pid": 1, "stack": f"{number}"},
+    ):
+        for path in paths:
+            for kind in (socket.SOCK_SEQPACKET, socket.SOCK_DGRAM):
+                with socket.socket(socket.AF_UNIX, kind) as sock:
+                    sock.setblocking(False)
+                    try:
+                        sock.connect(path)
+                        sock.send(json.dumps(message).encode())
+                        sent += 1
+                    except OSError:
+                        pass
+    if time.monotonic() >= end:
+        break
+print(sent)
+"""
+
+
+def stranger(*arguments: object, user: int | None = OTHER) -> int:
+    """Run STRANGER; how many messages it could send."""
+    python = sys.executable if user is None else PUBLIC_PYTHON
+    assert python is not None
+    done = subprocess.run(
+        [python, "-I", "-c", STRANGER, *map(str, arguments)],
+        capture_output=True, text=True, timeout=PATIENCE, check=True,
+        user=user, group=user, extra_groups=None if user is None else [], cwd="/",
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@contextlib.contextmanager
+def command(directory: Path, *options: str, program: str = PROGRAM) -> Iterator[Any]:
+    """`trio-smc run` of a program that has printed its first line."""
+    (directory / "program.py").write_text(program)
+    with subprocess.Popen(
+        [*RUN, *options, "--", sys.executable, "program.py"],
+        cwd=directory, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def memory_of(pid: int) -> int:
+    """The most memory that a process has had, in KiB."""
+    [peak] = re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(peak)
+
+
+@needs_root
+@pytest.mark.parametrize("knows_the_name", [False, True])
+def test_a_flood_from_another_user(knows_the_name: bool, tmp_path: Path) -> None:
+    """It finds no name that it can use; and one that it was given does not help it."""
+    with command(tmp_path, "--require-smc", "--report") as process:
+        path = process.stdout.readline().strip()
+        before, processor = memory_of(process.pid), _processor_time(process.pid)
+        sent = stranger(2, *([path] if knows_the_name else []))
+        assert (sent > 100) == knows_the_name
+        used = _processor_time(process.pid) - processor
+        grown = memory_of(process.pid) - before
+        out, said = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 7, said
+    assert float(out) < 0.3
+    assert "\x1b" not in said
+    assert "asyncio" not in said
+    assert "\n" not in said.split("connections of", maxsplit=1)[0]
+    assert said.startswith("trio-smc run: 0 connections of 1 processes\n")
+    assert used < 1.2
+    assert grown < 20_000
+
+
+def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
+    """It can make the report wrong, as a debugger can; it costs neither the end nor the code."""
+    with command(tmp_path, "--report") as process:
+        path = process.stdout.readline().strip()
+        before = memory_of(process.pid)
+        assert stranger(2, path, user=None) > 100
+        grown = memory_of(process.pid) - before
+        begun = time.monotonic()
+        out, said = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 7, said
+    assert time.monotonic() - begun < 15
+    assert float(out) < 0.3
+    assert "\x1b" not in said
+    assert grown < 60_000
+
+
+def _processor_time(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@needs_root
+def test_a_worker_that_changed_its_user(tmp_path: Path) -> None:
+    """It is of the tree: what its stack has counted is in the report."""
+    program = """
+import os, sys, trio, trio_smc
+async def main():
+    async with trio_smc.open_stack(trio_smc.Config(directory=sys.argv[1])) as stack:
+        print(os.geteuid(), flush=True)
+        await trio.sleep(0)
+import trio_smc._stack, json
+user = int(sys.argv[2])
+if os.fork() == 0:
+    os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)
+    trio.run(main)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    private = Path("/tmp") / f"trio-smc-test-{os.getpid()}"
+    private.mkdir(mode=0o700)
+    os.chown(private, OTHER, OTHER)
+    (tmp_path / "program.py").write_text(program)
+    try:
+        done = subprocess.run(
+            [*RUN, "--report", "--", sys.executable, "program.py", private, str(OTHER)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(private)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{OTHER}\n"
+    assert done.stderr.startswith("trio-smc run: 0 connections of 1 processes\n"), done.stderr
+    assert "missing" not in done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("related", [True, False])
+def test_another_user_must_descend_from_the_program(related: bool, inbox: Inbox) -> None:
+    """Both processes know the name; the parent of the second one has ended."""
+    inbox.socket.start(os.getpid())
+    code = f"""
+import os, socket, sys
+if not {related} and os.fork():
+    os._exit(0)
+os.setresuid({OTHER}, {OTHER}, {OTHER})
+while not {related} and os.getppid() == int(sys.argv[2]):
+    pass
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+sock.send(b"hello")
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [PUBLIC_PYTHON, "-I", "-c", code, inbox.socket.path, str(os.getpid())],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sent\n"
+        assert send(inbox.socket.path, b"own")
+        inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
+        heard = [pid for data, pid in inbox.messages if data == b"hello"]
+        process.communicate("\n", timeout=PATIENCE)
+    assert heard == ([process.pid] if related else [])
+    assert inbox.socket.refused == (not related)
+
+
+def test_a_grandchild_that_outlives_the_program(tmp_path: Path) -> None:
+    """The command ends with PROGRAM, and the report says that a stack goes on."""
+    program = """
+import subprocess, sys
+child = '''
+import os, sys, trio, trio_smc
+async def main():
+    async with trio_smc.open_stack():
+        print(os.getpid(), flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)
+trio.run(main)
+'''
+child = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline(), end="", flush=True)
+sys.exit(9)
+"""
+    with command(tmp_path, "--report", program=program) as process:
+        pid = int(process.stdout.readline())
+        assert process.wait(PATIENCE) == 9
+        said = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
+        said += process.stderr.readline()
+        watch = os.pidfd_open(pid)
+        try:
+            process.stdin.close()
+            import select
+
+            assert select.select([watch], [], [], PATIENCE)[0]
+        finally:
+            os.close(watch)
+            process.stdin = None
+    assert "1 of 1 stacks still run" in said, said
+
+
+def test_a_stopped_worker_is_not_accused(tmp_path: Path) -> None:
+    """It has a socket, but was stopped before its hook ran."""
+    program = """
+import signal, socket, subprocess, sys, time
+sock = socket.create_server(("127.0.0.1", 0))
+code = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+child = subprocess.Popen([sys.executable, "-I", "-c", code], pass_fds=[sock.fileno()])
+sock.close()
+print("ready", flush=True)
+sys.stdin.readline()
+child.kill()
+child.wait()
+"""
+    with command(tmp_path, program=program) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(2.5)  # the tree is searched after 0.5 s and after 1.5 s
+        _, said = process.communicate("\n", timeout=PATIENCE)
+    assert "without the hook" not in said, said
+
+
+def test_a_hundred_children_while_the_command_is_stopped(tmp_path: Path) -> None:
+    """None of them waits for it, and none is accused."""
+    program = """
+import subprocess, sys, trio
+print("ready", flush=True)
+sys.stdin.readline()
+trio.run(trio.sleep, 0)
+children = [subprocess.Popen([sys.executable, "-c", "pass"]) for _ in range(100)]
+codes = [child.wait() for child in children]
+print(sum(codes), flush=True)
+sys.stdin.readline()
+sys.exit(3)
+"""
+    with command(tmp_path, "--report", program=program) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "0\n"
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 3
+    assert "without" not in said, said
+    assert "missing" not in said, said
+
+
+def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
+    """A stderr that nothing reads any more: the exit code stays PROGRAM's."""
+    (tmp_path / "program.py").write_text("import sys; sys.exit(5)")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [*RUN, "--report", "--", sys.executable, "program.py"],
+            cwd=tmp_path, stderr=writing, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert done.returncode == 5
+
+
+def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> None:
+    """The socket is made in /tmp instead."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    program = "import os; print(os.environ['TRIO_SMC_RUN'])"
+    done = subprocess.run(
+        [*RUN, "--", sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path / "open")},
+        capture_output=True, text=True, timeout=PATIENCE, check=True,
+    )  # fmt: skip
+    assert re.fullmatch(r"/tmp/trio-smc-run-[^/]+/[\w-]{22}\n", done.stdout)
+    assert not list((tmp_path / "open").iterdir())
+
+
+def test_the_longest_chain_of_processes() -> None:
+    """Each a child of the one before: the search does not recurse."""
+    from trio_smc.tools.processes import family
+
+    limit = sys.getrecursionlimit()
+    shell = 'n=$1; [ $n -gt 0 ] && { sh -c "$0" "$0" $((n-1)); exit; }; echo ready; read line'
+    with subprocess.Popen(
+        ["sh", "-c", shell, shell, "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            sys.setrecursionlimit(_depth() + 40)
+            try:
+                found = list(family(process.pid))
+            finally:
+                sys.setrecursionlimit(limit)
+        finally:
+            process.communicate(b"\n")
+    assert len(found) == 61
+
+
+def _depth() -> int:
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+def test_a_stop_and_a_continue(tmp_path: Path) -> None:
+    """Ctrl-Z and `fg`: the command waits on, and its exit code is PROGRAM's."""
+    program = "import sys; print(flush=True); sys.stdin.readline(); sys.exit(6)"
+    with command(tmp_path, program=program) as process:
+        assert process.stdout.readline() == "\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.7)  # longer than until the tree is searched again
+            process.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        _, said = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 6, said
+    assert "Invalid" not in said

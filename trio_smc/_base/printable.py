@@ -1,0 +1,65 @@
+"""Text of other processes and peers, made safe for terminals, logs and error messages.
+
+Names, sentences and command lines that another process wrote may hold anything: escape sequences
+that steer a terminal, line ends that forge a line of a log, directional overrides and invisible
+characters that make text look like other text, surrogates that no output encoding has.  `printable`
+writes each such character as an escape of Python, so that the reader sees what was there.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any, Final
+
+__all__ = ["MAX_FOREIGN", "clean", "printable"]
+
+MAX_FOREIGN: Final = 1000
+"""Characters of one foreign string that are kept."""
+_CUT: Final = "..."
+_PLAIN: Final = re.compile(r"[ -~]*")
+_MARKS: Final = frozenset({"Mn", "Me"})
+# Letters and symbols without any ink.  Python calls them printable (UAX 44,
+# Default_Ignorable_Code_Point, and the empty Braille cell).
+_INVISIBLE: Final = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+
+
+def printable(text: object, limit: int | None = MAX_FOREIGN) -> str:
+    """Return ``str(text)`` as one line that is safe to print.
+
+    Control characters (C0, DEL, C1), line separators, format characters (directional controls,
+    zero-width characters), combining marks, surrogates, private and unassigned characters become
+    escapes such as ``\\x1b``.  Blanks other than the space become escapes, too.
+
+    Args:
+      limit: characters of ``text`` that are kept; "..." stands for the rest.  None: all.
+    """
+    whole = str(text)
+    kept = whole if limit is None or len(whole) <= limit else whole[:limit] + _CUT
+    if _PLAIN.fullmatch(kept):
+        return kept
+    return "".join(each if _is_harmless(each) else _escape(each) for each in kept)
+
+
+def clean(value: Any) -> Any:
+    """Return decoded JSON with every string in it, names of fields too, made `printable`."""
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [clean(each) for each in value]
+        case dict():
+            return {printable(name): clean(each) for name, each in value.items()}
+    return value
+
+
+def _is_harmless(character: str) -> bool:
+    return (
+        character.isprintable()
+        and character not in _INVISIBLE
+        and unicodedata.category(character) not in _MARKS
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,0 +1,308 @@
+"""The socket on which `trio-smc run` hears from the processes of PROGRAM, and from no others.
+
+Theory of operation
+-------------------
+The socket lies in a new directory that nobody can list, under a random name, which only the
+environment of PROGRAM's processes has.  It was bound under another name and renamed, because
+/proc/net/unix shows every user the name that was bound.  So a process of another user cannot reach
+the socket; it has mode 0666, because a process of the tree may have changed its user.
+
+Such a process exposes the name to all processes of its new user, which may read its environment.
+Therefore the kernel is asked about each connection (SO_PEERCRED): a sender of this user is
+accepted, and a sender of another user only if PROGRAM is its ancestor, or was when it sent before.
+A process of the same user that reads the name out of an environment is accepted; it could as well
+send signals to PROGRAM, or trace it.
+
+A message is one packet on a connection of its own (SOCK_SEQPACKET).  So a sender never waits: if
+the backlog is full, connect(2) fails at once, and the sender counts the message.  The reading
+thread never waits for a sender either.  It only peeks at a packet, so that no descriptor sent with
+it gets into this process; to close the connection destroys such a descriptor, which may block
+(SO_LINGER), so another thread closes.  A kernel that can refuse descriptors does (SO_PASSRIGHTS,
+Linux 6.16).
+
+The reader accepts a bounded number of connections, then pauses, so that a flood costs a bounded
+part of one processor.  If the backlog may have been full, messages may be missing (`overflowed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from trio_smc.capture.output_file import trust_directory
+from trio_smc.tools.report_messages import MAX_SIZE
+
+__all__ = ["Process", "ReportSocket", "process"]
+
+_BACKLOG: Final = 4096
+_BURST: Final = 32
+"""Connections that are accepted between two pauses."""
+_PAUSE: Final = 0.01
+_MAX_SILENT: Final = 64
+"""Connections whose packet has not come yet, as their sender was stopped in between."""
+_SILENCE: Final = 5.0
+_MAX_UNCLOSED: Final = 256
+_LAST: Final = 2.0
+"""Seconds for what was sent before PROGRAM ended."""
+_MAX_KNOWN: Final = 1 << 16
+_MAX_ADDRESS: Final = 107
+"""Bytes of the name of a Unix socket (unix(7))."""
+_CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_SO_PASSRIGHTS: Final = 83  # linux/include/uapi/asm-generic/socket.h
+
+
+class Process(NamedTuple):
+    """A line of /proc/PID/stat.
+
+    Attributes:
+      state: "R", "S", "T" (stopped), "Z" (ended, and nobody has waited for it), ...
+      parent: the number of its parent.
+      start: when it was started, in clock ticks since the boot.
+    """
+
+    state: str
+    parent: int
+    start: int
+
+
+def process(pid: int) -> Process | None:
+    """Look at a process; None: there is none of this number."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    words = line[line.rindex(b")") + 1 :].split()  # its name may hold blanks and brackets
+    return Process(words[0].decode("ascii"), int(words[1]), int(words[19]))
+
+
+class ReportSocket:
+    """Receives messages in a thread, from `start` to `finish`; leave it as a context manager.
+
+    Args:
+      take: called in the thread with each packet and the number of its sender.
+
+    Attributes:
+      path: the socket's name; only PROGRAM's processes may know it.
+      overflowed: True if the backlog may have been full, so that messages may be missing.
+      refused: connections of processes that are not PROGRAM's.
+    """
+
+    def __init__(self, take: Callable[[bytes, int], None]) -> None:
+        self._take = take
+        self._known: dict[int, int] = {}
+        self._root = 0
+        self.overflowed = False
+        self.refused = 0
+        self._silent: dict[socket.socket, tuple[int, float]] = {}
+        self._unclosed: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._finish = threading.Event()
+        self._directory, self.path = _new_directory()
+        try:
+            self._listener, self._backlog = _listener(self._directory, self.path)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+        self._listener.close()
+        os.close(self._wake)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def start(self, root: int) -> None:
+        """Begin to receive; ``root`` is PROGRAM's process."""
+        self._root = root
+        for function in (self._receive, self._close):
+            # A daemon: a descriptor may block the second one, but not the end of this process.
+            thread = threading.Thread(target=function, name="trio-smc run", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def finish(self) -> None:
+        """Take what was sent before, and stop.  Takes a few seconds at most.  Idempotent."""
+        self._finish.set()
+        os.eventfd_write(self._wake, 1)
+        for thread in self._threads:
+            thread.join(_LAST + 1)
+            self._unclosed.put(None)
+        self._threads.clear()
+
+    # --- the thread that reads ---------------------------------------------------------------
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            in_a_row = 0
+            while not self._finish.is_set():
+                wait = None if not self._silent else _SILENCE
+                for key, _ in selector.select(wait):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._silent:
+                        selector.unregister(key.fileobj)
+                        self._read(key.fileobj, self._silent.pop(key.fileobj)[0])
+                accepted = self._accept(selector)
+                self._expire(selector)
+                in_a_row += accepted
+                self.overflowed |= in_a_row >= self._backlog
+                in_a_row = in_a_row if accepted == _BURST else 0
+                if accepted == _BURST or self._unclosed.qsize() > _MAX_UNCLOSED:
+                    self._finish.wait(_PAUSE)
+            self._drain(selector)
+
+    def _drain(self, selector: selectors.BaseSelector) -> None:
+        """Take what lies in the backlog; what has not come by now does not count any more."""
+        end = time.monotonic() + _LAST
+        while time.monotonic() < end:
+            if self._unclosed.qsize() > _MAX_UNCLOSED:
+                time.sleep(_PAUSE)
+            elif not self._accept(selector):
+                break
+        else:
+            self.overflowed = True
+        for connection, (pid, _) in self._silent.items():
+            if not self._read(connection, pid):
+                self._unclosed.put(connection)
+        self._silent.clear()
+
+    def _accept(self, selector: selectors.BaseSelector) -> int:
+        """Take up to `_BURST` connections; return how many there were."""
+        if self._unclosed.qsize() > _MAX_UNCLOSED:
+            self.overflowed = True
+            return 0
+        for count in range(_BURST):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return count
+            except OSError:
+                # No descriptor is left, or no memory: again after a pause.
+                self._finish.wait(_PAUSE)
+                return count
+            connection.setblocking(False)
+            pid, uid, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if not self._is_member(pid, uid):
+                self.refused += 1
+                self._unclosed.put(connection)
+            elif not self._read(connection, pid):
+                self._silent[connection] = pid, time.monotonic() + _SILENCE
+                selector.register(connection, selectors.EVENT_READ)
+        return _BURST
+
+    def _read(self, connection: socket.socket, pid: int) -> bool:
+        """Take the packet; False if it has not come yet."""
+        try:
+            data = connection.recv(MAX_SIZE + 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if data:
+            self._take(data, pid)
+        self._unclosed.put(connection)
+        return True
+
+    def _expire(self, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for connection, (_, deadline) in list(self._silent.items()):
+            if deadline > now and len(self._silent) <= _MAX_SILENT:
+                return
+            del self._silent[connection]
+            selector.unregister(connection)
+            self._unclosed.put(connection)
+
+    # --- who sends ---------------------------------------------------------------------------
+
+    def _is_member(self, pid: int, uid: int) -> bool:
+        """True if a sender is of this user, or a descendant of PROGRAM."""
+        if pid == 0:
+            return False  # of a namespace of processes that cannot be below PROGRAM's
+        found = process(pid)
+        if found is None:
+            # It has ended since.
+            return uid == os.geteuid() or pid in self._known
+        known = uid == os.geteuid() or self._known.get(pid) == found.start
+        if not known and not self._descends(pid, found):
+            return False
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[pid] = found.start
+        return True
+
+    def _descends(self, pid: int, found: Process) -> bool:
+        while pid != self._root:
+            above = process(found.parent)
+            # A number that was given to another process meanwhile has a later start.
+            if above is None or above.start > found.start:
+                return False
+            pid, found = found.parent, above
+        return True
+
+    # --- the thread that closes --------------------------------------------------------------
+
+    def _close(self) -> None:
+        while (connection := self._unclosed.get()) is not None:
+            connection.close()
+
+
+def _new_directory() -> tuple[str, str]:
+    """A new directory, and the name that the socket will have in it.
+
+    Raises:
+      OSError: there is no place where other users could not replace it.
+    """
+    problem: OSError = FileNotFoundError(errno.ENOENT, "no directory for temporary files")
+    for place in (tempfile.gettempdir(), "/tmp"):
+        try:
+            trust_directory(place)
+            directory = tempfile.mkdtemp(prefix="trio-smc-run-", dir=place)
+        except OSError as error:
+            problem = error
+            continue
+        path = os.path.join(directory, secrets.token_urlsafe(16))
+        if len(os.fsencode(path)) <= _MAX_ADDRESS:
+            return directory, path
+        os.rmdir(directory)
+        problem = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), place)
+    raise problem
+
+
+def _listener(directory: str, path: str) -> tuple[socket.socket, int]:
+    """The socket that listens at a path, and the length of its backlog."""
+    backlog = _BACKLOG
+    with contextlib.suppress(OSError, ValueError):
+        backlog = min(backlog, int(Path("/proc/sys/net/core/somaxconn").read_bytes()))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.setblocking(False)
+        with contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+        bound = os.path.join(directory, "new")
+        listener.bind(bound)
+        os.chmod(bound, 0o666)
+        listener.listen(backlog)
+        os.rename(bound, path)
+        os.chmod(directory, 0o711)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, backlog
