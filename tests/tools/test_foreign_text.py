@@ -1,0 +1,399 @@
+"""Text of other processes reaches a terminal, a pipe or a log only as harmless characters."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.tools_processes import Done, command_here
+from trio_smc import ProtocolError, tools
+from trio_smc._base.printable import clean, printable
+from trio_smc.control import protocol as control
+from trio_smc.tools import client, ladder_svg, output
+from trio_smc.tools.client import SHAPES, Maybe
+from trio_smc.tools.commands import MODULES
+from trio_smc.tools.commands import ladder as ladder_command
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+PATIENCE = 40
+STEERING = (
+    "\x1b[2J\x1b]0;title\x07\x00\r\n\x0b\x0c\x1c\x7f\x85\x9b31m"  # C0, DEL, C1
+    "\u061c\u200b\u200d\u200e\u202a\u202e\u2028\u2029\u2066\ufeff\ufff9"  # lines, direction, width
+    "\u0301\u0489\ufe0f\u3164\u2800\u00ad\xa0\u3000"  # marks, without ink, blanks
+    "\udc80\ud800\ue000\U000e0041\U0010ffff"  # surrogates, private, tags, unassigned
+)
+HOSTILE = f"[red]{STEERING}[/][link=file:///]:boom:" + "long " * 2000
+DANGEROUS = {each for each in STEERING if not " " <= each <= "~"} - {"\n"}
+ARGUMENT = HOSTILE[:100].replace("\0", "").replace("\ud800", "")
+"""What an argument or a name of a file can be."""
+
+
+def assert_harmless(text: str, *, terminal: bool = False) -> None:
+    """No character of a foreign string steers anything; the markup was not interpreted."""
+    if terminal:
+        # Colours and line ends that the command itself has written.
+        text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r\n", "\n")
+    found = {each for each in text if each in DANGEROUS or not each.isprintable()} - {"\n"}
+    assert not found, ascii(found)
+    assert len(text) < 300_000
+
+
+# --- a process that answers whatever it likes --------------------------------------------------
+
+
+def hostile(shape: Any) -> Any:
+    """A value of the shape; each string, and the name of one more field, is hostile."""
+    match shape:
+        case Maybe():
+            return hostile(shape.shape)
+        case dict():
+            return {HOSTILE: HOSTILE, **{name: hostile(each) for name, each in shape.items()}}
+        case [tuple()]:
+            return [HOSTILE, 2]
+        case [inner]:
+            return [hostile(inner)]
+        case tuple():
+            return 2
+    return {str: HOSTILE, int: 2, bool: False}[shape]
+
+
+class Liar:
+    """A control socket of this process that gives hostile answers."""
+
+    def __init__(self, directory: Path, name: str = "1", refuse: bool = False) -> None:
+        below = directory / control.DIRECTORY
+        below.mkdir(mode=0o700, exist_ok=True)
+        self.ends: tuple[Any, Any] | None = None
+        self._refuse = refuse
+        self._name = name
+        self._path = below / f"{os.getpid()}-{name}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self._path.unlink()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        (length,) = struct.unpack("!I", connection.recv(4, socket.MSG_WAITALL))
+        wanted = json.loads(connection.recv(length, socket.MSG_WAITALL))["want"]
+        if self._refuse:
+            connection.sendall(control.encode({"part": "error", "data": HOSTILE}))
+            return
+        if wanted == [control.CAPTURE]:
+            connection.sendall(
+                control.encode({"part": control.CAPTURE, "data": self._name + HOSTILE})
+            )
+            connection.recv(1)
+            return
+        for part in ("process", *wanted):
+            data = hostile(SHAPES[part])
+            if part == "connections":
+                data += [{**data[0], "mode": "smc-r"}, {**data[0], "version": 1, "link": None}]
+                if self.ends is not None:
+                    data[0]["local"], data[0]["peer"] = self.ends
+            connection.sendall(control.encode({"part": part, "data": data}))
+        connection.sendall(control.encode({"part": "end", "data": None}))
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    directory = tmp_path / "private"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest.fixture
+def liar(private: Path) -> Iterator[Liar]:
+    made = Liar(private)
+    yield made
+    made.close()
+
+
+ASKING = (
+    ("ss",), ("ss", "-v"), ("ss", "--json"), ("lg",), ("lg", "--json"), ("rnic",), ("stats",),
+    ("stats", "--interval", "0.05", "--count", "1"), ("top", "--interval", "0.05", "--count", "1"),
+    ("top", "--interval", "0.05", "--count", "1", "--json"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+def test_answers(
+    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command that asks running processes shows the text, and its markup as it is."""
+    done = command_here(capsys, *words, "--directory", str(private))
+    assert done.code == 0, done.err
+    assert_harmless(done.out)
+    assert_harmless(done.err)
+    if words[0] != "top":  # which shows few strings
+        assert "[red]" in done.out
+
+
+@pytest.mark.parametrize("words", [*ASKING, ("capture", str(os.getpid()), "-o", "-")], ids=" ".join)
+def test_refusals(
+    words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that answers by a sentence of its own."""
+    made = Liar(private, refuse=True)
+    try:
+        if words[0] != "capture":
+            words = (*words, "--pid", str(os.getpid()))
+        done = command_here(capsys, *words, "--directory", str(private))
+    finally:
+        made.close()
+    assert done.code in (1, 2)
+    assert "[red]" in done.err
+    assert_harmless(done.err)
+    assert_harmless(done.out)
+    assert len(done.err.splitlines()) == 1
+
+
+def test_captures_of_several_stacks(
+    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = Liar(private, "2")
+    try:
+        done = command_here(
+            capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private)
+        )
+    finally:
+        second.close()
+    assert done.code == 2
+    assert "several stacks" in done.err
+    assert_harmless(done.err)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_check(
+    options: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's own view of the connection is what its process says."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, address = server.accept()
+            liar.ends = list(connection.getsockname()), list(address)
+            with connection:
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = str(server.getsockname()[1])
+        done = command_here(
+            capsys, "check", "127.0.0.1", port, "--directory", str(private), *options
+        )
+        thread.join()
+    assert done.code == 1, done.err
+    assert "[red]" in done.out
+    assert_harmless(done.out)
+    assert_harmless(done.err)
+
+
+def test_reports_of_run(tmp_path: Path) -> None:
+    """Messages that a process of the tree made up."""
+    counts = {
+        **dict.fromkeys(("connections", "refused", "bytes_sent", "bytes_received"), 1),
+        **dict.fromkeys(("tcp_bytes_sent", "tcp_bytes_received"), 1),
+        "fallbacks": [{"origin": HOSTILE[:60], "reason": HOSTILE[40:100], "count": 1}],
+    }
+    messages = [
+        {"kind": "missing", "executable": HOSTILE, "error": HOSTILE},
+        {"kind": "stack-end", "stack": HOSTILE[:32], "statistics": counts},
+    ]
+    (tmp_path / "program.py").write_text(
+        f"""
+import os, socket
+for text in {[json.dumps(each) for each in messages]!r}:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(os.environ["TRIO_SMC_RUN"])
+    sock.send(text.encode())
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "trio_smc.tools", "run", "--report", "--", sys.executable,
+         "program.py"],
+        cwd=tmp_path, capture_output=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    said = done.stderr.decode()
+    assert "[red]" in said
+    assert len(said.splitlines()) == 6, said
+    assert_harmless(said)
+
+
+@pytest.mark.parametrize("shown", ["text", "svg"])
+def test_ladders(
+    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a capture may name; the decoders yield no such names today."""
+    for module in (ladder_command.ladder_text, ladder_svg):
+        monkeypatch.setattr(module, "title", lambda row: HOSTILE)
+        monkeypatch.setattr(module, "details", lambda row: [HOSTILE])
+    [path, *_] = sorted(GOLDEN.rglob("*.pcapng"))
+    done = command_here(capsys, "ladder", str(path), *(("--svg", "-") if shown == "svg" else ()))
+    assert done.code == 0, done.err
+    text = re.sub(r"&#\d+;", "", done.out)
+    assert {each for each in text if each in DANGEROUS} == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ss", "--directory", ARGUMENT), ("lg", "--pid", ARGUMENT), ("stats", ARGUMENT),
+        ("top", "--interval", ARGUMENT), ("rnic", ARGUMENT), ("reasons", ARGUMENT), (ARGUMENT,),
+        ("check", ARGUMENT, "1"), ("check", "127.0.0.1", ARGUMENT),
+        ("capture", ARGUMENT, "-o", "x"), ("ladder", ARGUMENT),
+        ("ladder", "/dev/null", "--limit", ARGUMENT), ("run", "--", ARGUMENT),
+        ("proxy", ARGUMENT, "tcp:a:1"), ("setup", "--group", ARGUMENT, "--pin", "/nowhere"),
+        ("teardown", "--pin", ARGUMENT),
+    ],
+    ids=lambda words: words[0][:8].strip("[") if isinstance(words, tuple) else None,
+)  # fmt: skip
+def test_arguments(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """A script may pass on a name that another user chose."""
+    done = _run_here(capsys, *words)
+    assert done.code != 130
+    assert_harmless(done.out)
+    assert_harmless(done.err)
+
+
+def _run_here(capsys: pytest.CaptureFixture[str], *words: str) -> Done:
+    environment = dict(os.environ)
+    try:
+        return command_here(capsys, *words)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def test_every_command_is_here() -> None:
+    """A new command needs a case of its own."""
+    named = {
+        *(words[0] for words in ASKING), "capture", "check", "ladder", "run", "reasons", "proxy",
+        "setup", "teardown",
+    }  # fmt: skip
+    assert named == set(MODULES)
+
+
+@pytest.mark.parametrize("words", ASKING[:3], ids=" ".join)
+def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, liar: Liar) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        cwd=ROOT, capture_output=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_harmless(done.stdout.decode("ascii"))
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("words", [ASKING[1], ("top", "--interval", "0.1", "--count", "1")])
+def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
+    """A terminal gets colours of the command itself, and nothing else that steers it."""
+    ours, theirs = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "50"},
+            cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            os.close(theirs)
+            said = b""
+            with contextlib.suppress(OSError):  # EIO: the other end was closed
+                while select.select([ours], [], [], PATIENCE)[0] and (
+                    piece := os.read(ours, 65536)
+                ):
+                    said += piece
+            assert process.wait(PATIENCE) == 0
+    finally:
+        os.close(ours)
+    text = said.decode()
+    assert "title" not in text or "\x1b]0" not in text
+    if words[0] == "top":
+        # The alternative screen, the cursor, and where it is.
+        text = re.sub(r"\x1b\[(\?1049[hl]|\?25[hl]|H|2J\x1b\[H)", "", text, count=20)
+        text = text.replace("\r", "")
+    else:
+        assert "[red]" in text
+    assert_harmless(text, terminal=True)
+
+
+# --- the functions -----------------------------------------------------------------------------
+
+
+def test_every_character() -> None:
+    """Escapes tell what was there; what people write stays as it is."""
+    for text in ("", "plain text 7", "Grüße → 日本語", "עברית", "[red]"):
+        assert printable(text) == text
+    assert printable("a\x1b\u202e\ud800\U000e0041") == r"a\x1b\u202e\ud800\U000e0041"
+    for number in range(sys.maxunicode + 1):
+        character = chr(number)
+        shown = printable(character)
+        assert shown == character or re.fullmatch(r"\\([tnr]|x..|u.{4}|U.{8})", shown), number
+        assert shown.isprintable()
+    assert not DANGEROUS & set(printable(STEERING))
+    assert len(printable("x" * 10_000)) == 1003
+    assert len(printable("x" * 10_000, None)) == 10_000
+    assert clean({"\x1b": [{"a": "\x1b"}, 1, None]}) == {r"\x1b": [{"a": r"\x1b"}, 1, None]}
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**30), float("inf"), float("nan"), 1e300])
+def test_numbers_of_answers_are_bounded(value: float, private: Path) -> None:
+    """Sizes and times are computed from them."""
+    with pytest.raises(ProtocolError):
+        client.check_untrusted({"uptime": value}, {"uptime": (int, float)}, "process")
+
+
+def test_versions_in_a_log() -> None:
+    """A client's words get into the log of a running process."""
+    body = json.dumps({"version": "\n\x1b[2J"}).encode()
+    with pytest.raises(ProtocolError) as caught:
+        control.decode_untrusted(body)
+    assert str(caught.value).isprintable()
+
+
+def test_only_one_module_prints() -> None:
+    """All others print by it, so that nothing is forgotten."""
+    found = set()
+    for path in Path(tools.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if named and node.func.id == "print":  # type: ignore[attr-defined]
+                found.add(path.name)
+            if isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr"):
+                assert path.name in (
+                    "output.py", "cli.py", "capture.py", "ladder.py", "processes.py"
+                ), path  # fmt: skip
+    assert found <= {"output.py", "ladder.py"}  # the latter an SVG picture, escaped
+    assert output.__file__.endswith("output.py")
