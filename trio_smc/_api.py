@@ -147,7 +147,7 @@ def _attach(stack: Stack) -> None:
                 control.close()
                 raise
     asker = os.environ.get(REPORT_TO)
-    # A set-user-ID program does not send to a path that the user who starts it may choose.
+    # A set-user-ID program does not send to a path from its caller's environment.
     if asker and os.getuid() == os.geteuid():
         interval = report_interval(os.environ.get(REPORT_EVERY, "inf"))
         stack.runtime.attach(RunReport(stack, asker, interval))

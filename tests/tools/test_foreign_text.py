@@ -24,10 +24,9 @@ from tests.tools.tools_processes import Done, command_here
 from trio_smc import ProtocolError, tools
 from trio_smc._base.printable import clean, printable
 from trio_smc.control import protocol as control
-from trio_smc.tools import client, ladder_svg, output
+from trio_smc.tools import client, ladder_svg, ladder_text, output
 from trio_smc.tools.client import SHAPES, Maybe
 from trio_smc.tools.commands import MODULES
-from trio_smc.tools.commands import ladder as ladder_command
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -257,7 +256,7 @@ def test_ladders(
     shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a capture may name; the decoders yield no such names today."""
-    for module in (ladder_command.ladder_text, ladder_svg):
+    for module in (ladder_text, ladder_svg):
         monkeypatch.setattr(module, "title", lambda row: HOSTILE)
         monkeypatch.setattr(module, "details", lambda row: [HOSTILE])
     [path, *_] = sorted(GOLDEN.rglob("*.pcapng"))

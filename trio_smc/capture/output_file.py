@@ -192,7 +192,7 @@ def _check_directory(directory: int, path: str) -> None:
     """Raise PermissionError if another user may rename or replace names in a directory."""
     found = os.fstat(directory)
     if not _is_trusted(found.st_uid):
-        text = f"{path} leads through a directory of user {found.st_uid}, who could replace it"
+        text = f"{path} leads through the directory of another user, {found.st_uid}"
         raise PermissionError(errno.EPERM, text)
     others = stat.S_IWOTH
     if not _is_own_group(found.st_gid):

@@ -234,7 +234,8 @@ class Config:
         ("trio_smc.events"), with fields for log collectors:
         docs/monitoring.md.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
-        pcapng for Wireshark and ``trio-smc ladder``; overwritten.  None: no capture.
+        pcapng for Wireshark and ``trio-smc ladder``; created new with mode 0600, in place of a
+        file of this user, where no other user can replace it.  None: no capture.
       capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
         0: lengths only.
     """

@@ -39,7 +39,7 @@ _MAX_FALLBACKS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one stack has counted, as far as the report shows it.
+    """The counters of one stack that the report shows.
 
     Attributes:
       connections: over SMC-R.

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-The socket lies in a new directory that nobody can list, under a random name, which only the
+The socket lies in a new directory that other users cannot list, under a random name, which only the
 environment of PROGRAM's processes has.  It was bound under another name and renamed, because
 /proc/net/unix shows every user the name that was bound.  So a process of another user cannot reach
 the socket; it has mode 0666, because a process of the tree may have changed its user.
@@ -68,7 +68,7 @@ class Process(NamedTuple):
     """A line of /proc/PID/stat.
 
     Attributes:
-      state: "R", "S", "T" (stopped), "Z" (ended, and nobody has waited for it), ...
+      state: "R", "S", "T" (stopped), "Z" (ended, not waited for), ...
       parent: the number of its parent.
       start: when it was started, in clock ticks since the boot.
     """
@@ -230,7 +230,7 @@ class ReportSocket:
             selector.unregister(connection)
             self._unclosed.put(connection)
 
-    # --- who sends ---------------------------------------------------------------------------
+    # --- senders -----------------------------------------------------------------------------
 
     def _is_member(self, pid: int, uid: int) -> bool:
         """True if a sender is of this user, or a descendant of PROGRAM."""
@@ -238,7 +238,7 @@ class ReportSocket:
             return False  # of a namespace of processes that cannot be below PROGRAM's
         found = process(pid)
         if found is None:
-            # It has ended since.
+            # The process has ended since.
             return uid == os.geteuid() or pid in self._known
         known = uid == os.geteuid() or self._known.get(pid) == found.start
         if not known and not self._descends(pid, found):

@@ -66,7 +66,7 @@ _MAX_REASONS: Final = 256
 
 
 class Tree:
-    """What is known of PROGRAM's processes.
+    """The state of PROGRAM's processes, as far as it is known.
 
     Args:
       require: whether a process that cannot use SMC-R is an error.
