@@ -17,7 +17,6 @@ import contextlib
 import os
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -30,7 +29,7 @@ from trio_smc._base.printable import clean, printable
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
-from trio_smc.tools.output import ToolError, plain
+from trio_smc.tools.output import ToolError, print_error
 from trio_smc.tools.proc import Process
 
 __all__ = [
@@ -128,7 +127,7 @@ class Silent:
 
 def _name_on_stderr(problems: dict[int, str]) -> None:
     for text in problems.values():
-        print(f"trio-smc: {plain(text)}", file=sys.stderr, flush=True)
+        print_error(f"trio-smc: {text}")
 
 
 def take_snapshots(
