@@ -160,7 +160,7 @@ def test_answers(
         assert "[red]" in done.out
 
 
-@pytest.mark.parametrize("words", [*ASKING, ("capture", str(os.getpid()), "-o", "-")], ids=" ".join)
+@pytest.mark.parametrize("words", [*ASKING, ("capture", "PID", "-o", "-")], ids=" ".join)
 def test_refusals(
     words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,8 +168,9 @@ def test_refusals(
     made = Liar(private, refuse=True)
     try:
         if words[0] != "capture":
-            words = (*words, "--pid", str(os.getpid()))
-        done = command_here(capsys, *words, "--directory", str(private))
+            words = (*words, "--pid", "PID")
+        here = [str(os.getpid()) if word == "PID" else word for word in words]
+        done = command_here(capsys, *here, "--directory", str(private))
     finally:
         made.close()
     assert done.code in (1, 2)

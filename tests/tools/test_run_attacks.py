@@ -499,10 +499,11 @@ def test_another_user_must_descend_from_the_program(related: bool, inbox: Inbox)
     inbox.socket.start(os.getpid())
     code = f"""
 import os, socket, sys
+starter = os.getpid()
 if not {related} and os.fork():
     os._exit(0)
 os.setresuid({OTHER}, {OTHER}, {OTHER})
-while not {related} and os.getppid() == int(sys.argv[2]):
+while not {related} and os.getppid() == starter:
     pass
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
@@ -511,7 +512,7 @@ print("sent", flush=True)
 sys.stdin.readline()
 """
     with subprocess.Popen(
-        [str(PUBLIC_PYTHON), "-I", "-c", code, inbox.socket.path, str(os.getpid())],
+        [str(PUBLIC_PYTHON), "-I", "-c", code, inbox.socket.path],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
