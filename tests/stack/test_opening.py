@@ -57,7 +57,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "report": (_api, "RunReport"),
     "report's task": (RunReport, "run"),
 }
-FALLS_BACK = {"RNIC", "pump", "port watch", "control socket"}
+FALLS_BACK = {"ports", "RNIC", "pump", "port watch", "control socket"}
 """Steps without which a stack goes on, where the system refuses them."""
 
 

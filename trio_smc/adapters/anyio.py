@@ -18,11 +18,12 @@ from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
 from anyio.streams.stapled import MultiListener
 
 import trio_smc
+from trio_smc._base.resources import LACK_ERRORS
 
 __all__ = ["SmcByteListener", "SmcByteStream", "open_listener", "open_stream"]
 
 # After these `accept` is worth another try, when descriptors or memory may be back.
-_CAPACITY_ERRORS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+_CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
 _CAPACITY_PAUSE: Final = 0.1
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival, HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.rnic.spinner import Vigil
@@ -49,7 +50,7 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc")
 
-CAPACITY_ERRORS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
 """What `trio.serve_listeners` backs off from: descriptors or memory may be back later."""
 CAPACITY_PAUSE: Final = 0.1
 """Seconds until then."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.rendezvous.negotiation import LOGGER, Negotiation, NegotiationHost
 from trio_smc.rendezvous.terms import Terms, check
@@ -104,6 +105,8 @@ class ClientNegotiation(Negotiation):
             self._connect_first(group)
         except RnicError as error:
             LOGGER.info("%r: %s", group, error)
+            if is_lack(error):
+                self._unable = FallbackReason.OUT_OF_RESOURCES
             self.machine.send("unable")
             return
         self._unable = FallbackReason.OUT_OF_RESOURCES

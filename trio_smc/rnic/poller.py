@@ -7,6 +7,7 @@ RNIC is armed only when Trio goes to sleep, so the thread is woken about once fo
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -28,6 +29,8 @@ class Poller:
     Attributes:
       pending: set by the thread before `wake`; whoever calls `Rnic.service` clears it before.
       wakeups: how often the thread woke up for the RNIC.
+
+    Raises OSError: descriptors, epoll watches or threads run out.
     """
 
     def __init__(self, rnic: Rnic, wake: Callable[[], None]) -> None:
@@ -40,13 +43,21 @@ class Poller:
         except OSError:
             os.close(self._stop)
             raise
-        self._epoll.register(self._stop, select.EPOLLIN)
-        # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
-        self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
         self._worker = threading.Thread(
             target=self._run, name=f"trio_smc poller {rnic.name}", daemon=True
         )
-        self._worker.start()
+        try:
+            self._epoll.register(self._stop, select.EPOLLIN)
+            # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
+            self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
+            try:
+                self._worker.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, str(error)) from error
+        except OSError:
+            self._epoll.close()
+            os.close(self._stop)
+            raise
 
     def stop(self) -> None:
         """End the thread and wait for it.  Idempotent."""

@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
 from trio_smc.host import pnet
 from trio_smc.host.addresses import Prefix, is_same_host, local_prefix, plain_address
 from trio_smc.host.netlink import Remembering
@@ -130,7 +131,7 @@ class StackRnics:
 
     def _open_all(self) -> None:
         rnics: Sequence[Rnic] = (
-            (SoftRnic(), *self._unused_ports())
+            (SoftRnic(), *self._ports_at_first())
             if isinstance(self._config.rnics, str)
             else self._config.rnics
         )
@@ -145,6 +146,16 @@ class StackRnics:
                     self._none = self._why_not(error)
                 self._complain(rnic, error)
         self._network.open()
+
+    def _ports_at_first(self) -> list[VerbsRnic]:
+        try:
+            return self._unused_ports()
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            # `follow` looks again.
+            LOGGER.info("RoCE ports cannot be looked at: %s", error)
+            return []
 
     def close(self) -> None:
         """Close all of them; what used them is gone."""
@@ -185,7 +196,10 @@ class StackRnics:
         return secrets.token_bytes(2) + first.mac
 
     def adopt(self, rnic: Rnic) -> None:
-        """Use an RNIC that is open.  Raises OSError: descriptors run out; it is closed then."""
+        """Use an RNIC that is open.
+
+        Raises OSError: descriptors, epoll watches or threads run out; it is closed then.
+        """
         try:
             self._pump.add(rnic)
         except BaseException:
@@ -240,8 +254,8 @@ class StackRnics:
             await self._follow(changed)
 
     async def _follow(self, changed: Callable[[], Awaitable[object]]) -> None:
-        later: Sequence[float] = ()
-        self.look()  # nobody has told what changed before this
+        # Nobody has told what changed before this.
+        later: Sequence[float] = () if self.look() else _LOOK_AGAIN
         while True:
             patience = later[0] if later else float("inf")
             told = False
@@ -254,7 +268,8 @@ class StackRnics:
                 later = ()
             if told:
                 later = _LOOK_AGAIN  # also when a device has failed: another may have its name
-            self.look()
+            if not self.look() and not later:
+                later = _LOOK_AGAIN[-1:]
 
     async def _news(self, changed: Callable[[], Awaitable[object]]) -> bool:
         """Until the kernel tells something, or a device has failed; whether the kernel told."""
@@ -271,10 +286,23 @@ class StackRnics:
             nursery.cancel_scope.cancel()
         return told
 
-    def look(self) -> None:
-        """Open what has come and let go of what has gone."""
+    def look(self) -> bool:
+        """Open what has come and let go of what has gone.
+
+        False: this process lacks descriptors or memory to see that, so look again later.
+        """
         if self._abandoned:
-            return
+            return True
+        try:
+            self._look()
+        except OSError as error:
+            if not is_lack(error):
+                raise
+            LOGGER.info("RoCE ports cannot be looked at: %s", error)
+            return False
+        return True
+
+    def _look(self) -> None:
         present = present_devices()
         gone = set()
         for rnic in [each for each in self.opened if isinstance(each, VerbsRnic)]:
@@ -301,10 +329,14 @@ class StackRnics:
         except OSError as error:
             self._complain(rnic, error)
             return
+        try:
+            self.adopt(rnic)
+        except OSError as error:
+            self._complain(rnic, error)
+            return
         LOGGER.info("%s has come", rnic.name)
         if rnic in self._away:
             self._away.remove(rnic)
-        self.adopt(rnic)
         self.on_change(rnic, RnicChange.AVAILABLE)
 
     def _let_go(self, rnic: VerbsRnic) -> None:
@@ -409,8 +441,12 @@ class StackRnics:
         except OSError as error:
             self._complain(other, error)
             return None
+        try:
+            self.adopt(other)
+        except OSError as error:
+            self._complain(other, error)
+            return None
         self._port_of[other] = port
-        self.adopt(other)
         return other
 
     def companions(self, rnic: Rnic) -> list[Rnic]:

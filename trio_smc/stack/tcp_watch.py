@@ -33,6 +33,10 @@ _AT_ONCE: Final = 32
 """Connections whose ends are looked at before others have their turn."""
 
 
+_AGAIN = 0.25
+"""Seconds after which those are tried again for which there were no epoll watches."""
+
+
 class TcpWatcher(Protocol):
     """What is told about its TCP connection."""
 
@@ -101,10 +105,17 @@ class TcpWatch:
     def _register_new(self) -> None:
         self._due = math.inf
         new, self._new = self._new, set()
-        for number in new:
-            if self._entry(number) is not None:
+        while new:
+            number = new.pop()
+            if self._entry(number) is None:
+                continue
+            try:
                 # Edge-triggered: a FIN stays readable for ever.
                 self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
+            except OSError:  # there are too many epoll watches: again in a moment
+                self._new = {number, *new}
+                self._due = trio.current_time() + _AGAIN
+                return
 
     def _look_at_all(self) -> None:
         # Apart from `run`, whose variables would keep the last stream, and its link group, alive.

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.roce import neighbours, pyverbs
 from trio_smc.rnic.roce.gids import choose, is_mapped, tells_mac, towards
@@ -297,8 +298,9 @@ class VerbsRnic(Rnic):
         before = self.port_active
         try:
             port = self._context.query_port(self.port)
-        except lib.error as refused:  # the device is gone
-            self._fail(str(refused))
+        except lib.error as refused:
+            if getattr(refused, "error_code", 0) not in LACK_ERRORS:  # the device is gone
+                self._fail(str(refused))
             return
         self.mtu = port.active_mtu
         self.port_active = port.state == lib.port_active

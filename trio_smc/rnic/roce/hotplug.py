@@ -9,6 +9,7 @@ are many.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import trio
+
+from trio_smc._base.resources import is_lack
 
 __all__ = [
     "PortWatch",
@@ -93,35 +96,55 @@ def present_devices(sysfs: Path = _SYSFS) -> set[str]:
 
     A device that is being deleted while somebody has it open keeps its own entry in sysfs, but
     loses that of its verbs at once.
+
+    Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
     """
     found = set()
-    for entry in sysfs.glob("infiniband_verbs/*/ibdev"):
-        with contextlib.suppress(OSError):  # it is just going
-            found.add(entry.read_text(encoding="ascii").strip())
+    for device in _listed(sysfs / "infiniband_verbs"):
+        text = _read(device / "ibdev")
+        if text is not None:
+            found.add(text.strip())
     return found
 
 
 def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
     """Device and number of every RoCE port of this host that is active now.
 
-    Asked of sysfs, so that a host without any need not load pyverbs.
+    Asked of sysfs, so that a host without any need not load pyverbs.  Raises OSError as
+    `present_devices`.
     """
     present = present_devices(sysfs)
     found = []
-    for port in _ports(sysfs):
-        with contextlib.suppress(OSError):
-            layer = (port / "link_layer").read_text(encoding="ascii").strip()
-            state = (port / "state").read_text(encoding="ascii")
-            device = port.parents[1].name
-            if layer == "Ethernet" and state.startswith(_ACTIVE) and device in present:
-                found.append((device, int(port.name)))
+    for device in _listed(sysfs / "infiniband"):
+        if device.name not in present:
+            continue
+        for port in _listed(device / "ports"):
+            layer, state = _read(port / "link_layer"), _read(port / "state")
+            if layer is None or state is None:
+                continue
+            if layer.strip() == "Ethernet" and state.startswith(_ACTIVE):
+                found.append((device.name, int(port.name)))
     return found
 
 
-def _ports(sysfs: Path) -> list[Path]:
-    """The directory of each port; those of a device that is just going may be missing."""
-    found: list[Path] = []
-    for device in sorted(sysfs.glob("infiniband/*")):
-        with contextlib.suppress(OSError):  # `glob` would raise it, and lose all others
-            found += sorted((device / "ports").iterdir())
-    return found
+def _listed(directory: Path) -> list[Path]:
+    """What is in a directory of sysfs; nothing if it is just going, or was never there.
+
+    Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
+    """
+    try:
+        return sorted(directory / name for name in os.listdir(directory))
+    except OSError as error:
+        if is_lack(error):
+            raise
+        return []
+
+
+def _read(path: Path) -> str | None:
+    """A file of sysfs; None if it is just going.  Raises OSError as `_listed`."""
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        if is_lack(error):
+            raise
+        return None
