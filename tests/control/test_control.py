@@ -233,21 +233,32 @@ async def test_a_defect_costs_one_answer(
         assert stack.runtime.failure is None
 
 
+class _Failing:
+    """A listening socket whose accept fails at first."""
+
+    def __init__(self, listener: socket.socket, errors: list[int]) -> None:
+        self._listener = listener
+        self._errors = errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+    def accept(self) -> Any:
+        if self._errors:
+            raise OSError(self._errors.pop(0), "as accept(2) says")
+        return self._listener.accept()
+
+
 async def test_a_failed_accept_is_told_unless_the_client_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
     async with a_stack() as (stack, path):
         [served] = [each for each in stack.runtime.attached if isinstance(each, ControlSocket)]
-        accept, errors = served._socket.accept, [errno.ECONNABORTED, errno.EMFILE]
-
-        async def fail_first() -> Any:
-            if errors:
-                raise OSError(errors.pop(0), "as accept(2) says")
-            return await accept()
-
-        monkeypatch.setattr(served._socket, "accept", fail_first)
-        for _ in range(2):  # the first was waited for before
+        errors = [errno.ECONNABORTED, errno.EMFILE]
+        listener: Any = _Failing(served._socket, errors)
+        monkeypatch.setattr(served, "_socket", listener)
+        for _ in range(2):
             assert len(await answer(path, GOOD)) == 3
         assert errors == []
         told = [each.getMessage() for each in caplog.records if "accept" in each.getMessage()]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.rnic.contract import End, connect, got, make_end, serve, sleep_on, tell_apart, until
+from tests.rnic.packets import receive
 from tests.rnic.test_soft_hostile import ARMED, HEAD, Attacker, state
 from trio_smc.rnic.soft import contact
 from trio_smc.rnic.soft.device import SoftRnic
@@ -23,7 +24,6 @@ from trio_smc.rnic.soft.messages import (
     Bell,
     Revoke,
     open_rope_untrusted,
-    receive,
     take_bell,
 )
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair

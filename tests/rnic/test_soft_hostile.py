@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rnic.contract import RECEIVES, End, connect, got, make_end, tell_apart, until
+from tests.rnic.packets import receive
 from trio_smc._base.errors import ProtocolError
 from trio_smc.rnic.memory import Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
@@ -34,7 +35,6 @@ from trio_smc.rnic.soft.messages import (
     Revoke,
     close_all,
     decode_untrusted,
-    receive,
 )
 from trio_smc.rnic.soft.regions import MOST_MAPPED, MOST_REGIONS
 from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, RING_SIZE, SLOTS

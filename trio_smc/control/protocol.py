@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.printable import printable
+from trio_smc.host.descriptors import Closer, receive_bytes, refuse_descriptors
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, peer_user
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "REPORT_TO",
     "REQUEST_LIMIT",
     "VERSION",
+    "Closer",
     "DirectoryUnusable",
     "PrivateDirectory",
     "decode_untrusted",
@@ -49,6 +51,8 @@ __all__ = [
     "length_untrusted",
     "peer_user",
     "pid_of_name",
+    "receive_bytes",
+    "refuse_descriptors",
     "report_interval",
 ]
 

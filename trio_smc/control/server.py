@@ -13,7 +13,6 @@ does wrong costs that client only, and a stack that cannot have a socket goes wi
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -27,6 +26,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.snapshot import Snapshots, plain_statistics
+from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory
 from trio_smc.host.tcp import unsent_bytes
 
@@ -61,11 +61,12 @@ class ControlSocket:
         self._slots = trio.CapacityLimiter(_CLIENTS)
         self._captures = 0
         self._closed = False
-        self._clients: set[trio.socket.SocketType] = set()
+        self._clients: set[socket.socket] = set()
+        self._closer = Closer("control socket")
         self._directory, self._socket = self._listen()
         self._directory.remove_stale()
 
-    def _listen(self) -> tuple[PrivateDirectory, trio.socket.SocketType]:
+    def _listen(self) -> tuple[PrivateDirectory, socket.socket]:
         root = PrivateDirectory.open(self._path, create=True)
         try:
             self._place = root.member_directory(control.DIRECTORY, create=True, private=True)
@@ -73,8 +74,7 @@ class ControlSocket:
         finally:
             root.close()
         try:
-            listener = below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
-            return below, trio.socket.from_stdlib_socket(listener)
+            return below, below.listen(self._name, _CLIENTS, socket.SOCK_STREAM)
         except BaseException:
             below.close()
             raise
@@ -88,7 +88,7 @@ class ControlSocket:
         except (OSError, DirectoryUnusable) as error:
             LOGGER.info("the control socket cannot listen again: %s", error)
             return
-        self._socket.close()
+        self._closer.discard_listener(self._socket)
         self._directory.close()
         self._directory, self._socket = directory, sock
 
@@ -146,28 +146,34 @@ class ControlSocket:
         """Nobody runs it any more.  Idempotent."""
         if not self._closed:
             self._closed = True
-            self._socket.close()
+            self._closer.discard_listener(self._socket)
+            self._closer.join()
             with contextlib.suppress(OSError):
                 self._directory.remove(self._name)
             self._directory.remove_stale()
             self._directory.close()
 
-    async def _accept(self) -> trio.socket.SocketType | None:
+    async def _accept(self) -> socket.socket | None:
+        if self._closer.is_full:
+            await trio.sleep(_CAPACITY_PAUSE)
+            return None
         try:
-            client, _ = await self._socket.accept()
+            await trio.lowlevel.wait_readable(self._socket)
+            client, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
         except OSError as error:
-            if error.errno != errno.ECONNABORTED:
-                LOGGER.warning("the control socket cannot accept: %s", error)
-                await trio.sleep(_CAPACITY_PAUSE)
+            LOGGER.warning("the control socket cannot accept: %s", error)
+            await trio.sleep(_CAPACITY_PAUSE)
             return None
         return client
 
-    async def _serve(self, client: trio.socket.SocketType, token: object) -> None:
-        stream = trio.SocketStream(client)
+    async def _serve(self, client: socket.socket, token: object) -> None:
         self._clients.add(client)
         try:
             with trio.move_on_after(_PATIENCE) as patience:
-                uid = control.peer_user(client)  # type: ignore[arg-type]
+                stream = _Client(client)
+                uid = control.peer_user(client)
                 if uid != os.geteuid():
                     raise ProtocolError(f"user {uid} is not the one who runs this process")
                 await self._answer(stream, patience)
@@ -178,9 +184,10 @@ class ControlSocket:
         finally:
             self._slots.release_on_behalf_of(token)
             self._clients.discard(client)
-            client.close()
+            trio.lowlevel.notify_closing(client)
+            self._closer.discard(client)
 
-    async def _answer(self, stream: trio.SocketStream, patience: trio.CancelScope) -> None:
+    async def _answer(self, stream: _Client, patience: trio.CancelScope) -> None:
         try:
             request = await _request(stream)
             wanted = request["want"]
@@ -199,7 +206,7 @@ class ControlSocket:
         await stream.send_all(control.encode(last))
 
     async def _send_capture(
-        self, stream: trio.SocketStream, payload: object, patience: trio.CancelScope
+        self, stream: _Client, payload: object, patience: trio.CancelScope
     ) -> None:
         """Until the client leaves, or the stack."""
         try:
@@ -220,7 +227,42 @@ class ControlSocket:
             self._captures -= 1
 
 
-async def _request(stream: trio.SocketStream) -> dict[str, Any]:
+class _Client(trio.abc.Stream):
+    """A client's socket as a stream, on which no descriptor is received.
+
+    Attributes:
+      socket: it, without Trio.
+    """
+
+    def __init__(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        self.socket: socket.socket = client
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(client))
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """As `trio.SocketStream.send_all`."""
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As `trio.SocketStream.wait_send_all_might_not_block`."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """As `trio.SocketStream.receive_some`; BrokenResourceError also for a descriptor."""
+        while True:
+            await trio.lowlevel.wait_readable(self.socket)
+            try:
+                return receive_bytes(self.socket, max_bytes or control.REQUEST_LIMIT)
+            except BlockingIOError:
+                continue
+            except (OSError, ProtocolError) as error:
+                raise trio.BrokenResourceError(str(error)) from error
+
+    async def aclose(self) -> None:
+        """Nothing: `ControlSocket` closes the socket, whatever is in it."""
+
+
+async def _request(stream: trio.abc.ReceiveStream) -> dict[str, Any]:
     """What a client wants.  Raises ProtocolError."""
     header = await _exactly(stream, control.HEADER_SIZE)
     length = control.length_untrusted(header, control.REQUEST_LIMIT)
@@ -231,7 +273,7 @@ async def _request(stream: trio.SocketStream) -> dict[str, Any]:
     return request
 
 
-async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
+async def _exactly(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         piece = await stream.receive_some(count - len(data))

@@ -60,7 +60,8 @@ def advance_untrusted(
     advance = (wrap * usable + position - count) % (usable << 16)
     if advance > limit - count:
         raise ProtocolError(
-            f"cursor {wrap}:{offset} is not within {limit - count} bytes after "
-            "{}:{}".format(*to_wire(count, usable, first))
+            f"cursor {wrap}:{offset} is not within {limit - count} bytes after {{}}:{{}}".format(
+                *to_wire(count, usable, first)
+            )
         )
     return count + advance

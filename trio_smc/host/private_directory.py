@@ -50,6 +50,8 @@ from pathlib import Path
 from typing import Self
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import refuse_descriptors
 
 __all__ = [
     "DirectoryUnusable",
@@ -80,7 +82,6 @@ _MOST_NAMES = 4096  # that are looked at in one directory
 _MOST_SOCKETS = 1024  # of them
 _MOST_MEMBERS = 64  # users whose directories are looked at
 _MOST_EACH = 4  # directories of one user that are looked at
-_RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 
 
 class DirectoryUnusable(Exception):
@@ -100,7 +101,7 @@ class DirectoryUnusable(Exception):
 def unusable(error: OSError, path: Path) -> DirectoryUnusable:
     """The `DirectoryUnusable` for an error met in the directory `path`."""
     reason = FallbackReason.DIRECTORY_UNUSABLE
-    if error.errno in _RESOURCE_ERRORS:
+    if is_lack(error):
         reason = FallbackReason.OUT_OF_RESOURCES
     elif error.errno in (errno.EACCES, errno.EPERM):
         with contextlib.suppress(OSError):
@@ -347,11 +348,21 @@ class PrivateDirectory:
     # --- sockets -----------------------------------------------------------------------------
 
     def listen(
-        self, name: str, backlog: int, kind: socket.SocketKind = socket.SOCK_SEQPACKET
+        self,
+        name: str,
+        backlog: int,
+        kind: socket.SocketKind = socket.SOCK_SEQPACKET,
+        *,
+        descriptors: bool = False,
     ) -> socket.socket:
-        """A listening socket, which does not block; it gets its name only when it listens."""
+        """A listening socket, which does not block; it gets its name only when it listens.
+
+        ``descriptors``: its clients may send some; else the kernel refuses them, where it can.
+        """
         listener, hidden = socket.socket(socket.AF_UNIX, kind), _HIDDEN + name
         try:
+            if not descriptors:
+                refuse_descriptors(listener)
             listener.setblocking(False)
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
             listener.bind(self._reach(hidden))
@@ -397,8 +408,16 @@ class PrivateDirectory:
             return False
         return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
-    def connect(self, name: str, kind: socket.SocketKind = socket.SOCK_SEQPACKET) -> socket.socket:
+    def connect(
+        self,
+        name: str,
+        kind: socket.SocketKind = socket.SOCK_SEQPACKET,
+        *,
+        descriptors: bool = False,
+    ) -> socket.socket:
         """A connection, which does not block, to the socket `name`.
+
+        ``descriptors``: the other end may send some; else the kernel refuses them, where it can.
 
         Raises:
           BlockingIOError: its backlog is full.
@@ -407,6 +426,8 @@ class PrivateDirectory:
         """
         connection = socket.socket(socket.AF_UNIX, kind)
         try:
+            if not descriptors:
+                refuse_descriptors(connection)
             connection.setblocking(False)
             with self.socket_at(name) as path:
                 connection.connect(path)
@@ -501,8 +522,8 @@ def _is_nobody(number: int, kind: str) -> bool:
         if number != _number_of_nobody(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
-    except OSError:
-        return False
+    except OSError as error:
+        return is_lack(error)  # without /proc there is no such number; else it is not known
     return known != [b"0", b"0", b"4294967295"]
 
 

@@ -59,7 +59,7 @@ def unread_bytes(sock: trio.socket.SocketType | int) -> int:
     return _queue(sock, termios.FIONREAD)
 
 
-def unsent_bytes(sock: trio.socket.SocketType) -> int:
+def unsent_bytes(sock: trio.socket.SocketType | socket.socket) -> int:
     """Bytes in the send queue of a TCP socket, until the peer has acknowledged them."""
     return _queue(sock, termios.TIOCOUTQ)
 
@@ -80,6 +80,6 @@ def carried_bytes(sock: trio.socket.SocketType) -> tuple[int, int]:
     return sent - sent_again + not_sent, received
 
 
-def _queue(sock: trio.socket.SocketType | int, request: int) -> int:
+def _queue(sock: trio.socket.SocketType | socket.socket | int, request: int) -> int:
     answer = fcntl.ioctl(sock if isinstance(sock, int) else sock.fileno(), request, bytes(4))
     return int.from_bytes(answer, sys.byteorder)

@@ -11,12 +11,15 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.resources import is_lack
 
-__all__ = ["Memory", "PeerMemory"]
+__all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory"]
 
 _ZEROES = memoryview(bytes(64 * 1024))
+QUICK_TO_FREE = 32 << 20  # bytes, in about 2 ms; 2 GiB took 140 ms
 if sys.platform == "linux":  # elsewhere there is no RNIC, and nobody comes here
     import fcntl
 
@@ -160,7 +163,11 @@ class PeerMemory:
 
         Memory that could shrink would kill this process with SIGBUS at the next access, so the
         seal and the size are checked first; so would huge pages that the system has run out of.
-        Raises ProtocolError.
+        Only a memfd and a tmpfs file have seals: fstat(2) and mmap(2) of others may wait.
+
+        Raises:
+          ProtocolError: it cannot be mapped, or not safely.
+          OSError: this process lacks memory or address space (`is_lack`); try again later.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -168,10 +175,16 @@ class PeerMemory:
                 raise ProtocolError("shared memory that is not sealed against shrinking")
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise ProtocolError("shared memory of huge pages")
-            if not 0 < size <= os.fstat(fd).st_size:
+            there = os.fstat(fd).st_size
+            if not 0 < size <= there:
                 raise ProtocolError("shared memory that is smaller than announced")
+            if not seals & fcntl.F_SEAL_GROW or size != there:
+                # This process may be the last to unmap it, which frees all of its pages.
+                raise ProtocolError("shared memory that is larger than announced")
             return cls(fd, size)
         except (OSError, ValueError, OverflowError) as problem:
+            if isinstance(problem, OSError) and is_lack(problem):
+                raise
             raise ProtocolError(f"shared memory that cannot be mapped: {problem}") from problem
 
     def cast(self, start: int, length: int, code: str) -> memoryview:
@@ -182,10 +195,17 @@ class PeerMemory:
         self._casts.append(words)
         return words  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """Unmap; views of it become invalid.  Idempotent."""
+    def close(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
+        """Unmap; views of it become invalid.  Idempotent.
+
+        ``later``: calls what it is given in another thread; used if there is much to free, should
+        this process be the last that maps the memory.
+        """
         for words in self._casts:
             words.release()
         self._casts.clear()
         self.view.release()
-        self._map.close()
+        if later is None or self.size <= QUICK_TO_FREE or self._map.closed:
+            self._map.close()
+        else:
+            later(self._map.close)

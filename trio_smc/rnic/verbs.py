@@ -263,6 +263,14 @@ class QueuePair(ABC):
         room posts something signaled after its writes.
         """
 
+    def can_reach(self, rkey: int) -> bool:
+        """False if a region that the peer says it has registered cannot be written to.
+
+        Only where this side needs resources of its own for that, and lacks them, or the peer
+        lacked some: a region that is refused costs one registration, a write to it the queue pair.
+        """
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Destroy it.  Idempotent; completions not yet polled are dropped."""

@@ -267,15 +267,18 @@ class _Inquiry:
         return selectors.EVENT_WRITE if self._request else selectors.EVENT_READ
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; what its process has sent with it delays nothing."""
         if self.sock is not None:
-            self.sock.close()
+            closer = control.Closer("control client")
+            closer.discard(self.sock)
+            closer.join()
 
     def proceed(self) -> None:
         """Do what can be done without waiting."""
         try:
             if self.sock is None:
                 self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                control.refuse_descriptors(self.sock)
                 self.sock.setblocking(False)
             if not self._connected:
                 if not _connect(self.sock, self._root, self._name):
@@ -285,7 +288,7 @@ class _Inquiry:
             while self._request:
                 self._request = self._request[self.sock.send(self._request) :]
             # One piece: the others have their turn.
-            piece = self.sock.recv(_PIECE)
+            piece = control.receive_bytes(self.sock, _PIECE)
             self.data += piece
             self.done = not piece
             if len(self.data) > _ANSWER:
@@ -478,9 +481,11 @@ def stream_capture(
                 return
             sock.settimeout(left)
             try:
-                piece = sock.recv(_PIECE)
+                piece = control.receive_bytes(sock, _PIECE)
             except (TimeoutError, ConnectionError):
                 return
+            except ProtocolError as error:
+                raise ToolError(f"process {pid} {_said(error)}") from None
             if not piece:
                 return
             waiting += piece
@@ -504,6 +509,7 @@ def _chosen(
             if root is None or number != pid:
                 continue
             sock = exits.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            control.refuse_descriptors(sock)
             try:
                 sock.settimeout(_left(deadline))
                 if _connect(sock, root, name):
@@ -534,7 +540,7 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < count:
         sock.settimeout(_left(deadline))
-        piece = sock.recv(min(count - len(data), _PIECE))
+        piece = control.receive_bytes(sock, min(count - len(data), _PIECE))
         if not piece:
             raise ProtocolError(f"it ends after {len(data)} of {count} bytes")
         data += piece

@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.lingering import full_table
 from tests.rendezvous.discovery.world import (
     Both,
     Server,
@@ -169,3 +170,24 @@ async def test_of_several_who_wait_each_gets_its_own_answer(private: Path) -> No
             for each in both[1:3]:
                 assert await each.server_says()
         assert said == {0: "cancelled", 1: None, 2: None, 3: FallbackReason.NO_RNIC}
+
+
+async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
+    """The process that could not be reached for lack of descriptors is asked the next time."""
+    async with serving(private) as server:
+        discovery = Discovery(private)
+        discovery.open()
+        await trio.sleep(0.15)  # until the clock of the directories has ticked
+        reasons = []
+        for room in range(1, 5):
+            with full_table(room):
+                found = await discovery.announce(("127.0.0.1", 9), server.address, soon())
+                reasons.append(found)
+                if not isinstance(found, FallbackReason):
+                    found.close()
+        assert FallbackReason.OUT_OF_RESOURCES in reasons
+        assert FallbackReason.PEER_NOT_CAPABLE not in reasons
+        found = await discovery.announce(("127.0.0.1", 9), server.address, soon())
+        assert not isinstance(found, FallbackReason)
+        found.close()
+        discovery.close()

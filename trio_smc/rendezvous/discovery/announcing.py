@@ -25,7 +25,7 @@ connection for that alone.  What a `Lookup` of them came to counts for ten secon
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import math
 import secrets
@@ -39,8 +39,10 @@ from typing import Self
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import is_same_host
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import PrivateDirectory, is_admitted
 from trio_smc.rendezvous.discovery import directory, messages
 from trio_smc.rendezvous.discovery.messages import Kind, Message, take
@@ -145,8 +147,9 @@ class Announcement:
             server.send(messages.announce(self.key, self.number, required=self.required))
         except BlockingIOError:
             return False
-        except OSError:
-            self._owner.drop(server)
+        except OSError as error:
+            if not is_lack(error):
+                self._owner.drop(server)
             return False
         self.asked.append(server)
         server.announced.add(self)
@@ -355,16 +358,13 @@ class Lookups:
             found.stamps.add_root(root)
             for top in root.member_directories(directory.TOP):
                 found.stamps.add(root, top)
-            exact = directory.listener_name(*destination, dual_stack=False)
             for other in directory.other_namespaces(root, namespace):
                 found.stamps.add(root, other)
-                for name in (exact, *directory.wildcard_names(*destination)):
-                    with contextlib.suppress(OSError):
-                        each = directory.Listeners(root, other, name, self._listings)
-                        listeners.append(each)
-                        found.stamps.add(root, f"{other}/{name}")
-            asked = _Proofs(source, destination[0], sock, root.group)
+                self._list_elsewhere(root, other, destination, found, listeners)
+            asked = _Proofs(source, destination[0], sock, root.group, self._owner.closer)
             await asked.ask(listeners)
+            if asked.lack is not None:
+                raise asked.lack
             found.reason = asked.reason
             for each in listeners:
                 while each.waiting:  # those that have proven it
@@ -382,6 +382,24 @@ class Lookups:
             self.elsewhere[key] = found
         return found
 
+    def _list_elsewhere(
+        self,
+        root: PrivateDirectory,
+        namespace: str,
+        destination: tuple[str, int],
+        found: Lookup,
+        listeners: list[directory.Listeners],
+    ) -> None:
+        """Add the listeners of one other network namespace, and the stamps of their directories."""
+        exact = directory.listener_name(*destination, dual_stack=False)
+        for name in (exact, *directory.wildcard_names(*destination)):
+            try:
+                listeners.append(directory.Listeners(root, namespace, name, self._listings))
+                found.stamps.add(root, f"{namespace}/{name}")
+            except OSError as error:
+                if is_lack(error):
+                    raise
+
 
 class _Proofs:
     """Asking listening processes of other network namespaces to prove that an address leads there.
@@ -390,12 +408,23 @@ class _Proofs:
       source, destination: the addresses of the TCP connections to come.
       sock: the socket of the first of them.
       group: `PrivateDirectory.group`.
+      closer: of the sockets that were asked.
 
     Attributes:
       reason: why nobody has proven it.
+      lack: what kept this process from asking one of them.
     """
 
-    def __init__(self, source: str, destination: str, sock: AnySocket, group: int | None) -> None:
+    def __init__(
+        self,
+        source: str,
+        destination: str,
+        sock: AnySocket,
+        group: int | None,
+        closer: Closer,
+    ) -> None:
+        self._closer = closer
+        self.lack: OSError | None = None
         self._source, self._destination = source, destination
         self._key = messages.four_tuple((source, 0), (destination, 0))
         self._sock = sock
@@ -412,10 +441,14 @@ class _Proofs:
                         nursery.start_soon(self._ask, each, name)
 
     async def _ask(self, listeners: directory.Listeners, name: str) -> None:
-        connection = listeners.connect_to(name)
+        try:
+            connection = listeners.connect_to(name)
+        except OSError as error:
+            self.lack = error
+            return
         if connection is None:
             return
-        with connection:
+        try:
             if not is_admitted(connection, self._group):
                 self.reason = FallbackReason.OTHER_USER
                 return
@@ -430,6 +463,9 @@ class _Proofs:
                     listeners.waiting.append(name)
             except OSError as error:
                 _log.debug("same-host discovery: no proof: %s", error)
+        finally:
+            trio.lowlevel.notify_closing(connection.fileno())
+            self._closer.discard(connection)
 
     async def _is_true(self, said: Message) -> bool:
         """Whether the address leads from here to who said so, and untranslated.  Raises OSError."""
@@ -481,6 +517,7 @@ class Announcer:
         self._entries: dict[tuple[int, int, str], Server] = {}
         self._announced: dict[bytes, Announcement] = {}
         self._count = 0  # announcements so far
+        self.closer = Closer("announcements")
         # Who says something; and who is gone, which is what the task sleeps for.
         self._epoll: select.epoll | None = None
         self._ends: select.epoll | None = None
@@ -541,6 +578,7 @@ class Announcer:
                 trio.lowlevel.notify_closing(each.fileno())
                 each.close()
         self._epoll = self._ends = None
+        self.closer.join()
 
     def abandon(self) -> None:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
@@ -786,7 +824,7 @@ class Announcer:
                 each.unregister(number)
         if self._entries.get(server.entry) is server:
             del self._entries[server.entry]
-        server.connection.close()
+        self.closer.discard(server.connection)
         self._gone()
         for announcement in list(server.announced):
             self._answer(announcement, server, message)
@@ -803,15 +841,34 @@ class Announcer:
                 servers.append(known)
         if self._epoll is None:
             self._epoll = select.epoll()
-        for name, connection in listeners.connect(limit - len(servers)):
+        if self.closer.is_full:
+            raise OSError(errno.ENOBUFS, "closing what listening processes sent takes long")
+        connected = listeners.connect(limit - len(servers))
+        while connected:
+            name, connection = connected.pop(0)
             if len(self._servers) >= _MOST_SERVERS:
                 self._drop_idle(servers)
+            try:
+                self._watch(connection)
+            except OSError:
+                for _, each in ((name, connection), *connected):
+                    self.closer.discard(each)
+                raise
             server = Server(connection, (*listeners.place, name))
             self._servers[connection.fileno()] = self._entries[server.entry] = server
+            servers.append(server)
+
+    def _watch(self, connection: socket.socket) -> None:
+        """Raises OSError: there are too many epoll watches."""
+        if self._epoll is not None:
             self._epoll.register(connection, select.EPOLLIN)
+        try:
             if self._ends is not None:
                 self._ends.register(connection, select.EPOLLRDHUP)
-            servers.append(server)
+        except OSError:
+            if self._epoll is not None:
+                self._epoll.unregister(connection)
+            raise
 
     def _drop_idle(self, wanted: list[Server]) -> None:
         """Let go of the oldest of which no answer is waited for."""

@@ -22,6 +22,7 @@ import socket
 import time
 from pathlib import Path
 
+from trio_smc._base.resources import is_lack
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -313,6 +314,8 @@ class Listeners:
         limit: connections to make, at most.
 
         Listeners that have too many connections to accept stay in `waiting`: try again later.
+
+        Raises OSError: this process lacks descriptors or memory.
         """
         connected: list[tuple[str, socket.socket]] = []
         names, self.waiting = self.waiting[:limit], []
@@ -323,15 +326,25 @@ class Listeners:
                 connected.append((name, self._directory.connect(name)))
             except BlockingIOError:
                 self.waiting.append(name)
-            except OSError:
-                continue
+            except OSError as error:
+                if not is_lack(error):
+                    continue
+                # That process is there: nothing may be concluded from not reaching it.
+                if not connected:
+                    raise
+                self.waiting.append(name)
         return connected
 
     def connect_to(self, name: str) -> socket.socket | None:
-        """A non-blocking connection to one of them; None: there is nobody, or too many wait."""
+        """A non-blocking connection to one of them; None: there is nobody, or too many wait.
+
+        Raises OSError: this process lacks descriptors or memory.
+        """
         try:
             return None if self._directory is None else self._directory.connect(name)
-        except OSError:
+        except OSError as error:
+            if is_lack(error) and not isinstance(error, BlockingIOError):
+                raise
             return None
 
     def close(self) -> None:

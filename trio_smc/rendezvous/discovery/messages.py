@@ -37,6 +37,8 @@ from typing import NamedTuple
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import receive_bytes
 
 __all__ = [
     "HIGHEST_VERSION",
@@ -264,14 +266,18 @@ def _text(packed: bytes) -> str:
 def take(connection: socket.socket) -> Message | None:
     """The packet that has arrived; None when the peer is gone or sent none of our messages.
 
+    After None give the connection to `Closer.discard`: a descriptor may wait in it.
+
     Raises:
-      BlockingIOError: nothing has arrived.
+      BlockingIOError: nothing has arrived, or cannot be taken for lack of memory.
     """
     try:
-        data = connection.recv(MAX_SIZE)
+        data = receive_bytes(connection, MAX_SIZE)
         return decode_untrusted(data) if data else None
     except BlockingIOError:
         raise
     except (OSError, ProtocolError) as error:
+        if isinstance(error, OSError) and is_lack(error):
+            raise BlockingIOError(error.errno, str(error)) from error
         _log.debug("same-host discovery: a peer is ignored: %s", error)
         return None

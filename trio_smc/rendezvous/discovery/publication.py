@@ -30,8 +30,10 @@ from typing import NamedTuple
 import trio
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.resources import LACK_ERRORS, is_lack
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import plain_address
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
 from trio_smc.host.tcp import end_waits, unread_bytes
 from trio_smc.rendezvous.discovery import messages
@@ -62,7 +64,6 @@ _MOST_QUEUED = 1024  # packets of one client that nobody has read: many times wh
 _LOOK_INTERVAL = 0.05  # how often a claim that waits looks whether its client withdrew, seconds
 _NAME_INTERVAL = 10.0  # how often to look whether the socket still has its name, seconds
 _EXHAUSTED_INTERVAL = 0.1  # after an accept that found no descriptors or memory, seconds
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _MAX_PENDING = 4096  # announcements per publication
 _ANNOUNCE_TIMEOUT = 2.0  # from a Unix connection to its first announcement, seconds
@@ -414,6 +415,7 @@ class Publication:
     ) -> None:
         self.address = address
         self.spinner = spinner
+        self._closer = Closer("same-host discovery")
         self._made = made
         self._group = made.group if made is not None else None
         self.unavailable = unavailable
@@ -551,7 +553,7 @@ class Publication:
                         self._look(moves)
                 finally:
                     if self._listener is not None:
-                        self._listener.close()
+                        self._closer.discard_listener(self._listener)
                     for client in list(self._clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
@@ -561,13 +563,15 @@ class Publication:
             _log.exception("same-host discovery ends for one listener")
         finally:
             self.close()
+            self._closer.join()
 
     def _look(self, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
         for number, events in moves.poll(0, _EVENTS_AT_ONCE):
             listener = self._listener
             if listener is not None and number == listener.fileno():
-                if self._accept(listener) in _EXHAUSTED:
+                number = self._accept(listener)
+                if number in LACK_ERRORS and number != errno.EAGAIN:
                     moves.modify(listener, 0)
                     self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
             elif (client := self._clients.get(number)) is not None:
@@ -598,10 +602,19 @@ class Publication:
         except DirectoryUnusable as error:
             _log.info("same-host discovery cannot listen again: %s", error)
             return
+        try:
+            heard.register(renewed.listener, select.EPOLLIN)
+            moves.register(renewed.listener, select.EPOLLIN)
+        except OSError as error:  # there are too many epoll watches; again at the next look
+            _log.info("same-host discovery cannot listen again: %s", error)
+            with contextlib.suppress(OSError):
+                heard.unregister(renewed.listener)
+            renewed.listener.close()
+            renewed.remove()
+            return
         for each in (heard, moves):
             each.unregister(made.listener)
-            each.register(renewed.listener, select.EPOLLIN)
-        made.listener.close()
+        self._closer.discard_listener(made.listener)
         made.remove()
         self._made, self._listener = renewed, renewed.listener
 
@@ -629,23 +642,24 @@ class Publication:
         if heard is None or moves is None:
             return errno.EBADF
         for _ in range(_ACCEPTS_AT_ONCE):
+            if self._closer.is_full:
+                return errno.ENOBUFS
             try:
                 connection, _ = listener.accept()
+            except ConnectionAbortedError:
+                continue
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if is_lack(error) and not isinstance(error, BlockingIOError):
                     _log.warning("same-host discovery cannot accept: %s", error)
                 return error.errno or errno.EBADF
             connection.setblocking(False)
             client = Client(connection)
-            if len(self._clients) >= _MAX_CLIENTS:
-                _turn_away(client)
+            if len(self._clients) >= _MAX_CLIENTS or not _watch(connection, heard, moves):
+                self._turn_away(client)
                 continue
             timer = self._timers.call_later(_ANNOUNCE_TIMEOUT, partial(self._waited_enough, client))
             self._silent[client] = timer
             self._clients[connection.fileno()] = client
-            heard.register(connection, select.EPOLLIN)
-            # Until it has announced something it may want to have an answer.
-            moves.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
             self.hear_all(client)
         return 0
 
@@ -720,13 +734,16 @@ class Publication:
             if len(self._probes) >= _MAX_PROBES:
                 raise OSError(errno.EMFILE, "many ask for a proof")
             client.probe = Probe(connection)
+            moves.register(client.probe.listener, select.EPOLLIN)
         except OSError as error:
+            if client.probe is not None:
+                client.probe.listener.close()
+                client.probe = None
             _log.debug("same-host discovery: no proof of an address: %s", error)
             client.tell(messages.refused(FallbackReason.PATH_NOT_PROVEN, connection))
             return
         number = client.probe.listener.fileno()
         self._probes[number] = client
-        moves.register(number, select.EPOLLIN)
         client.tell(client.probe.said)
 
     def _drop(self, client: Client) -> None:
@@ -739,12 +756,25 @@ class Publication:
                 each.unregister(number)
         self.claims.lost(client)
         self._heard_of(client)
-        client.connection.close()
+        self._closer.discard(client.connection)
 
-
-def _turn_away(client: Client) -> None:
-    with client.connection as connection:
+    def _turn_away(self, client: Client) -> None:
         # Unread data would turn our answer into a reset.
         with contextlib.suppress(BlockingIOError):
-            take(connection)
+            take(client.connection)
         client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
+        self._closer.discard(client.connection)
+
+
+def _watch(connection: socket.socket, heard: select.epoll, moves: select.epoll) -> bool:
+    """Have both report a client; False: there are too many epoll watches."""
+    try:
+        heard.register(connection, select.EPOLLIN)
+        # Until it has announced something it may want to have an answer.
+        moves.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
+    except OSError as error:
+        _log.warning("same-host discovery refuses a client: %s", error)
+        with contextlib.suppress(OSError):
+            heard.unregister(connection)
+        return False
+    return True

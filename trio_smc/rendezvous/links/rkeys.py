@@ -280,7 +280,12 @@ class Rkeys:
         request.link.send_llc(reply)
 
     def _learn(self, link: Link, tokens: dict[int, RToken]) -> bool:
-        known = {number: token for number, token in tokens.items() if number in self._group.links}
+        links = self._group.links
+        known = {number: token for number, token in tokens.items() if number in links}
+        for number, token in known.items():
+            if not links[number].qp.can_reach(token.rkey):
+                LOGGER.warning("%r: CONFIRM RKEY: no resources to reach the RMB", link)
+                return False
         try:
             self._group.peer_rmbs.learn_untrusted(known)
         except ProtocolError as error:

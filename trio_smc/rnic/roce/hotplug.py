@@ -128,7 +128,7 @@ def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
 
 
 def _listed(directory: Path) -> list[Path]:
-    """What is in a directory of sysfs; nothing if it is just going, or was never there.
+    """Paths in a directory of sysfs; none if it is just going, or was never there.
 
     Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
     """

@@ -34,15 +34,17 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import is_admitted
 from trio_smc.rnic.memory import Memory
+from trio_smc.rnic.soft.alarm import Alarm
 from trio_smc.rnic.soft.messages import (
     Bell,
     Directory,
     Hello,
-    close_all,
+    Intake,
     decode_untrusted,
-    receive,
 )
 from trio_smc.rnic.soft.port import PortUser, Pushed
 from trio_smc.rnic.soft.queue_pair import SoftQueuePair
@@ -77,6 +79,8 @@ _EDGES: Final = select.EPOLLIN | select.EPOLLET
 _FEW: Final = 8
 """Rings that are always looked at."""
 _MOST_BELLS: Final = 4
+_RETRY_INTERVAL: Final = 0.05
+"""Seconds after which what lacked resources is tried again."""
 _DOZE_AFTER: Final = 256
 """Looks of which none found anything: then a ring may doze, where there are more than a few."""
 
@@ -100,10 +104,11 @@ class SoftRnic(Rnic):
     """
 
     __slots__ = (
-        "_again", "_bells", "_directory", "_epoll", "_events", "_handlers", "_limbo", "_looks",
-        "_many", "_new_qp", "_only_bell", "_open", "_pds", "_peers", "_qps", "_reception", "_rings",
-        "_rkeys", "_rung", "_self_wake", "crowded", "done", "faults", "gid", "gone", "mac", "mtu",
-        "name", "on_event", "port_active", "restless", "send_depth", "stalled",
+        "_again", "_alarm", "_bells", "_directory", "_epoll", "_events", "_handlers", "_limbo",
+        "_looks", "_many", "_new_qp", "_only_bell", "_open", "_pds", "_peers", "_qps",
+        "_reception", "_retries", "_rings", "_rkeys", "_rung", "_self_wake", "crowded", "done",
+        "faults", "gid", "gone", "intake", "mac", "mtu", "name", "on_event", "port_active",
+        "restless", "send_depth", "stalled",
     )  # fmt: skip
 
     kind: Literal["software", "roce"] = "software"
@@ -125,6 +130,7 @@ class SoftRnic(Rnic):
         self.restless: int = 0
         self.crowded: bool = False
         self._again: dict[Callable[[], None], None] = {}
+        self._retries: dict[Callable[[], None], None] = {}
         self._rings: tuple[ReceiveRing, ...] = ()  # those that do not doze
         self._many = False  # of them
         self._looks = 0  # while they were many, since they were last asked how busy they are
@@ -170,11 +176,17 @@ class SoftRnic(Rnic):
             self._directory.remove_stale()
             self._epoll = select.epoll()
             undo.callback(self._epoll.close)
+            self.intake = Intake(Closer(self.name))
+            undo.callback(self.intake.end)
             self._reception = Reception(self, self._directory)
             undo.callback(self._reception.close)
             self._self_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._self_wake)
+            self._alarm = Alarm()
+            undo.callback(self._alarm.close)
+            self.watch(self._self_wake, select.EPOLLIN | select.EPOLLET, None)
+            self.watch(self._alarm.fd, _EDGES, lambda _: self._retry())
             undo.pop_all()
-        self.watch(self._self_wake, select.EPOLLIN | select.EPOLLET, None)
         self.port_active = True
         self._open = True
 
@@ -188,15 +200,14 @@ class SoftRnic(Rnic):
                 region.close()
             pd.close()
         self._reception.close()
-        for sock in self._limbo:
-            sock.close()
-        self._limbo.clear()
+        self._end_limbo()
         self._handlers.clear()
         self._events.clear()
         self.stalled.clear()
         self.restless = 0
         self.crowded = False
         self._again.clear()
+        self._retries.clear()
         self.done.clear()
         self._directory.close()
         self._epoll.close()
@@ -204,6 +215,8 @@ class SoftRnic(Rnic):
             self._rung.close()
             self._rung = None
         os.close(self._self_wake)
+        self._alarm.close()
+        self.intake.end()
         self.port_active = False
         self._open = False
 
@@ -216,6 +229,7 @@ class SoftRnic(Rnic):
                 qp.abandon()
             for sock in self._limbo:
                 sock.close()
+            self.intake.abandon()
 
     def alloc_memory(self, size: int) -> Memory:
         return Memory(size)
@@ -233,7 +247,8 @@ class SoftRnic(Rnic):
             raise RnicError(errno.EINVAL, f"receives have {RECEIVE_SIZE} bytes")
         if not isinstance(pd, SoftProtectionDomain) or pd not in self._pds:
             raise RnicError(errno.EINVAL, "a protection domain of another RNIC")
-        self._reception.keep_name()  # before anybody is told to come here
+        with refusals():
+            self._reception.keep_name()  # before anybody is told to come here
         qp_num = 0
         while qp_num < 2 or qp_num in self._qps:
             qp_num = secrets.randbits(24)
@@ -270,10 +285,13 @@ class SoftRnic(Rnic):
         for qp in tuple(self._qps.values()):
             qp.port_changed()
         if active:
-            for sock in self._limbo:
-                sock.close()
-            self._limbo.clear()
+            self._end_limbo()
         os.eventfd_write(self._self_wake, 1)
+
+    def _end_limbo(self) -> None:
+        for sock in self._limbo:
+            self.intake.discard(sock)
+        self._limbo.clear()
 
     # -- completions ---------------------------------------------------------------------
 
@@ -410,6 +428,18 @@ class SoftRnic(Rnic):
         """Have `wait_fd` tell that there is something to look at."""
         os.eventfd_write(self._self_wake, 1)
 
+    def retry_later(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at a look `_RETRY_INTERVAL` from now: something lacked resources."""
+        if not self._retries:
+            self._alarm.set(_RETRY_INTERVAL)
+        self._retries[action] = None
+
+    def _retry(self) -> None:
+        self._alarm.acknowledge()
+        retries, self._retries = self._retries, {}
+        for action in retries:
+            action()
+
     def _hand_out(self, events: list[tuple[int, int]]) -> None:
         for fd, mask in events:
             handler = self._handlers.get(fd)
@@ -437,6 +467,12 @@ class SoftRnic(Rnic):
         wanted, else `wait_fd`."""
         self._watch_peer(sock.fileno(), handler)
 
+    def watch_reader(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Report from now on that such a socket can be read, or do not."""
+        fd = sock.fileno()
+        if fd in self._peers:
+            self._watch_events(fd, select.EPOLLIN if wanted else 0)
+
     def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
         """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
 
@@ -448,9 +484,13 @@ class SoftRnic(Rnic):
             bell = Bell()
         except OSError:
             return None
+        try:
+            self._watch_peer(bell.fd, lambda _: rung())
+        except OSError:
+            bell.close()
+            return None
         self._bells[bell.fd] = rung
         self._find_only_bell()
-        self._watch_peer(bell.fd, lambda _: rung())
         return bell
 
     def take_down(self, bell: Bell) -> None:
@@ -464,12 +504,12 @@ class SoftRnic(Rnic):
         self._only_bell = next(iter(self._bells.values())) if len(self._bells) == 1 else None
 
     def _watch_peer(self, fd: int, handler: Callable[[int], object]) -> None:
-        self._peers[fd] = select.EPOLLIN
-        self._handlers[fd] = handler
         if self._rung is not None:
             self._rung.register(fd, select.EPOLLIN)
         else:
             self._epoll.register(fd, _EDGES)
+        self._peers[fd] = select.EPOLLIN
+        self._handlers[fd] = handler
 
     def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
         """Whether to report also that such a socket takes something again.
@@ -477,7 +517,11 @@ class SoftRnic(Rnic):
         Else nobody may be woken for that: there is room again for each ring that the peer took.
         """
         fd = sock.fileno()
-        events = self._peers[fd] = select.EPOLLIN | (select.EPOLLOUT if wanted else 0)
+        reading = self._peers[fd] & select.EPOLLIN
+        self._watch_events(fd, reading | (select.EPOLLOUT if wanted else 0))
+
+    def _watch_events(self, fd: int, events: int) -> None:
+        self._peers[fd] = events
         if self._rung is not None:
             self._rung.modify(fd, events)
         else:
@@ -509,16 +553,17 @@ class SoftRnic(Rnic):
             return
         self._unwatch_peer(sock.fileno())
         if self.port_active and not quietly:
-            sock.close()
+            self.intake.discard(sock)
             return
         for other in tuple(self._limbo):
             if _peer_has_ended(other):
                 self._limbo.remove(other)
-                other.close()
+                self.intake.discard(other)
         self._limbo.append(sock)
 
     def _unwatch_peer(self, fd: int) -> None:
-        del self._peers[fd]
+        if self._peers.pop(fd, None) is None:
+            return  # there were too many watches for it
         del self._handlers[fd]
         (self._rung or self._epoll).unregister(fd)
 
@@ -579,8 +624,8 @@ class Reception:
         for fd in tuple(self._strangers):
             self._show_out(fd)
         self._rnic.unwatch(self._listener.fileno())
-        self._listener.close()
         self._directory.remove(self._name)
+        self._rnic.intake.closer.discard_listener(self._listener)
 
     def keep_name(self) -> None:
         """Listen anew when somebody has removed the socket's name, as cleaners of /tmp do."""
@@ -588,10 +633,14 @@ class Reception:
             return
         self._directory.renew()
         listener = self._directory.listen(self._name)
+        try:
+            self._rnic.watch(listener.fileno(), _EDGES, lambda _: self._accept())
+        except OSError:
+            listener.close()
+            raise
         self._rnic.unwatch(self._listener.fileno())
-        self._listener.close()
+        self._rnic.intake.closer.discard_listener(self._listener)
         self._listener = listener
-        self._rnic.watch(listener.fileno(), _EDGES, lambda _: self._accept())
 
     def abandon(self) -> None:
         """In a forked child: close this process's descriptors and nothing else."""
@@ -600,34 +649,58 @@ class Reception:
 
     def _accept(self) -> None:
         self._rnic.crowded = False
+        intake = self._rnic.intake
         for _ in range(_MOST_ACCEPTED):
+            if intake.closer.is_full:
+                self._accept_later()
+                return
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return  # nobody left, or out of descriptors: the next who dials tries again
+            except ConnectionAbortedError:
+                continue
+            except OSError as problem:
+                if not isinstance(problem, BlockingIOError) and is_lack(problem):
+                    self._accept_later()
+                return
             # A port that is down hears nobody.
             group = self._directory.group
             if not self._rnic.port_active or not is_admitted(sock, group):
-                sock.close()
+                intake.discard(sock)
                 continue
             sock.setblocking(False)
             if len(self._strangers) >= _MOST_STRANGERS:
                 self._show_out(next(iter(self._strangers)))
             fd = sock.fileno()
+            try:
+                self._rnic.watch(fd, _EDGES, partial(self._greet, fd))
+            except OSError:  # there are too many epoll watches: this one is refused
+                intake.discard(sock)
+                continue
             self._strangers[fd] = sock
-            self._rnic.watch(fd, _EDGES, partial(self._greet, fd))
             self._greet(fd, 0)
         self._rnic.crowded = True
         self._rnic.look_again(self._accept)
 
+    def _accept_later(self) -> None:
+        """They wait in the backlog for resources to be had."""
+        self._rnic.crowded = True
+        self._rnic.retry_later(self._accept)
+
     def _show_out(self, fd: int) -> None:
         self._rnic.unwatch(fd)
-        self._strangers.pop(fd).close()
+        self._rnic.intake.discard(self._strangers.pop(fd))
 
     def _greet(self, fd: int, _events: int) -> None:
         sock = self._strangers.get(fd)
-        packet = None if sock is None else receive(sock)
-        if sock is None or packet is None:
+        if sock is None:
+            return
+        intake = self._rnic.intake
+        try:
+            packet = intake.receive(sock)
+        except OSError:  # no descriptors: its Hello waits in the socket
+            self._rnic.retry_later(self._greet_all)
+            return
+        if packet is None:
             return
         data, fds = packet
         try:
@@ -638,9 +711,13 @@ class Reception:
             if qp is None or qp.state is QpState.ERR:
                 raise ProtocolError("no such queue pair")
         except ProtocolError:
-            close_all(fds)
+            intake.close(fds, sock)
             self._show_out(fd)
             return
         self._rnic.unwatch(fd)
         del self._strangers[fd]
         qp.offer(hello, sock, fds)
+
+    def _greet_all(self) -> None:
+        for fd in tuple(self._strangers):
+            self._greet(fd, 0)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import stat
 import struct
 import sys
 from array import array
@@ -30,7 +29,15 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, is_admitted
+from trio_smc._base.resources import is_lack
+from trio_smc.host.descriptors import Closer, attached, is_anonymous_pipe, is_memfd
+from trio_smc.host.private_directory import (
+    DirectoryUnusable,
+    PrivateDirectory,
+    is_admitted,
+    is_same_user,
+)
+from trio_smc.rnic.memory import QUICK_TO_FREE
 from trio_smc.rnic.verbs import RnicError
 
 if sys.platform == "linux":  # elsewhere nobody comes here
@@ -43,13 +50,13 @@ __all__ = [
     "Bell",
     "Directory",
     "Hello",
+    "Intake",
     "Message",
     "Register",
     "Revoke",
     "close_all",
     "decode_untrusted",
     "open_rope_untrusted",
-    "receive",
     "take_bell",
 ]
 
@@ -68,7 +75,7 @@ _REGISTER_BODY: Final = struct.Struct("<IIQQ")
 _REVOKE_BODY: Final = struct.Struct("<I")
 _LONGEST: Final = _HEADER.size + max(_HELLO_BODY.size, _REGISTER_BODY.size, _REVOKE_BODY.size)
 _MOST_FDS: Final = 2
-_ANCILLARY: Final = socket.CMSG_SPACE(_MOST_FDS * 4)
+_LOOK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _BACKLOG: Final = 1024
 RUNG_AT_MOST: Final = 64
@@ -161,33 +168,134 @@ def decode_untrusted(data: bytes, fds: int) -> Message:
     return message
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receive one packet and its descriptors, which the caller must close.
+class Intake:
+    """Takes packets and descriptors from peers, and closes what is not wanted.
 
-    Returns None when nothing is there; an empty packet is the end of the socket.
+    A packet is looked at before it is taken.  So the kernel never drops a descriptor in this
+    thread, which might wait (`trio_smc.host.descriptors`): one with more descriptors than its
+    message has stays in its socket, to be closed with it by the `Closer`; one for which the
+    descriptor table has no room stays until there is room.  Two spare descriptors make room for
+    what is mapped and closed at once.
+
+    Args:
+      closer: of the RNIC.
+
+    Attributes:
+      spare: descriptors that are closed to make room.
+      unmapper: unmaps large memory of peers; there may be much of that without any attack.
     """
-    while True:
-        try:
-            data, ancillary, flags, _ = sock.recvmsg(
-                _LONGEST + 1, _ANCILLARY, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+
+    def __init__(self, closer: Closer) -> None:
+        self.closer: Closer = closer
+        self.unmapper: Closer = Closer("of memory")
+        self.spare: list[int] = []
+        self._refill()
+
+    def receive(self, sock: socket.socket) -> tuple[bytes, list[int]] | None:
+        """Receive one packet and its descriptors, to be given to `close`.
+
+        Returns None when nothing is there; an empty packet is the end of the socket, or has
+        descriptors that no message has: the socket must be given to `discard`.
+
+        Raises:
+          OSError: this process lacks descriptors or memory (`is_lack`); the packet stays.
+        """
+        self._refill()
+        while True:
+            try:
+                data, _, flags, _ = sock.recvmsg(_LONGEST + 1, 0, _LOOK)
+                break
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # The peer closed with something of ours unread; what it said is still to come.
+                continue
+            except OSError as problem:
+                if is_lack(problem):
+                    raise
+                return b"", []
+        fds: list[int] = []
+        if flags & socket.MSG_CTRUNC:
+            most = _most_descriptors(data)
+            if not most or not self._copy_descriptors(sock, most, fds):
+                return b"", []
+        if data:
+            # The copies are held, so what the queue held of the descriptors is not the last.
+            sock.recv(_LONGEST + 1, socket.MSG_DONTWAIT)
+        return data, fds
+
+    def _copy_descriptors(self, sock: socket.socket, most: int, fds: list[int]) -> bool:
+        """Install copies of a packet's descriptors; False: there are more than ``most``.
+
+        Raises OSError (EMFILE): there is no room.
+        """
+        while True:
+            _, ancillary, flags, _ = sock.recvmsg(
+                _LONGEST + 1, socket.CMSG_LEN(most * 4), _LOOK | socket.MSG_CMSG_CLOEXEC
             )
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:
-            # The peer closed with something of ours unread; what it said is still to come.
-            continue
+            fds += attached(ancillary)
+            if not flags & socket.MSG_CTRUNC:
+                return True
+            many = len(fds) == most
+            self.close(fds)
+            if many:
+                return False
+            if not self.spare:
+                raise OSError(errno.EMFILE, "no room for a peer's descriptor")
+            close_all(self.spare)
+
+    def close(
+        self, fds: list[int], sender: socket.socket | None = None, *, mapped: bool = False
+    ) -> None:
+        """Close descriptors that came with a message, and empty the list.
+
+        Args:
+          sender: the socket they came on; a pipe of the same user is closed at once, as closing
+            that takes the pipe's lock and nothing more.
+          mapped: they are memory that this process has mapped.
+        """
+        while fds:
+            fd = fds.pop()
+            if mapped or self._is_quick(fd, sender):
+                os.close(fd)
+            else:
+                self.closer.close([fd])
+
+    def _is_quick(self, fd: int, sender: socket.socket | None) -> bool:
+        try:
+            if is_memfd(fd):
+                return os.fstat(fd).st_size <= QUICK_TO_FREE
+            return sender is not None and is_anonymous_pipe(fd) and is_same_user(sender)
         except OSError:
-            return b"", []
-        break
-    fds: list[int] = []
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds += struct.unpack(f"{len(payload) // 4}i", payload[: len(payload) // 4 * 4])
-    if flags & socket.MSG_CTRUNC:
-        # More descriptors than any message has; the rest was dropped by the kernel.
-        close_all(fds)
-        return b"", []
-    return data, fds
+            return False
+
+    def discard(self, sock: socket.socket) -> None:
+        """Close a peer's socket, whatever it holds.  Idempotent."""
+        self.closer.discard(sock)
+
+    def end(self) -> None:
+        """Close the spare descriptors and join the closer.  Idempotent."""
+        close_all(self.spare)
+        self.closer.join()
+        self.unmapper.join()
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's descriptors and nothing else."""
+        close_all(self.spare)
+
+    def _refill(self) -> None:
+        while len(self.spare) < _MOST_FDS:
+            try:
+                self.spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+            except OSError:
+                return  # the next packet that needs room waits
+
+
+def _most_descriptors(data: bytes) -> int:
+    """How many descriptors the message that begins so has at most."""
+    if len(data) < _HEADER.size:
+        return 0
+    return {_HELLO: max(_FDS[Hello]), _REGISTER: max(_FDS[Register])}.get(data[5], 0)
 
 
 _unread = array("i", [0])
@@ -199,7 +307,13 @@ def take_bell(sock: socket.socket) -> bool:
     All messages are longer, so a byte is one; reading it needs no room for descriptors.
     """
     fcntl.ioctl(sock.fileno(), termios.FIONREAD, _unread)
-    return _unread[0] == len(BELL) and len(sock.recv(len(BELL), socket.MSG_DONTWAIT)) == len(BELL)
+    if _unread[0] != len(BELL):
+        return False
+    # A descriptor that comes with it must not be dropped here.
+    data, _, flags, _ = sock.recvmsg(len(BELL), 0, _LOOK)
+    if len(data) != len(BELL) or flags & socket.MSG_CTRUNC:
+        return False
+    return len(sock.recv(len(BELL), socket.MSG_DONTWAIT)) == len(BELL)
 
 
 class Bell:
@@ -243,7 +357,7 @@ def open_rope_untrusted(fd: int) -> int:
       ProtocolError: it is none.
       OSError: it cannot be opened, as where /proc is missing.
     """
-    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+    if not is_anonymous_pipe(fd):  # fstat(2) of others may wait
         raise ProtocolError("a bell that is no pipe")
     return _opened_anew(fd)
 
@@ -253,7 +367,7 @@ def _opened_anew(fd: int) -> int:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors that came with a message."""
+    """Close descriptors of this process's own, and empty the list."""
     while fds:
         os.close(fds.pop())
 
@@ -297,14 +411,14 @@ class Directory:
     def listen(self, name: str) -> socket.socket:
         """A listening socket of that name; it appears only once it can be dialled."""
         try:
-            return self._directory.listen(name, _BACKLOG)
+            return self._directory.listen(name, _BACKLOG, descriptors=True)
         except OSError as problem:
             raise RnicError(problem.errno, f"cannot listen as {name}: {problem}") from problem
 
     def dial(self, name: str) -> socket.socket:
         """A socket connected to the listener of that name.  Raises RnicError."""
         try:
-            sock = self._directory.connect(name)
+            sock = self._directory.connect(name, descriptors=True)
             if not is_admitted(sock, self.group):
                 sock.close()
                 raise PermissionError(errno.EPERM, "it belongs to another user")

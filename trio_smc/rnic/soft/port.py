@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from trio_smc.rnic.soft.messages import Bell
+from trio_smc.rnic.soft.messages import Bell, Intake
 from trio_smc.rnic.soft.ring import ReceiveRing
 from trio_smc.rnic.verbs import PlainCompletion
 
@@ -38,6 +38,7 @@ class Port(Protocol):
     """The port of a software RNIC.
 
     Attributes:
+      intake: takes what peers send, and closes it.
       done: completions for the next poll.
       stalled: what the next poll looks after.
       gone: whose peers have ended.
@@ -45,6 +46,7 @@ class Port(Protocol):
       crowded: so many have dialled that some still wait to be let in.
     """
 
+    intake: Intake
     gid: bytes
     port_active: bool
     send_depth: int
@@ -66,8 +68,17 @@ class Port(Protocol):
     def look_soon(self) -> None:
         """Have somebody look, as if something had come."""
 
+    def retry_later(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at a look a moment from now: something lacked resources.
+
+        ``action``: given several times before that, it is called once.
+        """
+
     def watch_peer(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
-        """Report a socket to a queue pair's peer; ``handler`` gets the epoll events."""
+        """Report a socket to a queue pair's peer; ``handler`` gets the epoll events.
+
+        Raises OSError: there are too many epoll watches.
+        """
 
     def hang_bell(self, rung: Callable[[], bool]) -> Bell | None:
         """A bell for a queue pair's peer, reported as its socket is; None: it has to do with that.
@@ -80,6 +91,9 @@ class Port(Protocol):
 
     def watch_room(self, sock: socket.socket, *, wanted: bool) -> None:
         """Whether to report also that such a socket takes something again."""
+
+    def watch_reader(self, sock: socket.socket, *, wanted: bool) -> None:
+        """Report from now on that such a socket can be read, or do not."""
 
     def rouse(self, ring: ReceiveRing) -> None:
         """Look again at this ring, which dozes: its doorbell was rung."""

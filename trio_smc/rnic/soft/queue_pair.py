@@ -22,7 +22,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from trio_smc.rnic.soft.contact import Contact, Peer
-from trio_smc.rnic.soft.messages import Hello, Message, close_all
+from trio_smc.rnic.soft.messages import Hello, Message
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.soft.ring import (
@@ -41,6 +41,7 @@ from trio_smc.rnic.verbs import (
     RnicError,
     WcOpcode,
     WcStatus,
+    refusals,
 )
 
 __all__ = [
@@ -126,16 +127,17 @@ class SoftQueuePair(QueuePair):
             raise RnicError(errno.EINVAL, "no such address of a queue pair")
         self._peer_name = (bytes(gid), qp_num)
         contact = self._contact
-        if self._rnic.port_active:
-            self._rnic.look()
-            contact.dial(self._peer_name)
-        self.state = QpState.RTR
-        hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
-        contact.greet(hello, self.ring.memory.fd)
-        self.ring.memory.close_descriptor()
-        for region in self._pd.regions:
-            message, fd = region.announcement()
-            contact.say(message, (fd,))
+        with refusals():
+            if self._rnic.port_active:
+                self._rnic.look()
+                contact.dial(self._peer_name)
+            self.state = QpState.RTR
+            hello = Hello(gid=self._rnic.gid, qp_num=self.qp_num, peer_qp_num=qp_num, peer_psn=psn)
+            contact.greet(hello, self.ring.memory.fd)
+            self.ring.memory.close_descriptor()
+            for region in self._pd.regions:
+                message, fd = region.announcement()
+                contact.say(message, (fd,))
         contact.greet_pending()
         self._rnic.look()
 
@@ -228,6 +230,14 @@ class SoftQueuePair(QueuePair):
     def write_capacity(self) -> int:
         return _UNLIMITED
 
+    def can_reach(self, rkey: int) -> bool:
+        contact = self._contact
+        peer = contact.peer
+        if peer is None or rkey in peer.regions:
+            return True  # also if nothing is known yet
+        contact.hear()
+        return rkey in peer.regions or (contact.behind and not contact.lacking)
+
     # -- what the RNIC calls -------------------------------------------------------------
 
     def refresh(self) -> None:
@@ -283,9 +293,14 @@ class SoftQueuePair(QueuePair):
         self._contact.abandon()
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell the peer of a memory region, before anything that is sent later."""
-        self._contact.say(message, fds)
-        self.refresh()
+        """Tell the peer of a memory region, before anything that is sent later.
+
+        Raises OSError: a region cannot be announced for lack of resources.
+        """
+        try:
+            self._contact.say(message, fds)
+        finally:
+            self.refresh()
 
     def offer(self, hello: Hello, sock: socket.socket, fds: list[int]) -> None:
         """A peer said Hello to this queue pair: take it, keep it for later, or refuse it.
@@ -295,8 +310,8 @@ class SoftQueuePair(QueuePair):
         if self.state in (QpState.RESET, QpState.INIT):
             self._contact.keep(hello, sock, fds)
         elif self.state is QpState.ERR or self._peer_name != (hello.gid, hello.qp_num):
-            sock.close()
-            close_all(fds)
+            self._rnic.intake.discard(sock)
+            self._rnic.intake.close(fds)
         else:
             self._contact.accept(sock, hello, fds)
             self.refresh()
@@ -340,7 +355,7 @@ class SoftQueuePair(QueuePair):
             self._rnic.look()
         contact.speak()
         peer = contact.peer
-        if peer is None and self._rnic.crowded:
+        if peer is None and (self._rnic.crowded or contact.lacking):
             return STALLED  # it may be among those who wait to be let in
         if peer is None or not self._reachable():
             return _UNREACHABLE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
@@ -45,7 +45,7 @@ class Announces(Protocol):
     ring: ReceiveRing
 
     def announce(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Tell its peer."""
+        """Tell its peer.  Raises OSError: that cannot be sent for lack of resources."""
 
 
 class SoftMemoryRegion(MemoryRegion):
@@ -104,20 +104,31 @@ class SoftProtectionDomain(ProtectionDomain):
         region = SoftMemoryRegion(self, memory, self._rnic.new_rkey(), slot)
         self._regions[region.rkey] = region
         message, fd = region.announcement()
-        for qp in tuple(self.queue_pairs):
-            qp.ring.keys[slot] = region.rkey
-            qp.announce(message, (fd,))
+        told: list[Announces] = []
+        try:
+            for qp in tuple(self.queue_pairs):
+                qp.ring.keys[slot] = region.rkey
+                qp.announce(message, (fd,))
+                told.append(qp)
+        except OSError as problem:
+            # This registration fails, and nothing else does.
+            self._forget_region(region, told)
+            text = f"a memory region cannot be announced: {problem}"
+            raise RnicError(problem.errno, text) from problem
         return region
 
     def deregister(self, region: SoftMemoryRegion) -> None:
         """Forget a region and tell the peers; what is gone already is left alone."""
+        self._forget_region(region, tuple(self.queue_pairs))
+
+    def _forget_region(self, region: SoftMemoryRegion, told: Sequence[Announces]) -> None:
         if self._regions.pop(region.rkey, None) is None:
             return
         self._free.append(region.slot)
         self._rnic.free_rkey(region.rkey)
         for qp in tuple(self.queue_pairs):
             qp.ring.keys[region.slot] = 0
-        for qp in tuple(self.queue_pairs):
+        for qp in told:
             qp.announce(Revoke(rkey=region.rkey), ())
 
     def close(self) -> None:
@@ -134,12 +145,18 @@ class PeerRegions:
 
     Args:
       keys: the peer's key page.
+      later: calls what it is given in another thread.
     """
 
-    __slots__ = ("_keys", "_mapped", "_regions")
+    __slots__ = ("_keys", "_later", "_mapped", "_regions")
 
-    def __init__(self, keys: memoryview) -> None:
+    def __init__(
+        self,
+        keys: memoryview,
+        later: Callable[[Callable[[], object]], object] | None = None,
+    ) -> None:
         self._keys = keys
+        self._later = later
         self._mapped = 0
         # rkey -> view, address, length, slot, memory
         self._regions: dict[int, tuple[memoryview, int, int, int, PeerMemory]] = {}
@@ -148,7 +165,12 @@ class PeerRegions:
         return rkey in self._regions
 
     def add_untrusted(self, message: Register, fd: int) -> None:
-        """Map a region that the peer announced.  Raises ProtocolError."""
+        """Map a region that the peer announced.
+
+        Raises:
+          ProtocolError: there can be no such region.
+          OSError: this process lacks memory or address space.
+        """
         if message.slot >= KEYS or message.rkey == 0 or message.rkey in self._regions:
             raise ProtocolError("a memory region that cannot be")
         if len(self._regions) >= MOST_REGIONS or self._mapped + message.length > MOST_MAPPED:
@@ -164,7 +186,7 @@ class PeerRegions:
         known = self._regions.pop(rkey, None)
         if known is not None:
             self._mapped -= known[2]
-            known[4].close()
+            known[4].close(self._later)
 
     def write(
         self, data: bytes | memoryview, more: memoryview | None, address: int, rkey: int

@@ -188,30 +188,38 @@ class SendRing:
     """The sending end: a peer's ring.
 
     Args:
-      doorbell: wakes the peer; OSError is as good as silence.
+      doorbell: wakes the peer; if it raises BlockingIOError, the peer is awake or will be.
+      missed: told of this ring and of what kept the doorbell from being rung.
 
     Attributes:
       keys: the peer's key page.
       posted: the word POSTED as a view of one integer; `PORT_DOWN` and more: nothing is received.
     """
 
-    __slots__ = ("_doorbell", "_head", "_memory", "_view", "_words", "keys", "posted")
+    __slots__ = ("_doorbell", "_head", "_memory", "_missed", "_view", "_words", "keys", "posted")
 
-    def __init__(self, memory: PeerMemory, doorbell: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        memory: PeerMemory,
+        doorbell: Callable[[], object],
+        missed: Callable[[SendRing, OSError], object] | None = None,
+    ) -> None:
         self._memory = memory
         self._view = memory.view
         self._words = memory.cast(0, _SLOTS_AT, "Q")
         self.posted: memoryview[int] = memory.cast(_POSTED * 8, 8, "Q")
         self._head = 0
         self._doorbell = doorbell
+        self._missed = missed
         self.keys: memoryview[int] = memory.cast(_KEYS_AT, KEYS * 4, "I")
 
     def ring(self) -> None:
         """Wake whoever sleeps on the peer's ring; where that is full of rings, it is awake."""
         try:
             self._doorbell()
-        except OSError:
-            return
+        except OSError as problem:
+            if self._missed is not None:
+                self._missed(self, problem)
 
     def silence(self) -> None:
         """Ring no more."""
@@ -233,10 +241,11 @@ class SendRing:
         if words[_ARMED]:
             words[_ARMED] = 0
             ring = self._doorbell
-            try:  # noqa: SIM105 - that takes longer
+            try:
                 ring()
-            except OSError:
-                pass  # as if it were silent
+            except OSError as problem:
+                if self._missed is not None:
+                    self._missed(self, problem)
             if words[_POSTED] >= PORT_DOWN:
                 return Sent.UNKNOWN
         return 0

@@ -1,0 +1,265 @@
+"""Another process sends descriptors over every Unix socket of a stack: nothing waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trio_smc
+from tests.api.api_peers import QUICK
+from tests.lingering import AT_ONCE, full_table, give_away, join_closers, lingering
+from trio_smc import SmcStream, Stack
+from trio_smc.control import protocol as control
+from trio_smc.host import descriptors
+from trio_smc.rendezvous.discovery import messages
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.tools import client
+from trio_smc.tools.output import ToolError
+
+pytestmark = pytest.mark.pure
+
+REQUEST = control.encode({"want": ["statistics"]})
+ANNOUNCE = messages.announce(messages.four_tuple(("127.0.0.1", 9), ("127.0.0.1", 10)))
+
+
+@pytest.fixture(params=["refused", "dropped"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel refuses descriptors, as from Linux 6.16 on, or takes them."""
+    way: str = request.param
+    monkeypatch.setattr(descriptors, "_refused", None)
+    if way == "dropped":
+        monkeypatch.setattr(descriptors, "_SO_PASSRIGHTS", 0x7FFF)
+    else:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            if not descriptors.refuse_descriptors(sock):
+                pytest.skip("before Linux 6.16 the kernel refuses no descriptors")
+    return way
+
+
+async def echo(stream: SmcStream) -> None:
+    with contextlib.suppress(trio.BrokenResourceError):  # its client has aborted it
+        async for data in stream:
+            await stream.send_all(data)
+
+
+async def is_echoed(stream: SmcStream, data: bytes = b"x") -> bool:
+    with trio.fail_after(5):
+        await stream.send_all(data)
+        return await stream.receive_some() == data
+
+
+@contextlib.asynccontextmanager
+async def connected(path: Path) -> AsyncIterator[tuple[Stack, SmcStream, int]]:
+    """A client's stack, its connection to an echo server of another stack, and the port."""
+    config = replace(QUICK, directory=path)
+    async with (
+        trio_smc.open_stack(config) as server,
+        trio_smc.open_stack(config) as clients,
+        trio.open_nursery() as nursery,
+    ):
+        listeners: Any = await nursery.start(server.serve, echo, 0)
+        port = listeners[0].socket.getsockname()[1]
+        stream = await clients.open_stream("127.0.0.1", port)
+        assert stream.mode == "smc-r"
+        assert await is_echoed(stream)
+        yield clients, stream, port
+        await stream.aclose()
+        nursery.cancel_scope.cancel()
+
+
+def sockets(path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """A connection to each Unix socket below the directory, and what kind that is."""
+    for root, _, names in os.walk(path):
+        for name in names:
+            kind = "control" if "control" in root else "rnic" if "rnic" in name else "discovery"
+            mode = socket.SOCK_STREAM if kind == "control" else socket.SOCK_SEQPACKET
+            sock = socket.socket(socket.AF_UNIX, mode)
+            try:
+                sock.connect(f"{root}/{name}")
+                yield kind, sock
+            finally:
+                sock.close()
+
+
+async def longest_pause(seconds: float = 0.3) -> float:
+    """How long the loop stood still at most."""
+    longest = 0.0
+    end = trio.current_time() + seconds
+    while (before := trio.current_time()) < end:
+        await trio.sleep(0.01)
+        longest = max(longest, trio.current_time() - before)
+    return longest
+
+
+@pytest.mark.parametrize("when", ["first", "after a message", "253", "unread"])
+async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None:
+    proper = {"control": REQUEST[:6], "discovery": ANNOUNCE, "rnic": b""}
+    reached = []
+    async with connected(runtime_directory / "d") as (_, stream, _):
+        for kind, sock in sockets(runtime_directory / "d"):
+            with lingering() as fd:
+                if when == "after a message" and proper[kind]:
+                    sock.send(proper[kind])
+                    assert await longest_pause(0.05) < AT_ONCE
+                taken = give_away(sock, b"x" * 40, fd, 253 if when == "253" else 1)
+                assert taken is (kind == "rnic" or way == "dropped")
+                if when == "unread":
+                    sock.close()
+                assert await longest_pause() < AT_ONCE
+                reached.append(kind)
+            assert await is_echoed(stream)
+    assert set(reached) == {"control", "discovery", "rnic"}
+
+
+async def test_waiting_in_a_backlog_when_the_stack_is_closed(
+    runtime_directory: Path, way: str
+) -> None:
+    with contextlib.ExitStack() as exits:
+        fds = [exits.enter_context(lingering()) for _ in range(8)]
+        async with connected(runtime_directory / "d"):
+            for _, sock in sockets(runtime_directory / "d"):
+                kept = sock.dup()
+                exits.callback(kept.close)
+                give_away(kept, b"x", fds.pop())
+            began = trio.current_time()
+        assert trio.current_time() - began < AT_ONCE + QUICK.close_timeout
+        for fd in fds:
+            os.close(fd)
+    join_closers()
+
+
+@pytest.mark.parametrize("before", [b"", control.encode({"part": "process", "data": {}})[:7]])
+async def test_of_a_process_that_is_asked(runtime_directory: Path, way: str, before: bytes) -> None:
+    """The command `trio-smc` reports it, and does not wait for it."""
+    directory = runtime_directory / "d"
+    (directory / "control").mkdir(parents=True, mode=0o700)
+    directory.chmod(0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, lingering() as fd:
+        listener.bind(str(directory / "control" / f"{os.getpid()}-{'0' * 16}"))
+        listener.listen()
+        outcome: list[BaseException] = []
+
+        def query() -> None:
+            try:
+                client.take_snapshots(directory, ["statistics"])
+            except ToolError as error:
+                outcome.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, query)
+            await trio.lowlevel.wait_readable(listener)
+            sock, _ = listener.accept()
+            if before:
+                sock.send(before)
+            taken = give_away(sock, b"x" * 40, fd)
+            assert taken is (way == "dropped")
+            began = trio.current_time()
+            if not taken:
+                sock.close()
+        assert trio.current_time() - began < AT_ONCE
+        sock.close()
+        assert len(outcome) == 1
+    os.unlink(directory / "control" / f"{os.getpid()}-{'0' * 16}")
+
+
+async def test_of_a_process_that_listens(runtime_directory: Path, way: str) -> None:
+    """One that answers an announcement with a descriptor is none that speaks SMC-R."""
+    directory = runtime_directory / "d"
+    async with connected(directory) as (clients, stream, port):
+        [place] = [Path(root) for root, _, names in os.walk(directory) if root.endswith(str(port))]
+        for name in os.listdir(place):
+            os.unlink(place / name)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, lingering() as fd:
+            listener.bind(str(place / f"{os.getpid()}-{'0' * 16}"))
+            listener.listen()
+            results: list[SmcStream] = []
+
+            async def dial() -> None:
+                results.append(await clients.open_stream("127.0.0.1", port))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(dial)
+                await trio.lowlevel.wait_readable(listener)
+                sock, _ = listener.accept()
+                taken = give_away(sock, b"x" * 40, fd)
+                assert taken is (way == "dropped")
+                if not taken:
+                    sock.close()
+                assert await longest_pause() < AT_ONCE
+            assert results[0].mode == "tcp"
+            await results[0].aclose()
+            sock.close()
+            os.unlink(place / f"{os.getpid()}-{'0' * 16}")
+        assert await is_echoed(stream)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16])
+async def test_a_full_table_of_descriptors_costs_no_connection(
+    runtime_directory: Path, room: int
+) -> None:
+    """New connections fail or are TCP; those that are open go on, and later ones are SMC-R."""
+    async with connected(runtime_directory / "d") as (clients, stream, port):
+        with full_table(room):
+            for size in (16384, 65536, 262144):
+                config = replace(QUICK, receive_buffer=size)
+                opened: list[SmcStream] = []
+                with trio.move_on_after(1), contextlib.suppress(OSError):
+                    opened.append(await clients.open_stream("127.0.0.1", port, config=config))
+                assert await is_echoed(stream)
+                for each in opened:
+                    each.abort()
+        assert await is_echoed(stream)
+        with trio.fail_after(10):
+            while True:
+                late = await clients.open_stream("127.0.0.1", port)
+                mode = late.mode
+                assert await is_echoed(late)
+                await late.aclose()
+                if mode == "smc-r":
+                    break
+                await trio.sleep(0.1)  # what could not be announced is looked for again
+
+
+@pytest.mark.parametrize("room", [0, 2, 4, 8])
+async def test_a_failover_needs_no_descriptors(runtime_directory: Path, room: int) -> None:
+    config = replace(QUICK, directory=runtime_directory / "d")
+    rnics = tuple(SoftRnic(f"soft{number}") for number in range(4))
+    ours, theirs = replace(config, rnics=rnics[:2]), replace(config, rnics=rnics[2:])
+    async with (
+        trio_smc.open_stack(ours) as server,
+        trio_smc.open_stack(theirs) as clients,
+        trio.open_nursery() as nursery,
+    ):
+        listeners: Any = await nursery.start(server.serve, echo, 0)
+        port = listeners[0].socket.getsockname()[1]
+        stream = await clients.open_stream("127.0.0.1", port)
+        await has_two_links(clients, stream)
+        with full_table(room):
+            rnics[0].fail()
+            for _ in range(5):
+                assert await is_echoed(stream)
+            rnics[0].restore()
+            for _ in range(5):
+                assert await is_echoed(stream)
+                await trio.sleep(0.05)
+        await has_two_links(clients, stream)
+        await stream.aclose()
+        nursery.cancel_scope.cancel()
+
+
+async def has_two_links(clients: Stack, stream: SmcStream) -> None:
+    """Echo until the link group has two links."""
+    with trio.fail_after(20):
+        while True:
+            assert await is_echoed(stream)
+            if len(clients.link_groups[0].links) == 2:
+                return
+            await trio.sleep(0.02)

@@ -1,0 +1,17 @@
+"""Packets of the software RNIC, for tests that speak its protocol by hand."""
+
+from __future__ import annotations
+
+import socket
+
+from trio_smc.host.descriptors import Closer
+from trio_smc.rnic.soft.messages import Intake
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    """One packet and its descriptors, as an RNIC takes them."""
+    intake = Intake(Closer("test"))
+    try:
+        return intake.receive(sock)
+    finally:
+        intake.end()

@@ -1,0 +1,126 @@
+"""A lack of descriptors, epoll watches or threads: tried again, and nothing is concluded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.lingering import full_table
+from trio_smc._base import resources
+from trio_smc.host import private_directory
+from trio_smc.rnic.poller import Poller
+from trio_smc.rnic.roce.hotplug import active_ports, present_devices
+from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.stack.tcp_watch import TcpWatch
+
+pytestmark = pytest.mark.pure
+
+
+def test_no_error_is_both() -> None:
+    for number in errno.errorcode:
+        error = OSError(number, os.strerror(number))
+        assert not (resources.is_lack(error) and resources.is_peer_gone(error))
+    for number in (errno.EMFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS, errno.ENOSPC):
+        assert resources.is_lack(OSError(number, ""))
+    for number in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+        assert resources.is_peer_gone(OSError(number, ""))
+
+
+def test_a_full_table_is_no_news_of_devices(tmp_path: Path) -> None:
+    """A device that cannot be looked at has not gone: its links would be lost."""
+    (tmp_path / "infiniband_verbs" / "uverbs0").mkdir(parents=True)
+    (tmp_path / "infiniband_verbs" / "uverbs0" / "ibdev").write_text("rxe0\n")
+    assert present_devices(tmp_path) == {"rxe0"}
+    for look in (present_devices, active_ports):
+        with full_table(), pytest.raises(OSError, match="Too many open files"):
+            look(tmp_path)
+        with full_table(1):
+            look(tmp_path)
+
+
+async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Epoll:
+        """Has no watches left at first."""
+
+        def __init__(self, epoll: Any) -> None:
+            self.epoll = epoll
+            self.refusals = 2
+
+        def register(self, *arguments: Any) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.ENOSPC, "injected")
+            self.epoll.register(*arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.epoll, name)
+
+    class Watcher:
+        def __init__(self) -> None:
+            self.told = trio.Event()
+
+        def tcp_reset(self) -> None:
+            raise AssertionError
+
+        def tcp_data(self) -> None:
+            self.told.set()
+
+    watch: Any = TcpWatch()
+    monkeypatch.setattr(watch, "_epoll", Epoll(attrgetter("_epoll")(watch)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = trio.socket.from_stdlib_socket(socket.create_connection(listener.getsockname()))
+        theirs, _ = listener.accept()
+        watcher = Watcher()
+        with ours, theirs:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch.run)
+                watch.add(ours, watcher)
+                theirs.send(b"x")
+                with trio.fail_after(10):
+                    await watcher.told.wait()
+                nursery.cancel_scope.cancel()
+            watch.remove(ours)
+    watch.close()
+
+
+def test_a_thread_that_cannot_be_started(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused as everything else is, and leaves no descriptors behind."""
+    rnic = SoftRnic()
+    rnic.open(runtime_directory / "smc")
+
+    def failing(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", failing)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="thread") as caught:
+            Poller(rnic, lambda: None)
+        assert os.listdir("/proc/self/fd") == before
+        assert resources.is_lack(caught.value)
+        # What waits for a thread to be closed is closed later.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.send(b"x")
+        rnic.intake.discard(ours)
+        assert ours.fileno() >= 0
+    rnic.close()
+    assert ours.fileno() < 0
+    theirs.close()
+
+
+def test_nobody_is_let_in_because_of_a_full_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user number that may stand for all unknown users is not taken for one's own."""
+    monkeypatch.setattr(private_directory, "_number_of_nobody", lambda kind: os.geteuid())
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs, full_table():
+        assert not private_directory.is_same_user(ours)

@@ -1,0 +1,65 @@
+"""A timer that a descriptor tells of: for what is to be tried again, without a clock or a task."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from typing import Final
+
+__all__ = ["Alarm"]
+
+
+_CLOEXEC: Final = 0o2000000  # TFD_CLOEXEC, TFD_NONBLOCK: linux/include/uapi/linux/timerfd.h
+_NONBLOCK: Final = 0o4000
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = (
+        ("interval_seconds", ctypes.c_long),
+        ("interval_nanoseconds", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("nanoseconds", ctypes.c_long),
+    )
+
+
+class Alarm:
+    """A timerfd (timerfd_create(2)).  Raises OSError when there is none to be had.
+
+    Attributes:
+      fd: readable when it is due.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self) -> None:
+        if sys.version_info >= (3, 13):
+            self.fd: int = os.timerfd_create(time.CLOCK_MONOTONIC, flags=_CLOEXEC | _NONBLOCK)
+            return
+        self.fd = _libc().timerfd_create(time.CLOCK_MONOTONIC, _CLOEXEC | _NONBLOCK)
+        if self.fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def set(self, seconds: float) -> None:
+        """Be due once, ``seconds`` from now, which are less than one."""
+        if sys.version_info >= (3, 13):
+            os.timerfd_settime(self.fd, initial=seconds)
+            return
+        setting = _Setting(0, 0, 0, int(seconds * 1e9))
+        _libc().timerfd_settime(self.fd, 0, ctypes.byref(setting), None)
+
+    def acknowledge(self) -> None:
+        """Clear the readiness of the descriptor."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self.fd)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
