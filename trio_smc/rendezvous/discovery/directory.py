@@ -205,16 +205,23 @@ class Stamps:
     def add(self, root: PrivateDirectory, path: str) -> None:
         """Add the directory ``path`` below ``root``, the open private one, if it is there.
 
-        One of another member that cannot be entered is left out.
+        One of another member that cannot be entered is left out.  Raises OSError for any other
+        problem, a lack of descriptors among them.
         """
         parent, _, name = path.rpartition("/")
-        with contextlib.suppress(OSError if self._shared else FileNotFoundError):
+        try:
             above = root.below(parent) if parent else root
             try:
                 found = os.stat(name, dir_fd=above.descriptor, follow_symlinks=False)
             finally:
                 if above is not root:
                     above.close()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if not self._shared or is_lack(error):
+                raise
+        else:
             self._known.append(_stamp(path, found))
 
     def add_root(self, root: PrivateDirectory) -> None:
