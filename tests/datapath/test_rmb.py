@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -19,6 +20,7 @@ from trio_smc.datapath.rmb import (
     RmbPool,
     rmb_elements,
 )
+from trio_smc.rnic import memory as memory_module
 from trio_smc.rnic.memory import Memory
 
 KIB = 1024
@@ -363,3 +365,74 @@ def test_pinned_memory_keeps_its_pages(memories: list[Memory]) -> None:
     tidy(pool)
     assert pages(rmb.memory) * mmap.PAGESIZE == 8 * BIG
     assert not any(take(pool, BIG).data.tobytes().strip(b"\0") for _ in range(8))
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vm.overcommit_memory were 2."""
+    monkeypatch.setattr(memory_module, "commit_is_limited", lambda: True)
+
+
+@pytest.mark.parametrize("eye_catcher", [False, True])
+def test_an_element_has_its_pages_when_it_is_handed_out(
+    memories: list[Memory], limited: None, eye_catcher: bool
+) -> None:
+    """However it was used before, and never those of others."""
+    pool = RmbPool()
+    rmb = make(memories, BIG, 16, eye_catcher)
+    pool.add(rmb)
+    assert pages(rmb.memory) == 0
+    taken = []
+    for number in range(1, 9):
+        taken.append(take(pool, BIG))
+        assert pages(rmb.memory) * mmap.PAGESIZE == number * BIG
+    for number, rmbe in enumerate(taken):
+        rmbe.data[:5] = b"bytes"
+        pool.release(rmbe, None if number % 2 else 5)
+    tidy(pool)
+    assert pages(rmb.memory) * mmap.PAGESIZE == WARM, "what is kept, and no page of the others"
+    again = [take(pool, BIG) for _ in range(16)]
+    assert pages(rmb.memory) * mmap.PAGESIZE == 16 * BIG
+    assert not any(rmbe.data[0] for rmbe in again)
+    assert all(rmbe.check_eye_catcher() for rmbe in again)
+
+
+def test_an_element_that_gets_no_pages_stays_free(
+    memories: list[Memory], limited: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = RmbPool()
+    rmb = make(memories, BIG, 2)
+    pool.add(rmb)
+    used = take(pool, BIG)
+    pool.release(used)
+    tidy(pool)
+    allocate = os.posix_fallocate
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            pool.take(BIG)
+    assert pool.is_empty(rmb)
+    assert pool.allocated == 1
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert {take(pool, BIG).index, take(pool, BIG).index} == {1, 2}
+    assert pool.take(BIG) is None
+
+
+def test_an_element_is_made_when_it_is_first_used(memories: list[Memory]) -> None:
+    """A link group of one connection has one, and not 255."""
+    pool = RmbPool()
+    rmb = make(memories, count=255)
+    pool.add(rmb)
+    assert rmb.made == 0
+    assert take(pool).index == 1
+    assert rmb.in_use == 1
+    assert len(rmb.elements) == 255
+    assert rmb.made == 1
+    assert rmb.elements[-1].index == 255
+    assert [each.index for each in rmb.elements[1:3]] == [2, 3]
+    with pytest.raises(IndexError):
+        _ = rmb.elements[255]

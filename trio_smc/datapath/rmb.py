@@ -16,13 +16,17 @@ place: the next connection finds the pages warm. Much is zeroed by and by (`RmbP
 nobody waits for it. After any other end the peer may have written anywhere; then the memory is
 asked which pages there are, and they are given back. So are those of orderly ends once the free
 elements hold `WARM` bytes: what a burst of connections took does not stay.
+
+An element comes into being when it is first used: most link groups use few of the 255. Where the
+system may refuse a page when it is first touched, an element gets all its pages when it is handed
+out (`Rmbe.commit`), or is not handed out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, overload
 
 from trio_smc.wire.fields import rmbe_size_for
 
@@ -75,6 +79,9 @@ def rmb_elements(element_size: int, kind: Literal["software", "roce"]) -> int:
 class Rmbe:
     """One element: the receive ring of one connection.
 
+    Raises:
+      OSError: as `commit`.
+
     Attributes:
       rmb: the RMB it is part of.
       index: 1-255, as CLC messages name it.
@@ -85,9 +92,10 @@ class Rmbe:
       data: the ring.
       in_use, served: whether a pool has handed it out, now and ever.
       warm: bytes from its start whose pages a pool has kept.
+      committed: True if `commit` has allocated all its pages, and none was given back since.
     """
 
-    __slots__ = ("_eye_catcher", "_to_wipe", "data", "first", "in_use", "index",
+    __slots__ = ("_eye_catcher", "_to_wipe", "committed", "data", "first", "in_use", "index",
                  "offset", "rmb", "served", "size", "usable", "warm")  # fmt: skip
 
     def __init__(self, rmb: Rmb, index: int) -> None:
@@ -98,17 +106,36 @@ class Rmbe:
         self.in_use: bool = False
         self.served: bool = False
         self.warm: int = 0
+        self.committed: bool = False
         self._to_wipe = range(0)
         self.lay_out()
+        self.prepare()
+
+    def commit(self) -> None:
+        """Have all its pages, if the system might refuse one of them when it is first touched.
+
+        Raises:
+          OSError: they cannot be had (`Memory.commit`).
+        """
+        if not self.committed:
+            self.committed = self.rmb.memory.commit(self.offset, self.size)
+
+    def prepare(self) -> None:
+        """Make it ready for a connection: all its pages, and the eye catcher.
+
+        Raises:
+          OSError: as `commit`.
+        """
+        self.commit()
+        self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
     def lay_out(self) -> None:
-        """Divide it into eye catcher and ring, as its RMB says."""
+        """Divide it into eye catcher and ring, as its RMB says; `prepare` writes the former."""
         memory = self.rmb.memory
         self.first: int = len(EYE_CATCHER) if self.rmb.eye_catcher else 0
         self.usable: int = self.size - self.first
         self.data: memoryview[int] = memory.slice(self.offset + self.first, self.usable)
         self._eye_catcher = memory.slice(self.offset, self.first)
-        self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
     def check_eye_catcher(self) -> bool:
         """Whether nobody overwrote the eye catcher; always true without one (4.4.1)."""
@@ -120,15 +147,21 @@ class Rmbe:
             self.rmb.memory.zero(self.offset, min(self.first + used, self.size))
         self._eye_catcher[:] = EYE_CATCHER[: self.first]
 
+    @property
+    def held(self) -> int:
+        """Bytes from its start whose pages it has for sure, written or not."""
+        return self.size if self.committed else self.warm
+
     def soil(self, written: int, *, keep: bool) -> None:
         """From now on `wipe` zeroes the first ``written`` bytes of the element.
 
         Args:
           keep: its pages.
         """
-        wider = max(written, self.warm)
+        wider = max(written, self.held)
         self._to_wipe = range(self.offset, self.offset + (written if keep else wider))
         self.warm = wider if keep else 0
+        self.committed = self.committed and keep
 
     def wipe(self) -> bool:
         """Zero a bit more, for a fraction of a millisecond; True: that was all (4.4.1)."""
@@ -139,10 +172,38 @@ class Rmbe:
         else:
             go_on = memory.wipe(left.start, left.stop, _STEP)
         self._to_wipe = range(go_on, left.stop)
-        if self._to_wipe:
-            return False
-        self._eye_catcher[:] = EYE_CATCHER[: self.first]
-        return True
+        return not self._to_wipe
+
+
+class _Elements(Sequence[Rmbe]):
+    """The elements of an RMB by place, index - 1; each is made when it is first asked for.
+
+    Raises:
+      OSError: one cannot be made (`Rmbe`).
+    """
+
+    def __init__(self, rmb: Rmb, count: int) -> None:
+        self._rmb = rmb
+        self._places = range(count)
+        self.made: dict[int, Rmbe] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> Rmbe: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Rmbe]: ...
+
+    def __getitem__(self, place: int | slice) -> Rmbe | Sequence[Rmbe]:
+        if isinstance(place, slice):
+            return [self[each] for each in self._places[place]]
+        place = self._places[place]
+        element = self.made.get(place)
+        if element is None:
+            element = self.made[place] = Rmbe(self._rmb, place + 1)
+        return element
 
 
 class Rmb:
@@ -153,6 +214,10 @@ class Rmb:
       element_size: bytes of each element, its eye catcher included.
       count: 1-255 elements.
       eye_catcher: whether the elements have the layout of RFC 7609, 4.2.
+
+    Attributes:
+      elements: a sequence; each of them is made when it is first asked for, which raises OSError
+        if its pages cannot be had (`Rmbe`).
     """
 
     def __init__(self, memory: Memory, element_size: int, count: int, *, eye_catcher: bool) -> None:
@@ -163,14 +228,31 @@ class Rmb:
         self.memory = memory
         self.element_size = element_size
         self.eye_catcher: bool = eye_catcher
-        self.elements: tuple[Rmbe, ...] = tuple(Rmbe(self, index) for index in range(1, count + 1))
+        self._elements = _Elements(self, count)
+
+    @property
+    def elements(self) -> Sequence[Rmbe]:
+        """See the class."""
+        return self._elements
+
+    @property
+    def made(self) -> int:
+        """How many elements have been made."""
+        return len(self._elements.made)
+
+    @property
+    def in_use(self) -> int:
+        """How many elements serve a connection."""
+        return sum(element.in_use for element in self._elements.made.values())
 
     def give_eye_catchers(self) -> None:
         """The RFC's layout from now on; nothing has been written into the elements."""
         if not self.eye_catcher:
             self.eye_catcher = True
-            for element in self.elements:
+            for element in self._elements.made.values():
                 element.lay_out()
+                if element.in_use:
+                    element.prepare()  # has its pages: cannot fail; the others are not handed out
 
 
 class RmbPool:
@@ -184,7 +266,9 @@ class RmbPool:
     def __init__(self) -> None:
         self.allocated: int = 0
         self.reused: int = 0
+        # Of each RMB those that were given back; and how many have ever been handed out.
         self._free: dict[Rmb, list[Rmbe]] = {}
+        self._begun: dict[Rmb, int] = {}
         self._soiled: deque[Rmbe] = deque()
         self._warm = 0  # of the elements that are not in use
         self._closed = False
@@ -212,7 +296,8 @@ class RmbPool:
             raise ValueError(f"{rmb.element_size} is no RMBE size: 16 KiB << n")
         if rmb in self._free:
             raise ValueError("the RMB is in the pool already")
-        self._free[rmb] = list(reversed(rmb.elements))
+        self._free[rmb] = []
+        self._begun[rmb] = 0
 
     def take(self, size: int) -> Rmbe | None:
         """A free element of the smallest size class that holds ``size`` bytes, all zero.
@@ -220,20 +305,36 @@ class RmbPool:
         None: all are in use, or still to be zeroed; `add` another RMB. The RMB added first is
         preferred, so that the later ones can become empty; within it the element last released,
         whose pages are warm.
+
+        Raises:
+          OSError: there is one, and its pages cannot be had (`Rmbe.commit`); it stays free.
         """
         size = rmbe_size_for(size)
         rmbe = self._take_free(size) or self._take_soiled(size)
-        if rmbe is not None:
-            self._warm -= rmbe.warm
-            self.allocated += 1
-            self.reused += rmbe.served
-            rmbe.in_use = rmbe.served = True
+        if rmbe is None:
+            return None
+        try:
+            rmbe.prepare()
+        except OSError:
+            self._free[rmbe.rmb].append(rmbe)
+            raise
+        self._warm -= rmbe.warm
+        self.allocated += 1
+        self.reused += rmbe.served
+        rmbe.in_use = rmbe.served = True
         return rmbe
 
     def _take_free(self, size: int) -> Rmbe | None:
         for rmb, free in self._free.items():
-            if free and rmb.element_size == size:
+            if rmb.element_size != size:
+                continue
+            if free:
                 return free.pop()
+            begun = self._begun[rmb]
+            if begun < len(rmb.elements):
+                rmbe = rmb.elements[begun]
+                self._begun[rmb] = begun + 1
+                return rmbe
         return None
 
     def _take_soiled(self, size: int) -> Rmbe | None:
@@ -246,8 +347,8 @@ class RmbPool:
 
     def has_free(self, size: int) -> bool:
         """Whether `take` would find an element of ``size`` bytes, which is a size class."""
-        for rmb, free in self._free.items():  # noqa: SIM110
-            if free and rmb.element_size == size:
+        for rmb, free in self._free.items():
+            if rmb.element_size == size and (free or self._begun[rmb] < len(rmb.elements)):
                 return True
         return False
 
@@ -271,11 +372,11 @@ class RmbPool:
         if self._closed:
             return
         written = rmbe.size if used is None else min(rmbe.first + used, rmbe.size)
-        warm = self._warm + max(rmbe.warm, written)
+        warm = self._warm + max(rmbe.held, written)
         keep = used is not None and (warm <= WARM or rmbe.rmb.memory.pinned)
         if used is not None and keep and written <= _AT_ONCE:
             rmbe.clear(used)
-            rmbe.warm = max(rmbe.warm, written)
+            rmbe.warm = max(rmbe.held, written)
             free.append(rmbe)
         else:
             rmbe.soil(written, keep=keep)
@@ -304,7 +405,7 @@ class RmbPool:
 
     def is_empty(self, rmb: Rmb) -> bool:
         """Whether no element of an RMB of this pool is in use: DELETE RKEY may name it."""
-        return len(self._free[rmb]) == len(rmb.elements)
+        return len(self._free[rmb]) == self._begun[rmb]
 
     def remove(self, rmb: Rmb) -> None:
         """Take an RMB out, before its RKey is deleted and its memory closed.
@@ -313,10 +414,10 @@ class RmbPool:
           ValueError: an element is in use, or the RMB is not of this pool.
         """
         free = self._free.get(rmb)
-        if free is None or len(free) != len(rmb.elements):
+        if free is None or len(free) != self._begun[rmb]:
             raise ValueError("the RMB is in use, or not in this pool")
         self._warm -= sum(rmbe.warm for rmbe in free)
-        del self._free[rmb]
+        del self._free[rmb], self._begun[rmb]
 
     def close(self) -> None:
         """All memory goes: from now on nothing is zeroed any more."""

@@ -52,6 +52,7 @@ from typing import Self
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host.descriptors import refuse_descriptors
+from trio_smc.host.overcommit import commit_is_limited
 
 __all__ = [
     "DirectoryUnusable",
@@ -500,9 +501,15 @@ def is_same_user(connection: socket.socket) -> bool:
 def is_admitted(connection: socket.socket, group: int | None) -> bool:
     """Whether to talk to the process at the other end: this user's, or a member of the group.
 
+    Members of the group are not admitted where the system may refuse a page of shared memory: a
+    peer can give back pages of any memory that it maps, and at the commit limit this process would
+    be killed by SIGBUS when it touches one of them again (`host.overcommit`).
+
     group: `PrivateDirectory.group`.
     """
-    return is_same_user(connection) or (group is not None and group in _peer_groups(connection))
+    if is_same_user(connection):
+        return True
+    return group is not None and group in _peer_groups(connection) and not commit_is_limited()
 
 
 def _peer_groups(connection: socket.socket) -> tuple[int, ...]:

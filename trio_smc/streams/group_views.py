@@ -97,7 +97,7 @@ class RmbView(View[Rmb]):
     @property
     def in_use(self) -> int:
         """How many of them serve a connection."""
-        return sum(element.in_use for element in self._core.elements)
+        return self._core.in_use
 
     def __repr__(self) -> str:
         return f"<RMB {self.in_use}/{self.elements} elements of {self.element_size} bytes>"

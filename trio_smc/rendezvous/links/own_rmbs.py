@@ -270,10 +270,18 @@ class OwnRmbs:
     # --- new RMBs -----------------------------------------------------------------------------
 
     def _serve(self, size: int, waiting: list[_Waiter]) -> None:
-        """Give each an element; those for whom there is none wait for one more RMB."""
-        taken: list[Rmbe] = []
+        """Give each an element; those for whom there is none wait for one more RMB.
+
+        Those whose element cannot have its pages get None: no other element would get them.
+        """
+        taken: list[Rmbe | None] = []
         for _ in waiting:
-            rmbe = self.pool.take(size)
+            try:
+                rmbe = self.pool.take(size)
+            except OSError as error:
+                self._log_refusal(size, error)
+                taken.append(None)
+                continue
             if rmbe is None:
                 break
             self._idle.used(rmbe.rmb)
@@ -289,6 +297,17 @@ class OwnRmbs:
         # Last: a link may have failed with the messages above, and who gets an element names one.
         for (done, _), each in zip(waiting, taken, strict=False):
             done(each)
+
+    def _take_first(self, size: int) -> Rmbe | None:
+        """An element of an RMB that has just been added; None: it cannot have its pages."""
+        try:
+            return self.pool.take(size)
+        except OSError as error:
+            self._log_refusal(size, error)
+            return None
+
+    def _log_refusal(self, size: int, error: OSError) -> None:
+        LOGGER.warning("%r: no memory for an element of %d bytes: %s", self._owner, size, error)
 
     def _make_ahead(self, size: int) -> None:
         now = self._owner.timers.now()
@@ -317,7 +336,7 @@ class OwnRmbs:
         if owner.forming:
             self.pool.add(rmb)
             for done, _ in waiting:
-                done(self.pool.take(size))
+                done(self._take_first(size))
             return
         self._waiting[size] = waiting
         over = waiting[0][1] if waiting else None  # of the first connection (A.3.5)

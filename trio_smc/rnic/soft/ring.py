@@ -111,7 +111,7 @@ class Sent:
 
 
 class ReceiveRing:
-    """The receiving end.
+    """The receiving end.  Raises OSError: there is no memory, or no descriptor.
 
     Attributes:
       head: the word HEAD as a view of one integer; something is there when ``head[0] != tail``.
@@ -130,6 +130,11 @@ class ReceiveRing:
 
     def __init__(self, qp_num: int) -> None:
         self.memory: Memory = Memory(RING_SIZE, name="trio_smc-ring")
+        try:
+            self.memory.commit(0, RING_SIZE)
+        except BaseException:
+            self.memory.close()
+            raise
         self.qp_num: int = qp_num
         self._words = self.memory.view[:_SLOTS_AT].cast("Q")
         self.head: memoryview[int] = self._words[_HEAD : _HEAD + 1]
