@@ -7,7 +7,6 @@ RNIC is armed only when Trio goes to sleep, so the thread is woken about once fo
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import threading
@@ -15,7 +14,11 @@ from collections.abc import Callable
 
 from .verbs import Rnic
 
-__all__ = ["Poller"]
+__all__ = ["NoThread", "Poller"]
+
+
+class NoThread(RuntimeError):
+    """No thread can be started: there is no memory for one, or there may be no more of them."""
 
 
 class Poller:
@@ -30,7 +33,9 @@ class Poller:
       pending: set by the thread before `wake`; whoever calls `Rnic.service` clears it before.
       wakeups: how often the thread woke up for the RNIC.
 
-    Raises OSError: descriptors, epoll watches or threads run out.
+    Raises:
+      OSError: descriptors or epoll watches run out.
+      NoThread: no thread can be started.
     """
 
     def __init__(self, rnic: Rnic, wake: Callable[[], None]) -> None:
@@ -52,9 +57,9 @@ class Poller:
             self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
             try:
                 self._worker.start()
-            except RuntimeError as error:
-                raise OSError(errno.EAGAIN, str(error)) from error
-        except OSError:
+            except RuntimeError as problem:
+                raise NoThread(str(problem)) from problem
+        except (OSError, NoThread):
             self._epoll.close()
             os.close(self._stop)
             raise

@@ -58,7 +58,7 @@ from typing import Final, Literal, Protocol
 
 import trio
 
-from .poller import Poller
+from .poller import NoThread, Poller
 from .spinner import PAUSE_NS, AdaptiveSpin, Look
 from .verbs import PlainCompletion, QueuePair, Rnic
 
@@ -243,6 +243,8 @@ class Pump:
                 self._lanes = [other for other in self._lanes if other is not lane]
                 if lane.poller is not None:
                     lane.poller.stop()
+                elif self._wake_fd >= 0:
+                    trio.lowlevel.notify_closing(rnic.wait_fd())
                 if lane.watched and lane.fd is not None:
                     trio.lowlevel.notify_closing(lane.fd)
                 return
@@ -711,9 +713,29 @@ class Pump:
             self._wake_fd = -1
 
     def _start(self, lane: _Lane) -> None:
-        lane.poller = Poller(lane.rnic, self._wake)
+        try:
+            lane.poller = Poller(lane.rnic, self._wake)
+        except NoThread as problem:
+            # A program that needs no thread over TCP, as where the memory for one is refused, must
+            # not need one here.
+            _log.warning("%s: Trio waits in place of a thread: %s", lane.rnic.name, problem)
+            self._nursery.start_soon(self._wait_without_thread, lane)
         if lane.fd is not None:
             self._nursery.start_soon(self._watch, lane, lane.fd)
+
+    async def _wait_without_thread(self, lane: _Lane) -> None:
+        """Do what the thread of an RNIC does, and serve it at once."""
+        while lane in self._lanes:
+            try:
+                await trio.lowlevel.wait_readable(lane.rnic.wait_fd())
+            except trio.ClosedResourceError:
+                continue  # `remove`
+            self.rouse()
+            try:
+                lane.rnic.service()
+            except Exception as problem:
+                self._break(problem)
+                return
 
     async def _watch(self, lane: _Lane, fd: int) -> None:
         """Have Trio wait for the completions of an RNIC.
@@ -724,8 +746,6 @@ class Pump:
         """
         while lane in self._lanes and not lane.silent:
             await self._let_lead()
-            if lane not in self._lanes:
-                return  # removed meanwhile: its descriptor may be another file's by now
             lane.watched = True
             try:
                 await trio.lowlevel.wait_readable(fd)
