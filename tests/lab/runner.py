@@ -1,7 +1,7 @@
 """What the lab's guests run: one function for each pair of programs.
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
-``streams``, ``ours``, ``hostile``, ``speed [profile]`` or
+``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]`` or
 ``kernel SUITE [STEP...]``.
 """
 
@@ -16,7 +16,9 @@ from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.setup import STOCK
 
-__all__ = ["contract", "hostile", "ours", "speed", "streams", "verbs", "with_kernel"]
+__all__ = [
+    "contract", "hostile", "ours", "overcommit", "speed", "streams", "verbs", "with_kernel",
+]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
 """Debian's, for which python3-pyverbs is built."""
@@ -98,6 +100,12 @@ def hostile() -> Finished:
     return run_pair("hostile", commands, seconds=500)
 
 
+def overcommit(*steps: str) -> Finished:
+    """All steps of `tests.lab.guest_overcommit`, or one."""
+    commands = f"exec {PYTHON} -m tests.lab.guest_overcommit {' '.join(steps)}\n"
+    return run_guest("overcommit", commands, seconds=300)
+
+
 def speed(*words: str) -> Finished:
     """`tests.lab.guest_speed`: trio_smc beside the kernel's AF_SMC and TCP, or its profile."""
     commands = (
@@ -157,8 +165,8 @@ def _main() -> int:
         done = with_kernel(*rest)
     elif what in ("ours", "hostile"):
         done = ours() if what == "ours" else hostile()
-    elif what == "speed":
-        done = speed(*rest)
+    elif what in ("speed", "overcommit"):
+        done = speed(*rest) if what == "speed" else overcommit(*rest)
     else:
         seed = int(rest[0]) if rest else random.SystemRandom().getrandbits(32)
         if what == "verbs":
