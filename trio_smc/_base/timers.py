@@ -2,19 +2,36 @@
 
 Everything in the protocol that waits for time hangs here, so that one task of a stack (or a
 test with a clock of its own) runs all of it.
+
+Theory of operation: many things that end together
+--------------------------------------------------
+The end of a link group takes a fraction of a millisecond, and hundreds may end together: their
+first contacts time out, their process is killed, the port fails.  The loop must serve others
+meanwhile, so all of these ends are called by `Timers`, about a millisecond of them at a time.  An
+end that a timer brings is due in `Timers.run_due`; any other one goes through `Timers.in_turn`,
+which calls at once what is rare.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
+from typing import Final
 
 __all__ = [
     "Timer",
     "Timers",
 ]
+
+_TURN: Final = 0.001
+"""Seconds after which `Timers.run_due` leaves the rest to its next call.  The same as in other
+places where many things end together: a loop that serves others meanwhile notices no less."""
+_RECOVERY: Final = 0.25
+"""Of the time that passes: so much of it the ends outside of `Timers.run_due` may take."""
 
 
 class Timer:
@@ -46,11 +63,19 @@ class Timers:
         self._number = count()
         self._cancelled_bound = 64
         self._abandoned = False
+        self._turn_end = 0.0  # when `run_due` leaves the rest to its next call
+        # For `in_turn`: what was put off, and its charge; seconds of processor time that calls took
+        # lately, and when that was last reckoned; True within such a call, and within `run_due`.
+        self._put_off: deque[tuple[Callable[[], object], float]] = deque()
+        self._spent = 0.0
+        self._reckoned = 0.0
+        self._in_turn = False
 
     def abandon(self) -> None:
         """Call nothing any more: this process is a forked child, the timers are its parent's."""
         self._abandoned = True
         self._heap.clear()
+        self._put_off.clear()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` once, ``seconds`` from now."""
@@ -76,15 +101,80 @@ class Timers:
         return heap[0][0] if heap else math.inf
 
     def run_due(self) -> bool:
-        """Call everything that is due; whether there was something."""
+        """Call what is due, in the order of its deadlines, for about a millisecond.
+
+        The rest stays due: `next_deadline` is in the past then, and the next call goes on with it.
+        The caller lets others run before that.  The time is taken from the system and not from the
+        clock of the timers, which may stand still.
+
+        Returns:
+          True: something was called.
+        """
         now, called = self.now(), False
-        while self.next_deadline() <= now:
-            timer = heapq.heappop(self._heap)[2]
-            callback, timer.callback = timer.callback, None
-            if callback is not None:
-                callback()
-                called = True
+        self._turn_end = time.perf_counter() + _TURN
+        inside, self._in_turn = self._in_turn, True
+        try:
+            while self.next_deadline() <= now:
+                timer = heapq.heappop(self._heap)[2]
+                callback, timer.callback = timer.callback, None
+                if callback is not None:
+                    callback()
+                    called = True
+                    if time.perf_counter() >= self._turn_end:
+                        break
+        finally:
+            self._in_turn = inside
         return called
+
+    def charge(self, seconds: float) -> None:
+        """For a callback that wakes a task: the task will take so many seconds in the same pass of
+        the scheduler, which count as part of the turn of `run_due`."""
+        self._turn_end -= seconds
+
+    def in_turn(self, callback: Callable[[], object], charge: float = 0.0) -> None:
+        """Call ``callback`` once: at once, or by a timer if such calls took long just now.
+
+        The calls are made in the order in which they were asked for, and one that was put off is
+        made even if what it is about has ended meanwhile.
+
+        Args:
+          callback: what to call.
+          charge: seconds of processor time that tasks will take which the callback wakes.
+        """
+        if self._in_turn:
+            callback()  # part of an end that has its turn
+            return
+        if self._put_off or self._is_spent():
+            self._put_off.append((callback, charge))
+            if len(self._put_off) == 1:
+                self.call_later(0.0, self._next_in_turn)
+            return
+        began = time.thread_time()
+        self._in_turn = True
+        try:
+            callback()
+        finally:
+            self._in_turn = False
+            self._spent += time.thread_time() - began + charge
+
+    def _is_spent(self) -> bool:
+        now = time.perf_counter()
+        self._spent = max(0.0, self._spent - _RECOVERY * (now - self._reckoned))
+        self._reckoned = now
+        return self._spent >= _TURN
+
+    def _next_in_turn(self) -> None:
+        """Make calls that were put off, until the turn of `run_due` is over."""
+        try:
+            while self._put_off:
+                callback, charge = self._put_off.popleft()
+                self.charge(charge)
+                callback()
+                if time.perf_counter() >= self._turn_end:
+                    break
+        finally:
+            if self._put_off:
+                self.call_later(0.0, self._next_in_turn)
 
     def run_all(self) -> None:
         """Call everything now: nobody will, later."""

@@ -17,7 +17,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import add
 from types import MappingProxyType
@@ -123,16 +123,16 @@ class GroupTable:
     # --- RNICs -----------------------------------------------------------------------------
 
     def rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
-        """An RNIC came or went: link groups of its kind are told."""
+        """An RNIC came or went: link groups of its kind are told, each in its turn.
+
+        Of an RNIC that is about to be closed all are told at once.
+        """
         for group in list(self.groups):
-            if group.rnic.kind != rnic.kind:
-                continue
-            if change is RnicChange.AVAILABLE:
-                group.rnic_available(rnic)
-            elif change is RnicChange.DRAINED:
-                group.rnic_unavailable(rnic)
-            else:
-                group.rnic_lost(rnic)
+            if group.rnic.kind == rnic.kind:
+                if rnic in self._rnics.opened:
+                    self.timers.in_turn(partial(_apply_change, group, rnic, change))
+                else:
+                    _apply_change(group, rnic, change)
 
     def on_rnics(self, rnics: list[Rnic]) -> list[LinkGroup]:
         """The groups that have links on one of these."""
@@ -241,6 +241,7 @@ class GroupTable:
             close_timeout=self._config.close_timeout,
         )
         connection.receiver.urgent_inline = self._config.urgent_inline
+        connection.in_turn = self.timers.in_turn
         group.add_connection(connection.alert_token, connection)
         self.endpoints[connection] = endpoint
         return connection
@@ -341,10 +342,31 @@ class GroupTable:
         """Whether connections have still something to do for their peers."""
         return any(endpoint.owes for endpoint in self.endpoints.values())
 
+    def terminate_all(self) -> Iterator[None]:
+        """Terminate all groups in order (RFC 7609, 3.5.4), one at each step."""
+        for group in list(self.groups):
+            group.terminate()
+            yield
+
+    def give_up_all(self) -> Iterator[None]:
+        """End all groups whatever their peers think, one at each step; timers do the rest."""
+        for group in list(self.groups):
+            group.give_up()
+            yield
+
     def lose_links(self) -> None:
         """Free all groups now, whatever their peers think."""
         for group in list(self.groups):
             group.end_now()
+
+
+def _apply_change(group: LinkGroup, rnic: Rnic, change: RnicChange) -> None:
+    if change is RnicChange.AVAILABLE:
+        group.rnic_available(rnic)
+    elif change is RnicChange.DRAINED:
+        group.rnic_unavailable(rnic)
+    else:
+        group.rnic_lost(rnic)
 
 
 def _with_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:

@@ -62,7 +62,7 @@ LOGGER = logging.getLogger("trio_smc")
 _HANDSHAKE_SPINS = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
 _TURN = 0.001
-"""Seconds after which the closing of open streams lets other tasks run."""
+"""Seconds after which the end of many streams, or link groups, lets other tasks run."""
 _LAST_WORDS = 0.5
 """Seconds that link groups have at least to end in order, when `shutdown_timeout` is over."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
@@ -355,17 +355,14 @@ class Runtime:
         patience = self.config.shutdown_timeout
         deadline = trio.current_time() + patience
         await self._wait_while(lambda: bool(self._under_way), deadline)
-        turn = trio.current_time() + _TURN
-        for said in self.groups.close_open():
-            self.unclosed.append(said)
-            if trio.current_time() >= turn:
-                await trio.lowlevel.checkpoint()
-                turn = trio.current_time() + _TURN
+        await _in_turns(map(self.unclosed.append, self.groups.close_open()))
         await self._wait_while(lambda: self.groups.owing, deadline)
-        for group in list(self.groups.groups):
-            group.terminate()
+        await _in_turns(self.groups.terminate_all())
         last = trio.current_time() + min(patience, _LAST_WORDS)
         await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
+        await _in_turns(self.groups.give_up_all())
+        last = trio.current_time() + min(patience, _LAST_WORDS)
+        await self._wait_while(lambda: bool(self.groups.groups), last)
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
         self.pump.rouse()  # peers' answers are awaited, by no task that reads
@@ -434,6 +431,15 @@ class Runtime:
             connection = endpoint.connection
             for part in (connection.receiver, connection.sender, connection):
                 part.__class__ = _IN_FORKED_CHILD[type(part)]
+
+
+async def _in_turns(steps: Iterator[None]) -> None:
+    """Do all steps, and let other tasks run after each millisecond of them."""
+    turn = trio.current_time() + _TURN
+    for _ in steps:
+        if trio.current_time() >= turn:
+            await trio.lowlevel.checkpoint()
+            turn = trio.current_time() + _TURN
 
 
 def _refuse(*_: object) -> NoReturn:

@@ -34,7 +34,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import trio
 
@@ -68,6 +68,8 @@ _MOST_LOOKUPS = 1024  # TCP addresses that are remembered
 _log = logging.getLogger(__name__)
 _IFNAMSIZ = 16
 _SO_NETNS_COOKIE = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
+_GIVEN_UP: Final = 0.0001
+"""Seconds of processor time that a task takes to go on without an answer, as by TCP."""
 
 AnySocket = trio.socket.SocketType | socket.socket
 
@@ -550,6 +552,7 @@ class Announcer:
 
     def _give_up(self, announcement: Announcement) -> None:
         """End a wait that has taken too long."""
+        self._timers.charge(_GIVEN_UP)
         announcement.give_up()
         self.end_wait(announcement)
 

@@ -484,9 +484,13 @@ class LinkGroup:
                 yield
             self.host.group_gone(self)
 
+    def give_up(self) -> None:
+        """End the group, whatever the peer thinks."""
+        self.machine.send("links_lost")
+
     def end_now(self) -> None:
         """Nobody will do it later: free everything, whatever the peer thinks."""
-        self.machine.send("links_lost")
+        self.give_up()
         if self._ending is not None:
             self._ending.cancel()
             self._end_some(math.inf)
@@ -499,7 +503,7 @@ class LinkGroup:
             link.send_llc(message, None if self.client else self._delete_sent)
 
     def _delete_sent(self) -> None:
-        self.machine.send("delete_sent")
+        self.timers.in_turn(lambda: self.machine.send("delete_sent"))
 
     def start_termination_timer(self) -> None:
         """Do not wait for ever for a peer that is gone."""

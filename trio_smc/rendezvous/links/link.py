@@ -258,11 +258,11 @@ class Link:
     """
 
     __slots__ = (
-        "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending", "_post_send",
-        "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal", "_test_data",
-        "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "doubted", "empty_since",
-        "failing", "group", "heard", "machine", "number", "pd", "peer", "peer_user_id", "psn", "qp",
-        "reason", "rnic", "user_id", "users",
+        "_broken", "_connection_of", "_deliver", "_echo", "_free", "_host", "_pending",
+        "_post_send", "_post_write", "_quiet_looks", "_received", "_replenish", "_since_signal",
+        "_test_data", "_timer", "_waiting", "_wr_id", "backlog", "copies_on_post", "doubted",
+        "empty_since", "failing", "group", "heard", "machine", "number", "pd", "peer",
+        "peer_user_id", "psn", "qp", "reason", "rnic", "user_id", "users",
     )  # fmt: skip
 
     def __init__(self, group: LinkOwner, number: int, rnic: Rnic) -> None:
@@ -291,6 +291,7 @@ class Link:
         self._quiet_looks = 0
         self.doubted: bool = False
         self.failing: bool = False
+        self._broken = False  # its queue pair has failed, and the link is to fail in its turn
         self.reason: llc.DeleteLinkReason = llc.DeleteLinkReason.LOST_PATH
         self.users: dict[LinkConnection, None] = {}
         self.empty_since: float = group.timers.now()
@@ -507,8 +508,13 @@ class Link:
             waiter.on_room()
 
     def _failed(self, status: int) -> None:
-        if not self.failing:
+        if not self.failing and not self._broken:
             LOGGER.info("%r failed: %s", self, _status_name(status))
+            self._broken = True
+            self.group.timers.in_turn(self._fail)
+
+    def _fail(self) -> None:
+        if not self.failing:
             self.machine.send("failed")
 
     # --- actions of states.link: the end -----------------------------------------------------

@@ -1,0 +1,47 @@
+"""The loop serves others while many link groups, handshakes or connections end together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LONGEST = 0.020
+"""Seconds of processor time in which the loop looks at nothing else."""
+MOST_HELD = 96 << 10
+"""Bytes of memory for each link group, while it is there."""
+
+
+def cost_of(case: str, count: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.e2e.mass_ends", case, str(count)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=55, check=True).stdout
+    cost: dict[str, float] = json.loads(said)
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        ("first-contacts", 450),
+        ("handshakes", 450),
+        ("killed", 400),
+        ("left", 400),
+        ("stopped", 400),
+        ("closed", 1000),
+        ("idle", 400),
+        ("port", 400),
+        ("move", 1000),
+        ("leave", 400),
+    ],
+)
+def test_the_loop_is_not_held_up(case: str, count: int) -> None:
+    cost = cost_of(case, count)
+    assert cost["work"] < LONGEST, cost
+
+
+def test_a_pending_first_contact_costs_little() -> None:
+    cost = cost_of("first-contacts", 300)
+    assert cost["held"] / 300 < MOST_HELD, cost
+    assert cost["kept"] < cost["held"], cost
