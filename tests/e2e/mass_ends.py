@@ -261,7 +261,7 @@ def stay_silent(case: str, count: int, port: int) -> None:
             qp.post_receive(10)
             sock.sendall(
                 clc.Confirm(
-                    peer_id=peer_id, first_contact=True, gid=rnic.gid, mac=rnic.mac,
+                    peer_id=peer_id, gid=rnic.gid, mac=rnic.mac,
                     qp_number=qp.qp_num, rkey=1, rmbe_index=1, alert_token=1, buffer_size_code=0,
                     qp_mtu=5, rmb_address=0, initial_psn=1,
                 ).encode()

@@ -111,7 +111,8 @@ def test_no_mapping_counts_against_the_commit_limit() -> None:
         pytest.skip(str(error))
     try:
         peer = PeerMemory.map_untrusted(memory.fd, size)
-        assert accounted() - before < MIB
+        # Python's own heap may grow meanwhile.
+        assert accounted() - before < size // 1024
         memory.view[size - 1] = 7
         assert peer.view[size - 1] == 7
         peer.close()

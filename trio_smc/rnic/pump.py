@@ -746,6 +746,8 @@ class Pump:
         """
         while lane in self._lanes and not lane.silent:
             await self._let_lead()
+            if lane not in self._lanes:
+                return  # removed meanwhile: its descriptor may be another file's by now
             lane.watched = True
             try:
                 await trio.lowlevel.wait_readable(fd)
