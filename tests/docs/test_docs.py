@@ -172,6 +172,20 @@ def test_files_that_pages_name_are_there() -> None:
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 
+def test_the_tests_that_the_security_page_names_are_there() -> None:
+    """Each word of a selection (`-k`) is part of a name in the file that stands before it."""
+    named = re.findall(r'`(tests/\S+\.py)(?: -k (?:"([^"`]+)"|([^"` ]+)))?`',
+                       (DOCS / "security.md").read_text())  # fmt: skip
+    assert len(named) > 40
+    missing = [
+        (path, word)
+        for path, several, one in named
+        for word in re.split(" or | and ", several or one)
+        if word.lower() not in (ROOT / path).read_text().lower()
+    ]
+    assert missing == []
+
+
 def test_every_page_is_in_the_contents() -> None:
     contents = (DOCS / "index.md").read_text()
     trees = "\n".join(re.findall(r"```{toctree}\n(.*?)```", contents, re.DOTALL))
