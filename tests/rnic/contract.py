@@ -138,7 +138,7 @@ def sleep_on(*rnics: Rnic) -> select.poll:
 def serve(rnic: Rnic) -> None:
     """Quieten it."""
     if rnic in _apart:
-        assert rnic.quieten()
+        assert rnic.acknowledge()
     rnic.service()
 
 

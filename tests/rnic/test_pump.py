@@ -19,8 +19,9 @@ from tests.reused_numbers import Victim, reusing
 from tests.rnic.contract import PATIENCE, End, connect, make_end
 from tests.rnic.pumps import Passes, is_awake
 from tests.rnic.soft_peer import Peer
+from trio_smc.rnic.deferred import DEFERRED_PASSES
 from trio_smc.rnic.poller import Poller
-from trio_smc.rnic.pump import _SLEEPLESS, _SOON, _UNUSED, Pump
+from trio_smc.rnic.pump import AWAKE_PASSES, UNUSED_PASSES, Pump
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import (
     Completion,
@@ -67,7 +68,7 @@ class Sink:
                     continue
                 self._task = trio.lowlevel.current_task()
                 self.pump.waiting += 1
-                self.pump.fresh = True
+                self.pump.spin_due = True
                 try:
                     await trio.lowlevel.wait_task_rescheduled(self._give_up)
                 finally:
@@ -126,7 +127,7 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy; `TestPauses` is about pauses."""
-    for module in ("pump", "spinner"):
+    for module in ("waits", "spinner"):
         monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
 
 
@@ -379,7 +380,7 @@ class TestLoop:
         async with running(*rnics) as pump:
             for _ in range(2):
                 pump.flush_soon(lambda: calls.append(1))
-            for _ in range(_SOON + 1):
+            for _ in range(DEFERRED_PASSES + 1):
                 await trio.lowlevel.checkpoint()
             assert calls == [1, 1]
             pump.flush_soon(lambda: calls.append(2))
@@ -411,12 +412,12 @@ class TestLoop:
         pump.add(rnic)
 
         def listening() -> bool:
-            return pump._listening
+            return pump.machine.state == "SLEEPY"
 
         async with trio.open_nursery() as nursery:
             await nursery.start(pump.run)
             for _ in range(2):
-                for _ in range(_SLEEPLESS + 2):
+                for _ in range(AWAKE_PASSES + 2):
                     await trio.lowlevel.checkpoint()
                 assert listening() is False
                 disarmed.clear()
@@ -504,12 +505,12 @@ class TestLoop:
                 Sink(pump, end)
             await trio.sleep(NAP)
             passes, start = Passes(), time.process_time()
-            wakeups = [lane.poller.wakeups for lane in pump._lanes if lane.poller]
+            wakeups = [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller]
             trio.lowlevel.add_instrument(passes)
             await trio.sleep(1)
             trio.lowlevel.remove_instrument(passes)
             assert passes.count < 10
-            assert [lane.poller.wakeups for lane in pump._lanes if lane.poller] == wakeups
+            assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == wakeups
             # Collecting garbage takes a part of it at most, who looks round takes all he gets.
             assert time.process_time() - start < 0.5
 
@@ -523,7 +524,7 @@ class TestLoop:
             pump.waiting = 1
             spins = spins_of(pump)
             for index in range(1, 65):
-                pump.fresh = True
+                pump.spin_due = True
                 await trio.sleep(6e-3)
                 a.qp.post_send(index, b"x", signaled=False)
                 await to_b.wait(index)
@@ -534,7 +535,7 @@ class TestLoop:
     ) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             pump.waiting = 1
-            pump.fresh = True
+            pump.spin_due = True
             spins = spins_of(pump)
             for _ in range(5):
                 await trio.sleep(2e-3)
@@ -562,7 +563,7 @@ class TestLoop:
             spins = spins_of(pump)
             assert not pump.try_spin(lambda: False)
             pump.waiting = 1
-            pump.fresh = True
+            pump.spin_due = True
             await trio.sleep(2e-3)
             assert len(spins) == 1
 
@@ -581,11 +582,11 @@ class TestLoop:
         async with running(*rnics) as pump:
             to_b = Sink(pump, b)
             await trio.sleep(0.01)  # the loop sleeps, armed, and the clock wakes it
-            before = [lane.poller.wakeups for lane in pump._lanes if lane.poller]
+            before = [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller]
             a.qp.post_send(1, b"x", signaled=False)
             await to_b.wait(1)
             await trio.sleep(0.01)  # a thread that was woken would count
-            assert [lane.poller.wakeups for lane in pump._lanes if lane.poller] == before
+            assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == before
 
     async def test_a_reader_spins_until_its_own_data_came(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
@@ -613,7 +614,7 @@ class TestLoop:
 async def rest(pump: Pump) -> None:
     """Until the pump has no hook, which no pass of the scheduler takes from it any more."""
     pump.unused = True
-    for _ in range(_UNUSED + 2):
+    for _ in range(UNUSED_PASSES + 2):
         await trio.lowlevel.checkpoint()
     before = pump.passes
     for _ in range(3):
@@ -646,21 +647,21 @@ class TestUnused:
         async with running(rnics[1]) as pump:
             to_b = Sink(pump, b)
             pump.unused = True
-            for number in range(3 * _UNUSED):
+            for number in range(3 * UNUSED_PASSES):
                 if number % 7 == 0:
                     a.qp.post_send(number, b"x")
                 await trio.lowlevel.checkpoint()
-            await to_b.wait(-(-3 * _UNUSED // 7))
+            await to_b.wait(-(-3 * UNUSED_PASSES // 7))
 
     async def test_it_does_not_rest_while_it_is_used(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         async with running(*rnics) as pump:
-            for _ in range(2 * _UNUSED):
+            for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
             assert await is_awake(pump)
             pump.unused, pump.waiting = True, 1
-            for _ in range(2 * _UNUSED):
+            for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
             assert await is_awake(pump)
 
@@ -697,13 +698,13 @@ class TestUnused:
 async def test_nobody_leads_but_where_trio_waits_for_the_only_rnic(
     rnics: tuple[SoftRnic, SoftRnic], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trio_smc.rnic.pump._ALONE", 0)
+    monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
     async with running(rnics[0]) as pump:
         await trio.testing.wait_all_tasks_blocked()
-        assert pump.may_lead() is (wake == "trio")
+        assert pump.try_solo() is (wake == "trio")
     async with running(*rnics) as pump:
         await trio.testing.wait_all_tasks_blocked()
-        assert not pump.may_lead()
+        assert not pump.try_solo()
 
 
 @pytest.mark.parametrize("wake", ["trio"], indirect=True)
@@ -712,8 +713,8 @@ class TestLeading:
 
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trio_smc.rnic.pump._ALONE", 0)
-        monkeypatch.setattr("trio_smc.rnic.pump._TERM", PATIENCE)
+        monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
+        monkeypatch.setattr("trio_smc.rnic.solo._WATCHDOG_INTERVAL", PATIENCE)
 
     @contextlib.asynccontextmanager
     async def leading(self, pump: Pump) -> AsyncIterator[list[bool]]:
@@ -721,8 +722,8 @@ class TestLeading:
         returned: list[bool] = []
 
         async def lead() -> None:
-            assert pump.may_lead()
-            returned.append(await pump.lead())
+            assert pump.try_solo()
+            returned.append(await pump.solo.wait())
 
         await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(PATIENCE):
@@ -773,9 +774,9 @@ class TestLeading:
             to_b = Sink(pump, b)
             await trio.testing.wait_all_tasks_blocked()
             a.qp.post_send(1, b"x")
-            assert pump.may_lead()
+            assert pump.try_solo()
             with trio.testing.assert_no_checkpoints():
-                assert not await pump.lead()
+                assert not await pump.solo.wait()
             assert to_b.messages == [b"x"]
             async with self.leading(pump):
                 a.qp.post_send(2, b"y")
@@ -792,17 +793,17 @@ class TestLeading:
         monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
         async with running(rnics[1], spin=1e-6) as pump:
             to_b = Sink(pump, b)
-            while not pump._spinning.tired:
-                pump._spinning.spin([bool], 0)
+            while not pump.waits.spin.discouraged:
+                pump.waits.spin.spin([bool], 0)
             await trio.testing.wait_all_tasks_blocked()
-            assert pump.may_lead()
+            assert pump.try_solo()
             yields.clear()
             a.qp.post_send(1, b"x")
-            assert not await pump.lead(asleep=True, answered=True)
+            assert not await pump.solo.wait(at_once=True, sent=True)
             assert not yields
             assert to_b.messages == [b"x"]
             with trio.move_on_after(0):
-                await pump.lead(asleep=True, answered=True)
+                await pump.solo.wait(at_once=True, sent=True)
             assert len(yields) == 1
 
     async def test_an_rnic_that_cannot_be_armed_is_polled(
@@ -810,9 +811,9 @@ class TestLeading:
     ) -> None:
         async with running(rnics[1]) as pump:
             await trio.testing.wait_all_tasks_blocked()
-            assert pump.may_lead()
+            assert pump.try_solo()
             rnics[1].restless += 1
-            assert not await pump.lead()
+            assert not await pump.solo.wait()
             assert await is_awake(pump)
             rnics[1].restless -= 1
 
@@ -829,9 +830,9 @@ class TestLeading:
             async with trio.open_nursery() as nursery:
                 await nursery.start(pump.run)
                 await trio.testing.wait_all_tasks_blocked()
-                assert pump.may_lead()
-                pump._lanes[0].arm = arm
-                assert not await pump.lead()
+                assert pump.try_solo()
+                pump.dispatcher.lanes[0].arm = arm
+                assert not await pump.solo.wait()
                 with trio.fail_after(PATIENCE):
                     await trio.sleep_forever()
         assert isinstance(caught.value.exceptions[0], RnicError)
@@ -843,20 +844,20 @@ class TestLeading:
         a, b = ends
         async with running(rnics[1], spin=1e-6) as pump:
             to_b = Sink(pump, b)
-            while not pump._spinning.tired:
-                pump._spinning.spin([bool], 0)
+            while not pump.waits.spin.discouraged:
+                pump.waits.spin.spin([bool], 0)
             async with self.leading(pump):
                 a.qp.post_send(1, b"x")
-            pump._spinning.slept(10**9)
-            while not pump._spinning.worthwhile():
+            pump.waits.spin.slept(10**9)
+            while not pump.waits.spin.should_spin():
                 pass
-            for _ in range(pump._spinning._rarely - 1):
-                assert not pump._spinning.worthwhile()
-            assert pump.may_lead()
+            for _ in range(pump.waits.spin._retry_now_every - 1):
+                assert not pump.waits.spin.should_spin()
+            assert pump.try_solo()
             a.qp.post_send(2, b"y")
-            assert not await pump.lead(asleep=True)
+            assert not await pump.solo.wait(at_once=True)
             assert to_b.messages == [b"x", b"y"]
-            assert not pump.is_led_asleep()
+            assert not pump.solo.should_wait_at_once()
             assert not await is_awake(pump)
 
     @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event"])
@@ -865,7 +866,7 @@ class TestLeading:
             async with self.leading(pump):
                 match by:
                     case "rouse":
-                        pump.rouse()
+                        pump.resume_hooks()
                     case "add":
                         pump.add(rnics[1])
                     case "remove":
@@ -897,7 +898,7 @@ class TestLeading:
         class Teller(Sink):
             def on_completion(self, plain: PlainCompletion) -> None:
                 super().on_completion(plain)
-                self.pump.end_wait()
+                self.pump.solo.end_wait()
 
         async with running(rnics[1]) as pump:
             to_b = Teller(pump, b)
@@ -908,8 +909,8 @@ class TestLeading:
                 assert not returned
             a.qp.post_send(2, b"y")
             while len(to_b.messages) < 2:
-                assert pump.may_lead()
-                await pump.lead()
+                assert pump.try_solo()
+                await pump.solo.wait()
 
     async def test_what_is_to_be_flushed_is_flushed_at_once(
         self, rnics: tuple[SoftRnic, SoftRnic]
@@ -919,7 +920,7 @@ class TestLeading:
             pump.flush_later(lambda: calls.append(1))
             assert calls == [1]
             assert not await is_awake(pump)
-            pump.rouse()
+            pump.resume_hooks()
 
     async def test_who_begins_as_the_doorbell_rings_leads(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
@@ -931,7 +932,7 @@ class TestLeading:
             led = False
 
             def on_completion(self, plain: PlainCompletion) -> None:
-                self.led = pump.may_lead()
+                self.led = pump.try_solo()
 
         async with running(rnics[1]) as pump:
             leader = Leader()
@@ -942,8 +943,66 @@ class TestLeading:
             ringer.join()
             await trio.testing.wait_all_tasks_blocked(NAP)
             assert leader.led
-            assert pump._led
-            pump.rouse()
+            assert pump.machine.state == "SOLO"
+            pump.resume_hooks()
+
+    async def test_solo_mode_that_begins_in_a_hook(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """The rest of the hook, which has just been removed, finds nothing to change."""
+        a, b = ends
+
+        class Reader:
+            def on_completion(self, plain: PlainCompletion) -> None:
+                pump.try_solo()
+
+        async with running(rnics[1]) as pump:
+            pump.register(b.rnic, b.qp, Reader())
+            for passes in range(AWAKE_PASSES - 1, AWAKE_PASSES + 3):
+                await trio.testing.wait_all_tasks_blocked()
+                pump.resume_hooks()
+                for _ in range(passes):
+                    await trio.lowlevel.checkpoint()
+                b.qp.post_receive(1)
+                a.qp.post_send(1, b"x", signaled=False)
+                await trio.lowlevel.checkpoint()
+                assert pump.machine.state == "SOLO"
+                assert pump.broken is None
+            pump.resume_hooks()
+
+    async def test_solo_mode_that_is_undone_while_it_begins(
+        self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
+    ) -> None:
+        """Deferred work, which runs then, may need the pump; the reader then parks."""
+        a, b = ends
+        states: list[str] = []
+
+        def work() -> None:
+            states.append(pump.machine.state)
+            pump.resume_hooks()
+
+        async with running(rnics[1]) as pump:
+            to_b = Sink(pump, b)
+            await trio.testing.wait_all_tasks_blocked()
+            pump.flush_soon(work)
+            assert not pump.try_solo()
+            assert states == ["SOLO"]
+            assert pump.machine.state == "BUSY"
+            await trio.testing.wait_all_tasks_blocked()
+            a.qp.post_send(1, b"x", signaled=False)
+            await to_b.wait(1)
+
+    @pytest.mark.parametrize("state", ["STOPPED", "IDLE"])
+    async def test_no_reader_is_solo_without_connections_or_a_running_pump(
+        self, rnics: tuple[SoftRnic, SoftRnic], state: str
+    ) -> None:
+        if state == "STOPPED":
+            assert not Pump(spin=0).try_solo()
+            return
+        async with running(rnics[1]) as pump:
+            await rest(pump)
+            assert not pump.try_solo()
+            assert pump.machine.state == "IDLE"
 
     @pytest.mark.parametrize("when", ["the next wait", "the end of the term", "others come"])
     async def test_what_is_due_soon_has_time_until_then(
@@ -953,17 +1012,17 @@ class TestLeading:
         async with running(rnics[0]) as pump:
             async with self.leading(pump):
                 if when == "the end of the term":
-                    monkeypatch.setattr("trio_smc.rnic.pump._TERM", NAP)
+                    monkeypatch.setattr("trio_smc.rnic.solo._WATCHDOG_INTERVAL", NAP)
                 pump.flush_soon(called.set)
                 assert not await is_awake(pump)
-                pump.end_wait()
+                pump.solo.end_wait()
             assert not called.is_set()
             if when == "the next wait":
                 async with self.leading(pump):
                     assert called.is_set()
-                    pump.end_wait()
+                    pump.solo.end_wait()
             elif when == "others come":
-                pump.rouse()
+                pump.resume_hooks()
             with trio.fail_after(PATIENCE):
                 await called.wait()
 
@@ -1019,13 +1078,13 @@ async def test_who_was_rung_for_runs_before_the_doorbell_is_read(
     """What follows a sleep is done in the order in which somebody waits for it."""
     a, b = ends
     done: list[str] = []
-    quieten = b.rnic.quieten
+    acknowledge = b.rnic.acknowledge
 
-    def quieten_then(self: SoftRnic) -> bool:
+    def acknowledge_then(self: SoftRnic) -> bool:
         done.append("read")
-        return quieten()
+        return acknowledge()
 
-    monkeypatch.setattr(SoftRnic, "quieten", quieten_then)
+    monkeypatch.setattr(SoftRnic, "acknowledge", acknowledge_then)
     async with running(b.rnic) as pump:  # type: ignore[arg-type]
         to_b = Sink(pump, b)
         for count in range(1, 4):
@@ -1061,27 +1120,27 @@ class TestSteppingAside:
     @pytest.fixture
     def tired(self) -> Pump:
         pump = Pump(spin=1e-6)
-        while not pump._spinning.tired:
-            pump._spinning.spin([bool], 0)
+        while not pump.waits.spin.discouraged:
+            pump.waits.spin.spin([bool], 0)
         return pump
 
     async def test_only_once_answered(self, tired: Pump, yields: list[float]) -> None:
         assert not tired.try_spin()
         assert not yields
-        assert not tired.try_spin(answered=True)
+        assert not tired.try_spin(sent=True)
         assert len(yields) == 1
 
     async def test_not_while_another_task_can_run(self, tired: Pump, yields: list[float]) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.lowlevel.checkpoint)
-            assert not tired.try_spin(answered=True)
+            assert not tired.try_spin(sent=True)
         assert not yields
 
     async def test_seldom_where_somebody_keeps_it(self, tired: Pump, yields: list[float]) -> None:
         """A program that computes is no peer: each offer costs a whole turn of its."""
         self.takes = 0.002
         for _ in range(130):
-            assert not tired.try_spin(answered=True)
+            assert not tired.try_spin(sent=True)
         assert len(yields) == 2
 
     async def test_it_sees_what_came_meanwhile(
@@ -1091,7 +1150,7 @@ class TestSteppingAside:
         tired.add(b.rnic)
         to_b = Sink(tired, b)
         monkeypatch.setattr("os.sched_yield", lambda: a.qp.post_send(1, b"x"))
-        assert tired.try_spin(lambda: bool(to_b.messages), answered=True)
+        assert tired.try_spin(lambda: bool(to_b.messages), sent=True)
 
 
 class TestPauses:
@@ -1099,9 +1158,9 @@ class TestPauses:
 
     @pytest.fixture
     def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
-        monkeypatch.setattr("trio_smc.rnic.pump.PAUSE_NS", int(PATIENCE * 1e9))
+        monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", int(PATIENCE * 1e9))
         pump = Pump(spin=1e-6)
-        pump._met_at = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
+        pump.waits.last_arrival = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
         return pump
 
     async def test_no_spin_then(self, pump: Pump) -> None:
@@ -1114,30 +1173,61 @@ class TestPauses:
     ) -> None:
         yields: list[None] = []
         monkeypatch.setattr("os.sched_yield", lambda: yields.append(None))
-        assert not pump.try_spin(answered=True)
+        assert not pump.try_spin(sent=True)
         assert len(yields) == 1
 
     async def test_such_waits_may_be_led(self, pump: Pump) -> None:
-        assert not pump._spinning.tired
+        assert not pump.waits.spin.discouraged
         pump.try_spin()
-        pump.may_lead()
-        assert pump.alone == 4  # as that many short ones: the third is led
+        pump.try_solo()
+        assert pump.solo.streak == 4  # as that many short ones: the third is led
 
     async def test_a_connection_that_begins_ends_it(self, pump: Pump) -> None:
         spins = spins_of(pump)
-        pump.expect()
+        pump.note_new_connection()
         pump.try_spin()
         assert len(spins) == 1
-        assert not pump.may_lead()
-        assert pump.alone == 0
+        assert not pump.try_solo()
+        assert pump.solo.streak == 0
+
+    @pytest.mark.parametrize("wake", ["trio"], indirect=True)
+    @pytest.mark.parametrize("solo", [False, True])
+    async def test_a_wait_after_a_pause_teaches_the_spin_nothing(
+        self,
+        rnics: tuple[SoftRnic, SoftRnic],
+        ends: tuple[End, End],
+        monkeypatch: pytest.MonkeyPatch,
+        solo: bool,
+    ) -> None:
+        """Four waits that a longer spin would have covered make it longer; but none of these would
+        have had a spin."""
+        monkeypatch.setattr("trio_smc.rnic.waits.PAUSE_NS", -1)
+        monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
+        a, b = ends
+        async with running(rnics[1], spin=PATIENCE) as pump:
+            to_b = Sink(pump, b)
+            for number in range(1, 7):
+                await trio.testing.wait_all_tasks_blocked()
+                sender = threading.Timer(NAP, a.qp.post_send, (number, b"x"))
+                sender.start()
+                if solo:
+                    assert not pump.try_spin()
+                    assert pump.try_solo()
+                    assert await pump.solo.wait()
+                else:
+                    await to_b.wait(number, spin=True)
+                sender.join()
+            assert len(to_b.messages) == 6
+            assert (pump.machine.state == "SOLO") is solo
+            assert pump.waits.spin.ns == PATIENCE * 10**9
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
     async def test_neither_before_the_sleep(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             spins = spins_of(pump)
-            pump._paused = True
+            pump.waits.after_pause = True
             pump.waiting = 1
-            pump.fresh = True
+            pump.spin_due = True
             await trio.sleep(2e-3)
             assert spins == []
 
@@ -1147,13 +1237,13 @@ class TestPauses:
         a, b = ends
         async with running(*rnics) as pump:
             to_b = Sink(pump, b)
-            pump._paused = True
+            pump.waits.after_pause = True
             pump.waiting = 1
-            before = pump._met_at
+            before = pump.waits.last_arrival
             a.qp.post_send(1, b"x", signaled=False)
             await to_b.wait(1)
-            assert not pump._paused
-            assert pump._met_at > before
+            assert not pump.waits.after_pause
+            assert pump.waits.last_arrival > before
 
 
 async def test_nobody_spins_while_another_task_can_run() -> None:
@@ -1164,6 +1254,6 @@ async def test_nobody_spins_while_another_task_can_run() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.lowlevel.checkpoint)
         for _ in range(20):
-            pump._spinning._misses = 0
+            pump.waits.spin._failures = 0
             pump.try_spin()
     assert len(spins) == 1

@@ -320,13 +320,13 @@ def test_completions_told_apart_from_events(device: Device, rnic: VerbsRnic) -> 
     os.eventfd_write(device.fds[1], 1)
     assert [each for each, _ in both.poll(0)] == [fd]
     rnic.service()
-    assert rnic.quieten()
+    assert rnic.acknowledge()
     assert both.poll(0) == []
     device.event(8)
     assert [each for each, _ in both.poll(0)] == [rnic.wait_fd()]
     rnic.service()
     assert told == [RnicEvent.FATAL]
-    assert not rnic.quieten(), "nothing comes from a device that failed"
+    assert not rnic.acknowledge(), "nothing comes from a device that failed"
 
 
 @pytest.mark.parametrize("how", ["event", "event refused", "port", "arm", "poll"])

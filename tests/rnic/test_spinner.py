@@ -8,7 +8,7 @@ import time
 import pytest
 import trio
 
-from trio_smc.rnic.spinner import PAUSE_NS, AdaptiveSpin, Spinner, Vigil
+from trio_smc.rnic.spinner import PAUSE_NS, AcceptSpin, AdaptiveSpin, Spinner
 
 QUICK = 1e-3
 PATIENT = 10.0
@@ -107,7 +107,7 @@ async def test_misses_make_it_rare() -> None:
 
 
 def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     for _ in range(3):
         spin.slept(190_000)
     assert spin.ns == 50_000
@@ -116,17 +116,17 @@ def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
 
 
 def test_a_spin_that_was_given_up_as_too_short_is_tried_again_when_it_is_longer() -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     for _ in range(2):
         assert spin.spin([nothing_came], 0) is None
-    assert spin.tired
+    assert spin.discouraged
     for _ in range(4):
         spin.slept(100_000)
-    assert not spin.tired
+    assert not spin.discouraged
 
 
 def test_one_long_wait_makes_a_spin_short_again() -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     for _ in range(6):
         spin.slept(100_000)
     spin.slept(1_000_000)
@@ -137,51 +137,51 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
 
 def test_a_peer_that_makes_pauses_is_not_waited_for_awake_for_long() -> None:
     """Two of them are enough, one is not, where it takes eight tries else."""
-    spin = AdaptiveSpin(50e-6, patience=8, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     for _ in range(2):
-        assert spin.worthwhile()
+        assert spin.should_spin()
         assert spin.spin([nothing_came], 0) is None
         spin.slept(PAUSE_NS + 1)
-    assert not spin.worthwhile()
+    assert not spin.should_spin()
 
 
 @pytest.mark.parametrize(("vain", "given_up"), [(2, False), (3, True)])
 def test_one_fruitful_try_outweighs_two_that_were_not(vain: int, given_up: bool) -> None:
-    spin = AdaptiveSpin(50e-6, patience=8, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     gave_up = False
     for _ in range(20):
-        spin.met()
+        spin.spin_succeeded()
         for _ in range(vain):
-            spin.missed()
-            gave_up |= spin.tired
+            spin.spin_failed()
+            gave_up |= spin.discouraged
     assert gave_up is given_up
 
 
 def test_tries_in_vain_are_made_ever_less_often() -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
-    spin.missed()
-    spin.missed()
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
+    spin.spin_failed()
+    spin.spin_failed()
     waits: list[int] = []
     since = 0
     while len(waits) < 8:
         since += 1
-        if spin.worthwhile():
-            spin.missed()
+        if spin.should_spin():
+            spin.spin_failed()
             waits.append(since)
             since = 0
     assert waits == [64, 128, 256, 512, 1024, 1024, 1024, 1024]
-    spin.met()
-    spin.missed()
-    spin.missed()
-    assert [spin.worthwhile() for _ in range(64)] == [False] * 63 + [True]
+    spin.spin_succeeded()
+    spin.spin_failed()
+    spin.spin_failed()
+    assert [spin.should_spin() for _ in range(64)] == [False] * 63 + [True]
 
 
 def test_who_is_hindered_time_and_again_asks_less_often() -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
-    spin.hindered()
-    assert spin.worthwhile()
-    spin.hindered()
-    assert [spin.worthwhile() for _ in range(64)] == [False] * 63 + [True]
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
+    spin.spin_skipped()
+    assert spin.should_spin()
+    spin.spin_skipped()
+    assert [spin.should_spin() for _ in range(64)] == [False] * 63 + [True]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_stepping_aside_is_for_who_takes_a_short_turn(
     turn: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has run: after 64 times only each 65th time.  For long: so at once."""
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     now, yields = 0, 0
 
     def sched_yield() -> None:
@@ -202,14 +202,14 @@ def test_stepping_aside_is_for_who_takes_a_short_turn(
     monkeypatch.setattr(os, "sched_yield", sched_yield)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
     for _ in range(200):
-        if spin.may_step_aside():
-            spin.step_aside()
+        if spin.should_yield():
+            spin.yield_processor()
     assert yields == asked
 
 
 @pytest.mark.parametrize("fruitful", [False, True])
 def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bool) -> None:
-    spin = AdaptiveSpin(50e-6, patience=2, seldom=64)
+    spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     waits, before = [], 0
     for number in range(4000):
         spin.slept(150_000)
@@ -224,7 +224,7 @@ def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bo
             assert spin.spin([nothing_came], 0) is None
             assert spin.spin([nothing_came], 0) is None
         assert spin.ns == 50_000
-        assert spin.tired is not fruitful
+        assert spin.discouraged is not fruitful
     if fruitful:
         assert set(waits) == {3, 4}
     else:
@@ -232,13 +232,13 @@ def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bo
 
 
 def test_no_spin_stays_none() -> None:
-    spin = AdaptiveSpin(0.0, patience=2, seldom=64)
+    spin = AdaptiveSpin(0.0, max_failures=2, retry_every=64)
     for _ in range(6):
         spin.slept(1)
     assert spin.ns == 0
 
 
-# --- Vigil -------------------------------------------------------------------------------------
+# --- AcceptSpin --------------------------------------------------------------------------------
 
 
 async def test_a_vigil_keeps_the_loop_awake_until_something_comes() -> None:
@@ -252,19 +252,19 @@ async def test_a_vigil_keeps_the_loop_awake_until_something_comes() -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(other)
-        await Vigil(PATIENT).keep(lambda: others >= 5)
+        await AcceptSpin(PATIENT).spin(lambda: others >= 5)
         assert others >= 5, "who can run does"
 
 
 @pytest.mark.parametrize("seconds", [0.0, QUICK])
 async def test_a_vigil_in_vain_ends(seconds: float) -> None:
     start = time.perf_counter()
-    await Vigil(seconds).keep(nothing_came)
+    await AcceptSpin(seconds).spin(nothing_came)
     assert seconds <= time.perf_counter() - start < PATIENT
 
 
 async def test_vigils_in_vain_become_rare_and_come_back() -> None:
-    vigil = Vigil(QUICK)
+    vigil = AcceptSpin(QUICK)
     looked = 0
 
     def look() -> bool:
@@ -275,7 +275,7 @@ async def test_vigils_in_vain_become_rare_and_come_back() -> None:
     async def kept() -> int:
         nonlocal looked
         looked = 0
-        await vigil.keep(look)
+        await vigil.spin(look)
         return looked
 
     came = False
@@ -289,7 +289,7 @@ async def test_vigils_in_vain_become_rare_and_come_back() -> None:
 
 
 async def test_one_task_at_a_time_keeps_a_vigil() -> None:
-    vigil, came = Vigil(PATIENT), trio.Event()
+    vigil, came = AcceptSpin(PATIENT), trio.Event()
     looks = 0
 
     def look() -> bool:
@@ -298,12 +298,12 @@ async def test_one_task_at_a_time_keeps_a_vigil() -> None:
         return came.is_set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(vigil.keep, look)
+        nursery.start_soon(vigil.spin, look)
         while not looks:
             await trio.lowlevel.checkpoint()
 
         def unasked() -> bool:
             raise AssertionError("a second one looks")
 
-        await vigil.keep(unasked)
+        await vigil.spin(unasked)
         came.set()

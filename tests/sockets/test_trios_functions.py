@@ -299,36 +299,36 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
 
 
 class Watched:
-    """In place of a listener's vigil."""
+    """In place of a listener's `AcceptSpin`."""
 
     def __init__(self) -> None:
-        self.kept: list[Callable[[], bool]] = []
+        self.spins: list[Callable[[], bool]] = []
 
-    async def keep(self, came: Callable[[], bool]) -> None:
-        assert not came()
-        self.kept.append(came)
+    async def spin(self, ready: Callable[[], bool]) -> None:
+        assert not ready()
+        self.spins.append(ready)
 
 
 @pytest.mark.parametrize("kind", ["SMC-R", "TCP"])
 def test_a_server_stays_awake_for_the_next_connection_over_smc_r(run: Any, kind: str) -> None:
-    vigil = Watched()
+    spin = Watched()
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
-            listener.socket._listener._vigil = vigil
+            listener.socket._listener._accept_spin = spin
             port = listener.socket.getsockname()[1]
             assert await asked(port) == b"hello"
             await wait_all_tasks_blocked()
-            assert len(vigil.kept) == (kind == "SMC-R")
+            assert len(spin.spins) == (kind == "SMC-R")
             assert await asked(port) == b"hello"
-            assert all(came() for came in vigil.kept[:1])
+            assert all(ready() for ready in spin.spins[:1])
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
 
     trio_smc.enable(trio_smc.Config(deny=() if kind == "SMC-R" else (LOOPBACK,)))
     run("enabled", main)
-    assert len(vigil.kept) == (2 if kind == "SMC-R" else 0)
+    assert len(spin.spins) == (2 if kind == "SMC-R" else 0)
 
 
 def test_descriptors_that_have_run_out_are_waited_for(

@@ -1,4 +1,4 @@
-"""One reader alone, who waits for the RNIC's doorbell itself (`Pump.lead`)."""
+"""One reader alone, who waits for the RNIC's doorbell itself (`SoloReader.wait`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import trio_smc
 from tests.rnic.pumps import Passes, is_awake
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
 from trio_smc import SmcStream
-from trio_smc.rnic import pump as pump_module
-from trio_smc.rnic.pump import _ALONE, Pump
+from trio_smc.rnic import solo
+from trio_smc.rnic.pump import Pump
+from trio_smc.rnic.solo import SOLO_AFTER_WAITS, SoloReader
+from trio_smc.stack import budget
 
 PATIENCE = 20
 PAUSE = 0.001
@@ -27,8 +29,8 @@ PAUSE = 0.001
 @pytest.fixture(autouse=True)
 def long_term(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be busy."""
-    monkeypatch.setattr(pump_module, "_GAP", PATIENCE)
-    monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+    monkeypatch.setattr(solo, "_MAX_GAP", PATIENCE)
+    monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PATIENCE)
 
 
 def pump_of(stack: trio_smc.Stack) -> Pump:
@@ -53,7 +55,7 @@ class Led:
 
     async def until_led(self) -> None:
         with trio.fail_after(PATIENCE):
-            while not self.pump._led:
+            while self.pump.machine.state != "SOLO":
                 await trio.sleep(PAUSE)
                 await self.ask()
             await trio.testing.wait_all_tasks_blocked()
@@ -96,7 +98,7 @@ async def test_requests_are_answered(checkpoints: str) -> None:
         for number in range(100):
             await trio.sleep(PAUSE)
             await connection.ask(b"%d" % number)
-        assert pump._led
+        assert pump.machine.state == "SOLO"
         assert 100 <= pump.passes - before <= 110, "each wait is counted, and nothing else"
         await trio.testing.wait_all_tasks_blocked()
         assert pump.waiting == 1
@@ -113,14 +115,14 @@ async def test_what_comes_for_others_again_and_again_lets_them_run(
             await trio.lowlevel.checkpoint()
 
     async with led() as connection:
-        finds, lead = [False] * 20, Pump.lead
+        finds, lead = [False] * 20, SoloReader.wait
 
-        async def find_something(pump: Pump, **how: bool) -> bool:
-            if finds and pump is connection.pump:
+        async def find_something(pump: SoloReader, **how: bool) -> bool:
+            if finds and pump is connection.pump.solo:
                 return finds.pop()
             return await lead(pump, **how)
 
-        monkeypatch.setattr(Pump, "lead", find_something)
+        monkeypatch.setattr(SoloReader, "wait", find_something)
         await connection.ask()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
@@ -157,7 +159,7 @@ async def test_who_reads_without_waiting_leads(checkpoints: str) -> None:
                 while len(got) < len(data):
                     got += await pair[1].receive_some(64)
                     await trio.lowlevel.checkpoint()
-                    led_reads += pump._led
+                    led_reads += pump.machine.state == "SOLO"
             assert got == data
             assert led_reads > len(data) / 64 / 2
             await close_both(pair)
@@ -176,7 +178,7 @@ async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
             got = 0
             while got < size:
                 got += len(await stream.receive_some(64))
-                led_reads.append(pump._led)
+                led_reads.append(pump.machine.state == "SOLO")
 
         with trio.fail_after(PATIENCE):
             for here, _ in both:
@@ -191,13 +193,13 @@ async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
 
 async def test_not_while_waits_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     async with led() as connection:
-        monkeypatch.setattr(pump_module, "_GAP", 0.0)
-        connection.pump.rouse()
-        for _ in range(3 * _ALONE):
+        monkeypatch.setattr(solo, "_MAX_GAP", 0.0)
+        connection.pump.resume_hooks()
+        for _ in range(3 * SOLO_AFTER_WAITS):
             await trio.sleep(PAUSE)
             await connection.ask()
-            assert not connection.pump._led
-        monkeypatch.setattr(pump_module, "_GAP", PATIENCE)
+            assert connection.pump.machine.state != "SOLO"
+        monkeypatch.setattr(solo, "_MAX_GAP", PATIENCE)
         await connection.until_led()
 
 
@@ -210,12 +212,12 @@ async def test_a_second_reader_ends_it() -> None:
             await trio.testing.wait_all_tasks_blocked()
             assert await is_awake(connection.pump)
             assert connection.pump.waiting == 2
-            for _ in range(2 * _ALONE):
+            for _ in range(2 * SOLO_AFTER_WAITS):
                 await trio.sleep(PAUSE)
                 for stream in connection.here, other[0]:
                     await stream.send_all(b"x")
                     assert await read(stream, 1) == b"x"
-            assert not connection.pump._led
+            assert connection.pump.machine.state != "SOLO"
             await other[0].send_eof()
         await connection.until_led()
         await close_both(other)
@@ -242,23 +244,23 @@ async def test_two_tasks_on_one_stream() -> None:
             await connection.there.send_all(b"a")
             await connection.there.send_all(b"b")
             assert await read(connection.here, 2) == b"ab"
-        assert connection.pump._led
+        assert connection.pump.machine.state == "SOLO"
         await connection.ask()
 
 
 async def test_who_sends_now_and_then_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts passes meanwhile; a call long after the last one is none of a long pass."""
     async with led("amortised") as connection:
-        monkeypatch.setattr(pump_module, "_LONG_PASS_NS", 0)
+        monkeypatch.setattr(budget, "MAX_PASS_NS", 0)
         for _ in range(5):
             await connection.there.send_all(b"x")
-            assert connection.pump._led
+            assert connection.pump.machine.state == "SOLO"
             assert await read(connection.here, 1) == b"x"
 
 
 def work() -> None:
     """Longer than a pass of the scheduler may take."""
-    end = time.thread_time_ns() + 2 * pump_module._LONG_PASS_NS
+    end = time.thread_time_ns() + 2 * budget.MAX_PASS_NS
     while time.thread_time_ns() < end:
         pass
 
@@ -277,7 +279,7 @@ async def test_who_has_let_others_run_need_not_do_so_in_its_next_call(passes: Pa
         work()
         await connection.there.send_all(b"x")
         assert passes.count == before + 1
-        assert connection.pump._led
+        assert connection.pump.machine.state == "SOLO"
         assert await read(connection.here, 9) == b"x" * 9
 
 
@@ -286,14 +288,14 @@ async def test_who_is_cancelled_leaves_nothing_behind() -> None:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
         with trio.fail_after(PATIENCE):
-            while not pump._led:
+            while pump.machine.state != "SOLO":
                 with trio.move_on_after(PAUSE) as scope:
                     await pair[1].receive_some()
                 assert scope.cancelled_caught
             with trio.move_on_after(PAUSE):
                 await pair[1].receive_some()
             assert pump.waiting == 0
-            assert pump._led
+            assert pump.machine.state == "SOLO"
             await pair[0].send_all(b"x")
             assert await pair[1].receive_some() == b"x"
             await close_both(pair)
@@ -305,13 +307,13 @@ async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> 
         pair = await pairs.make()
         pump = pump_of(pairs.server)
         with trio.fail_after(PATIENCE):
-            while not pump._led:
+            while pump.machine.state != "SOLO":
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(read, pair[1], 1)
                     await trio.testing.wait_all_tasks_blocked()
                     await pair[0].send_all(b"x")
-            monkeypatch.setattr(pump_module, "_TERM", PAUSE)
-            pump._term.deadline = trio.current_time()  # type: ignore[union-attr]
+            monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PAUSE)
+            pump.solo._watchdog.deadline = trio.current_time()  # type: ignore[union-attr]
             await pair[0].aclose()
             state = pair[1]._core  # type: ignore[attr-defined]
             while not state.got_closed:  # noqa: ASYNC110
@@ -325,16 +327,16 @@ async def test_who_waits_for_long_is_left_alone(
 ) -> None:
     """A server without requests sleeps."""
     async with led() as connection:
-        monkeypatch.setattr(pump_module, "_TERM", PAUSE)
-        term = connection.pump._term
+        monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PAUSE)
+        term = connection.pump.solo._watchdog
         assert term is not None
         term.deadline = trio.current_time()
         await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
-        assert connection.pump._led
+        assert connection.pump.machine.state == "SOLO"
         before = passes.count
         await trio.sleep(50 * PAUSE)
         assert passes.count - before <= 5
-        monkeypatch.setattr(pump_module, "_TERM", PATIENCE)
+        monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PATIENCE)
         await connection.ask()
         await connection.ask()
 
@@ -388,7 +390,7 @@ async def test_leaving_the_stack_ends_it() -> None:
                 pair = await pairs.make()
                 nursery.start_soon(wait, pair[0])
                 client = pump_of(pairs.client)
-                while not client._led:
+                while client.machine.state != "SOLO":
                     await trio.sleep(PAUSE)
                     await pair[1].send_all(b"x")
                     assert await read(pair[1], 1) == b"x"
@@ -416,7 +418,7 @@ async def test_a_failing_rnic_ends_it() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
                 await connection.until_led()
-                [rnic] = (lane.rnic for lane in connection.pump._lanes)
+                [rnic] = (lane.rnic for lane in connection.pump.dispatcher.lanes)
                 rnic.fail()  # type: ignore[attr-defined]
                 await failed.wait()
             for stream in pair:
@@ -434,12 +436,12 @@ async def test_a_busy_reader_lets_others_run() -> None:
                 turns += 1
                 await trio.lowlevel.checkpoint()
 
-        connection.pump.rouse()
+        connection.pump.resume_hooks()
         await connection.until_led()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
             await trio.lowlevel.checkpoint()
-            assert connection.pump._led
+            assert connection.pump.machine.state == "SOLO"
             before = turns
             for _ in range(640):
                 await connection.there.send_all(b"x")

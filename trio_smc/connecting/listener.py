@@ -30,7 +30,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.connecting.accept import Arrival, HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
-from trio_smc.rnic.spinner import Vigil
+from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ CAPACITY_PAUSE: Final = 0.1
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
 _HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
-_VIGIL_SPINS: Final = 4
+_ACCEPT_SPINS: Final = 4
 """So many times `Config.spin` a client takes from the end of a connection to the next one."""
 
 
@@ -135,7 +135,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._came = 0  # connections that were accepted so far
-        self._vigil = Vigil(_VIGIL_SPINS * config.spin)
+        self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._released = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)
@@ -289,7 +289,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         a connection takes.
         """
         came = self._came
-        await self._vigil.keep(lambda: self._came != came or self._closed)
+        await self._accept_spin.spin(lambda: self._came != came or self._closed)
 
     async def _run(self) -> None:
         with self._stack.busy(self._scope), self._scope:

@@ -1,23 +1,26 @@
-"""Waiting awake for what a peer is about to say, where sleeping would take longer than the answer.
+"""Busy-waiting for a peer that is expected to answer sooner than a sleep and a wakeup would take.
 
-Theory of operation.  To sleep and to be woken costs more than all else that a small message
-costs, so who waits alone looks again and again for a moment first.  That pays where the peer
-answers at once and has a processor of its own.  `AdaptiveSpin` finds out: after several fruitless
-tries only every so many-th is made, as when both ends are in one process or share a processor, and
-ever fewer while those are in vain; one that is fruitful brings it back, and for as long as one of
-three is.  How long answers take depends on the machine and on the program at the other end: where
-the last waits were only somewhat longer than the spin, so that each was paid for and slept through
-all the same, it is made as long as they are.  Where that misses as often as it hits it only takes
-the processor from the peer, and each time it takes twice as many such waits until it is tried
-again.  A peer that makes pauses is not waited for so.
+Theory of operation.  To sleep and to be woken costs more than all other work for a small message,
+so a task that waits alone polls for a moment first.  That pays if the peer answers at once and has
+a processor of its own.  `AdaptiveSpin` finds out if it does:
 
-Where no spin is worth it, whoever has sent something may at least step aside: Linux wakes a peer
-mostly on the processor of whoever woke it.  That, too, is done less often where nobody takes it up.
+* After several failures it tries only every so many waits, for example because both ends are in
+  one process or share a processor, and less and less often while the tries fail.  A success brings
+  it back, and keeps it while one of three tries succeeds.
+* How long answers take depends on the machine and on the program at the other end.  If the last
+  waits were only somewhat longer than the spin, so that each paid for a spin and for a sleep, the
+  spin becomes as long as they are.  A long spin that fails as often as it succeeds only takes the
+  processor from the peer; each time it takes twice as many such waits until it is tried again.
+* A peer that makes pauses is not waited for in this way.
 
-There are three who wait so: `rnic.pump` for completions, with `Spinner` each handshake for a
-message of a peer on this host, which answers within some 100 µs, and with `Vigil` a server whose
-connections are short for the next one, of which Trio's loop alone can tell.  Whoever shares its
-loop with other work sleeps: that work is then what the time is for.
+If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
+wakes a peer mostly on the processor of the task that woke it.  That too is done less often if it
+does not help.
+
+Three parts of the package wait like this: `rnic.pump` for completions; `Spinner` in handshakes, for
+a message of a peer on this host, which answers within some 100 µs; and `AcceptSpin` in a server
+whose connections are short, for the next one, of which only Trio's loop can tell.  A loop that has
+other work to do sleeps instead: the time is for that work.
 """
 
 from __future__ import annotations
@@ -32,228 +35,231 @@ import trio
 __all__ = [
     "NEVER",
     "PAUSE_NS",
+    "AcceptSpin",
     "AdaptiveSpin",
-    "Look",
+    "Probe",
     "Spinner",
-    "Vigil",
 ]
 
-Look = Callable[[], bool]
-"""Whether something has come."""
+Probe = Callable[[], bool]
+"""True if what a task waits for has arrived."""
 
 
 PAUSE_NS: Final = 800_000
-"""After such a pause the peer sleeps, and no spin is as long as waking it takes."""
+"""Nanoseconds after which the peer sleeps.  Waking it takes longer than any spin."""
 
-_PAUSE_MISSES: Final = 3
-"""A wait of that length counts for so many fruitless tries more: a peer that makes pauses will
-make others."""
+_PAUSE_FAILURES: Final = 3
+"""A wait of that length counts for so many more failures: a peer that makes pauses will make
+others."""
 
-_OUTWEIGHS: Final = 2
-"""So many fruitless tries does one that is fruitful outweigh: sleeping costs half a spin."""
+_SUCCESS_WEIGHT: Final = 2
+"""Failures that one success outweighs: sleeping costs half a spin."""
 
-_MOST_RARELY: Final = 1024
+_MAX_RETRY_EVERY: Final = 1024
 
 _STRETCH: Final = 4
-"""How many times as long as asked for a spin may be: sleeping costs about as much."""
+"""How many times its normal length a spin may last: sleeping costs about as much.  With 8 and 16 a
+websocket echo became slower (docs/decisions.md)."""
 
-_ALIKE: Final = 4
-"""So many waits in a row that a stretched spin would have met are taken for a habit."""
+_WAITS_TO_STRETCH: Final = 4
+"""Consecutive waits that a stretched spin would have covered before the spin is stretched."""
 
-_MOST_ALIKE: Final = 1024
-"""And so many when that was often in vain."""
+_MAX_WAITS_TO_STRETCH: Final = 1024
+"""The same, after stretched spins that failed."""
 
 
-_MOST_VAIN: Final = 64
+_MAX_FRUITLESS_YIELDS: Final = 64
 _NO_TURN_NS: Final = 10_000
-"""Less than anybody needs to be switched to, to take a message and to answer it."""
+"""Nanoseconds: less than a peer needs to be scheduled, to take a message and to answer it."""
 _LONG_TURN_NS: Final = 1_000_000
-_SELDOM_ASIDE: Final = 64
+"""Nanoseconds: a task that keeps the processor for so long is no peer."""
+_YIELD_BACKOFF: Final = 64
 
 
 class AdaptiveSpin:
-    """Looks for a moment, longer where that would be met, less often where nothing comes of it.
+    """Polls for a moment: longer if that would succeed, less often if it fails.
 
     Args:
-      seconds: how long to look; 0: never.
-      patience: so many fruitless tries in a row are made all the same; a fruitful one outweighs
-        two of them.
-      seldom: and then each so many-th, and less and less often while those are fruitless.
+      seconds: how long to poll; 0: never.
+      max_failures: consecutive failures before it is discouraged; one success outweighs two.
+      retry_every: when discouraged, it tries at every so-many-th wait, and less and less often
+        while the tries fail.
 
     Attributes:
-      ns: how long to look, in nanoseconds: ``seconds``, or four times that.
-      tired: the last tries were all fruitless.
+      ns: how long to poll, in nanoseconds: ``seconds``, or four times that.
+      discouraged: recent spins all failed.
     """
 
     __slots__ = (
-        "_aloof", "_asked", "_gain", "_habit", "_misses", "_near", "_patience", "_rarely",
-        "_seldom", "_skipped", "_vain", "ns", "tired",
+        "_failures", "_fruitless_yields", "_gain", "_max_failures", "_near_misses", "_normal_ns",
+        "_retry_every", "_retry_now_every", "_skipped", "_waits_to_stretch", "_yield_backoff",
+        "discouraged", "ns",
     )  # fmt: skip
 
-    def __init__(self, seconds: float, *, patience: int, seldom: int) -> None:
+    def __init__(self, seconds: float, *, max_failures: int, retry_every: int) -> None:
         self.ns: int = int(seconds * 1e9)
-        self._asked = self.ns
-        self._near = 0
-        self._habit = _ALIKE
-        self._gain = 0  # hits less misses since it was stretched
-        self._patience = patience
-        self._seldom = seldom
-        self._rarely = seldom  # how seldom that is by now
-        self._skipped = 0
-        self._misses = 0
-        self.tired: bool = False
-        self._vain = 0  # so many times in a row stepping aside brought nothing
-        self._aloof = 0  # so many times more nobody steps aside
+        self._normal_ns = self.ns
+        self._near_misses = 0  # consecutive waits that a stretched spin would have covered
+        self._waits_to_stretch = _WAITS_TO_STRETCH
+        self._gain = 0  # successes less failures since the spin was stretched
+        self._max_failures = max_failures
+        self._retry_every = retry_every
+        self._retry_now_every = retry_every  # grows while the tries fail
+        self._skipped = 0  # waits since the last try
+        self._failures = 0
+        self.discouraged: bool = False
+        self._fruitless_yields = 0  # consecutive
+        self._yield_backoff = 0  # waits until the next yield
 
     def slept(self, ns: int) -> None:
-        """A wait that no spin has met took so long, the spin included."""
-        if ns > _STRETCH * self._asked:
-            self._near = 0
-            if self.ns > self._asked:
+        """Note a wait of ``ns`` nanoseconds that ended in a sleep; a failed spin is included."""
+        if ns > _STRETCH * self._normal_ns:
+            self._near_misses = 0
+            if self.ns > self._normal_ns:
                 self._end_stretch()
             if ns > PAUSE_NS:
-                self._miss(_PAUSE_MISSES)
+                self._note_failures(_PAUSE_FAILURES)
             return
-        self._near += 1
-        if self._near == self._habit:
-            self.ns = _STRETCH * self._asked
-            self._misses = self._gain = 0
-            self.tired = False
+        self._near_misses += 1
+        if self._near_misses == self._waits_to_stretch:
+            self.ns = _STRETCH * self._normal_ns
+            self._failures = self._gain = 0
+            self.discouraged = False
 
     def _end_stretch(self) -> None:
-        self.ns = self._asked
-        self._near = 0
+        self.ns = self._normal_ns
+        self._near_misses = 0
         if self._gain > 0:
-            self._habit = _ALIKE
+            self._waits_to_stretch = _WAITS_TO_STRETCH
         else:
-            self._habit = min(2 * self._habit, _MOST_ALIKE)
-            self._miss(self._patience)
+            self._waits_to_stretch = min(2 * self._waits_to_stretch, _MAX_WAITS_TO_STRETCH)
+            self._note_failures(self._max_failures)
 
-    def worthwhile(self) -> bool:
-        """Whether to try now; to be asked once for each try."""
-        if not self.tired:
+    def should_spin(self) -> bool:
+        """True if a try is worthwhile now.  To be called once for each wait: it counts them."""
+        if not self.discouraged:
             return True
         self._skipped += 1
-        if self._skipped < self._rarely:
+        if self._skipped < self._retry_now_every:
             return False
         self._skipped = 0
         return True
 
-    def may_step_aside(self) -> bool:
-        """Whether to `step_aside` now; to be asked once for each wait."""
-        if self._aloof:
-            self._aloof -= 1
+    def should_yield(self) -> bool:
+        """True if `yield_processor` is worthwhile now.  To be called once for each wait."""
+        if self._yield_backoff:
+            self._yield_backoff -= 1
             return False
         return True
 
-    def step_aside(self) -> None:
-        """Let a peer run now that waits for this processor, as it may have been woken on it.
+    def yield_processor(self) -> None:
+        """Let a peer run that waits for this processor, because it was woken on it.
 
-        Where nobody did, several times in a row, it is done less often, and so it is where others
-        keep the processor for long, who are no such peer.
+        If no peer ran, several times in a row, it is done less often; and so it is if another
+        process keeps the processor for long.
         """
         began = time.perf_counter_ns()
         os.sched_yield()
         took = time.perf_counter_ns() - began
         if took < _NO_TURN_NS:
-            self.stay()
+            self.yield_was_useless()
             return
-        self._vain = 0
+        self._fruitless_yields = 0
         if took > _LONG_TURN_NS:
-            self._aloof = _SELDOM_ASIDE
+            self._yield_backoff = _YIELD_BACKOFF
 
-    def stay(self) -> None:
-        """To step aside was in vain, or other tasks have to run."""
-        self._vain += 1
-        if self._vain >= _MOST_VAIN:
-            self._aloof = _SELDOM_ASIDE
+    def yield_was_useless(self) -> None:
+        """No peer ran when the processor was yielded, or other tasks are runnable."""
+        self._fruitless_yields += 1
+        if self._fruitless_yields >= _MAX_FRUITLESS_YIELDS:
+            self._yield_backoff = _YIELD_BACKOFF
 
-    def spin(self, looks: Iterable[Look], end: int) -> Look | None:
-        """Take one look after the other, round and round; returns the first that is fruitful.
+    def spin(self, probes: Iterable[Probe], end: int) -> Probe | None:
+        """Call the probes round and round; returns the first that succeeds.
 
         Args:
-          looks: a round: enough of them that asking for the time and yielding the processor,
-            which come after each round and take longer, delay little.
-          end: when `time.perf_counter_ns` gives this, it ends with None.
+          probes: one round.  It should be long enough: the look at the clock and the yield of the
+            processor that follow a round take longer than a probe.
+          end: the time of `time.perf_counter_ns` at which the spin fails and returns None.
         """
         now = time.perf_counter_ns
         while True:
-            for look in looks:
-                if look():
-                    self.met()
-                    return look
+            for probe in probes:
+                if probe():
+                    self.spin_succeeded()
+                    return probe
             if now() >= end:
-                self.missed()
+                self.spin_failed()
                 return None
-            # With one processor for both ends the peer could not get on otherwise.
+            # If both ends share one processor, the peer could not run otherwise.
             os.sched_yield()
 
-    def met(self) -> None:
-        """A try was fruitful."""
-        self._misses = max(0, self._misses - _OUTWEIGHS)
-        self.tired = False
-        self._rarely = self._seldom
+    def spin_succeeded(self) -> None:
+        """A try succeeded."""
+        self._failures = max(0, self._failures - _SUCCESS_WEIGHT)
+        self.discouraged = False
+        self._retry_now_every = self._retry_every
         self._gain += 1
 
-    def hindered(self) -> None:
-        """A try was not made, as others have to run; to find that out takes a while, too."""
-        self._miss(1)
+    def spin_skipped(self) -> None:
+        """Not tried, because other tasks are runnable.  To find that out takes time as well."""
+        self._note_failures(1)
 
-    def missed(self) -> None:
-        """A try was fruitless."""
-        if self.tired:
-            self._rarely = min(2 * self._rarely, _MOST_RARELY)
+    def spin_failed(self) -> None:
+        """A try failed."""
+        if self.discouraged:
+            self._retry_now_every = min(2 * self._retry_now_every, _MAX_RETRY_EVERY)
         self._gain -= 1
-        self._miss(1)
-        if self.tired and self.ns > self._asked:
+        self._note_failures(1)
+        if self.discouraged and self.ns > self._normal_ns:
             self._end_stretch()
 
-    def _miss(self, count: int) -> None:
-        self._misses = min(self._misses + count, self._patience)
-        self.tired = self._misses == self._patience
+    def _note_failures(self, count: int) -> None:
+        self._failures = min(self._failures + count, self._max_failures)
+        self.discouraged = self._failures == self._max_failures
 
 
-_LOOKS: Final = 4
-_SOON: Final = 8
-"""So many rounds, some 50 µs, without a look at completions where the answer is about to come."""
+_PROBES_PER_ROUND: Final = 4
+_ROUNDS_BEFORE_DRAIN: Final = 8
+"""Rounds, some 50 µs, without a drain, if the answer is expected any moment."""
 
 
 class Spinner:
-    """Spins for the handshakes of a stack: one for all of them.
+    """Spins for all handshakes of a stack.
 
-    Completions that come meanwhile are taken, too.  One may end another connection, which takes
-    longer than an answer that is about to come; where the peer has more to do first, that is the
-    time for it.
+    Completions that arrive meanwhile are drained, too.  A completion may end another connection,
+    which takes longer than an answer that is expected any moment; if the peer has more to do before
+    it answers, there is time for that.
 
     Args:
-      seconds: how long to look; 0: never.
-      drain: takes completions, which others may wait for; True: some have come.
+      seconds: how long to poll; 0: never.
+      drain: drains completions, for which other tasks may wait; True if there were any.
 
     Attributes:
-      sleeping: how many handshakes wait asleep; kept by those who wait.
+      sleeping: handshakes that wait asleep; kept by those handshakes.
     """
 
     __slots__ = ("_drain", "_spin", "sleeping")
 
-    def __init__(self, seconds: float, drain: Look) -> None:
+    def __init__(self, seconds: float, drain: Probe) -> None:
         self.sleeping: int = 0
-        self._spin = AdaptiveSpin(seconds, patience=4, seldom=256)
+        self._spin = AdaptiveSpin(seconds, max_failures=4, retry_every=256)
         self._drain = drain
 
-    def until(self, ready: Look, *, soon: bool = False) -> bool:
-        """Call ``ready`` until it is true; False: sleep, it is not worth it or took too long.
+    def until(self, ready: Probe, *, soon: bool = False) -> bool:
+        """Call ``ready`` until it is true.  False: a spin is not worthwhile, or took too long.
 
-        ``soon``: the answer takes the peer no longer than some 50 µs.
+        ``soon``: the peer needs no longer than some 50 µs to answer.
         """
         spin = self._spin
-        if not spin.ns or self.sleeping or not spin.worthwhile():
+        if not spin.ns or self.sleeping or not spin.should_spin():
             return False
         if trio.lowlevel.current_statistics().tasks_runnable:
             return False
-        rounds = _SOON if soon else 0
+        rounds = _ROUNDS_BEFORE_DRAIN if soon else 0
 
-        def others() -> bool:
-            """Whether somebody else has to run now, as completions have come."""
+        def others_are_runnable() -> bool:
+            """Drain; True if that woke other tasks, which have to run now."""
             nonlocal rounds
             if rounds:
                 rounds -= 1
@@ -261,40 +267,43 @@ class Spinner:
             return self._drain() and trio.lowlevel.current_statistics().tasks_runnable > 0
 
         end = time.perf_counter_ns() + spin.ns
-        looks = [others, *[ready] * _LOOKS]
-        return spin.spin(looks, end) is ready or ready()
+        probes = [others_are_runnable, *[ready] * _PROBES_PER_ROUND]
+        return spin.spin(probes, end) is ready or ready()
 
 
 NEVER: Final = Spinner(0.0, lambda: False)
-"""For peers of other hosts, and for whoever has no stack."""
+"""For peers of other hosts, and for connections without a stack."""
 
 
-class Vigil:
-    """Keeps Trio's loop awake for a moment, where nobody but the loop can look.
+class AcceptSpin:
+    """Keeps Trio's loop awake for a moment, for an event that only the loop can report.
 
     Args:
       seconds: how long; 0: never.
     """
 
-    __slots__ = ("_kept", "_spin")
+    __slots__ = ("_busy", "_spin")
 
     def __init__(self, seconds: float) -> None:
-        self._spin = AdaptiveSpin(seconds, patience=4, seldom=64)
-        self._kept = False  # by some task
+        self._spin = AdaptiveSpin(seconds, max_failures=4, retry_every=64)
+        self._busy = False
 
-    async def keep(self, came: Look) -> None:
-        """Have the loop turn until ``came`` is true, for one task at a time.  No checkpoint."""
+    async def spin(self, ready: Probe) -> None:
+        """Yield to the loop until ``ready`` is true, for one task at a time.
+
+        Not a checkpoint: it cannot be cancelled.
+        """
         spin = self._spin
-        if self._kept or not spin.ns or not spin.worthwhile():
+        if self._busy or not spin.ns or not spin.should_spin():
             return
-        self._kept = True
+        self._busy = True
         end = time.perf_counter_ns() + spin.ns
         try:
-            while not came():
+            while not ready():
                 if time.perf_counter_ns() >= end:
-                    spin.missed()
+                    spin.spin_failed()
                     return
                 await trio.lowlevel.cancel_shielded_checkpoint()
-            spin.met()
+            spin.spin_succeeded()
         finally:
-            self._kept = False
+            self._busy = False

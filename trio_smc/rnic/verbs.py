@@ -344,9 +344,11 @@ class Rnic(ABC):
         """As `poll`, for the hot path."""
         return self.poll()
 
-    def stirs(self) -> bool:
-        """Whether `poll` may find something: for who looks again and again.  Quicker than `poll`
-        where it can be told; else always True."""
+    def has_pending(self) -> bool:
+        """True if `poll` may return something.  Cheaper than `poll`; used while spinning.
+
+        Always True for an RNIC that cannot tell.
+        """
         return True
 
     @abstractmethod
@@ -371,12 +373,14 @@ class Rnic(ABC):
         be told apart."""
         return None
 
-    def quieten(self) -> bool:
-        """Quieten `completion_fd` and look at what it told of; what has completed is found by the
-        next `poll`.  False: nothing will be told there any more."""
+    def acknowledge(self) -> bool:
+        """Clear the readiness of `completion_fd`.  The next `poll` finds what has completed.
+
+        False: the RNIC failed, and the descriptor will not become readable any more.
+        """
         return False
 
     @abstractmethod
     def service(self) -> None:
-        """Quieten what `wait_fd` reported and do the slow work: device events, peers that
+        """Clear the readiness of `wait_fd` and do the slow work: device events, peers that
         came or died.  Completions it produces are found by the next `poll`."""

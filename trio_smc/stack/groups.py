@@ -232,7 +232,7 @@ class GroupTable:
     def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> Connection:
         """A connection that owns ``rmbe``, known to its group by its alert token."""
         self.pump.unused = False
-        self.pump.rouse()
+        self.pump.resume_hooks()
         endpoint = Endpoint(self, group, rmbe)
         connection = endpoint.connection = Connection(
             alert_token=group.connections.new_token(),
@@ -279,7 +279,7 @@ class GroupTable:
     def count_smc(self, connection: object, agreed: Agreed) -> None:
         """A connection became SMC-R, in a link group that agreed on this."""
         self._agreed[agreed] += 1
-        self.pump.expect()
+        self.pump.note_new_connection()
         if self.observer is not None:
             self.observer.mode(connection, None)
 

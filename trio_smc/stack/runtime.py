@@ -46,6 +46,7 @@ from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.spinner import NEVER, Spinner
+from trio_smc.stack.budget import Budget
 from trio_smc.stack.groups import GroupTable
 from trio_smc.stack.policy import ShortConnections
 from trio_smc.stack.rnics import RnicChange, StackRnics
@@ -156,7 +157,7 @@ class Runtime:
       config: the stack's configuration.
       rnic_set: its RNICs.
       groups: its link groups and connections.
-      pump, timers, spinner, discovery, tcp_option: one each, for all connections.
+      pump, budget, timers, spinner, discovery, tcp_option: one each, for all connections.
       short_connections: whose connections were not worth SMC-R.
       nursery: for tasks that are cancelled when the stack has been left; while it runs.
       trio_token: of the Trio run it belongs to; as soon as it runs.
@@ -175,6 +176,7 @@ class Runtime:
     def __init__(self, config: Config, clock: Callable[[], float] = trio.current_time) -> None:
         self.config = config
         self.pump: Pump = Pump(spin=config.spin, wake=config.wake)
+        self.budget: Budget = Budget(self.pump)
         self.timers: Timers = Timers(clock, self._timer_is_earlier)
         self.spinner: Spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.short_connections: ShortConnections = ShortConnections(clock)
@@ -313,7 +315,7 @@ class Runtime:
             with trio.move_on_at(self.timers.next_deadline()):
                 await self._timers_changed.wait()
             if self.timers.run_due():
-                self.pump.rouse()  # it may have sent something
+                self.pump.resume_hooks()  # it may have sent something
 
     def _timer_is_earlier(self) -> None:
         self._timers_changed.set()
@@ -365,7 +367,7 @@ class Runtime:
         await self._wait_while(lambda: bool(self.groups.groups), last)
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
-        self.pump.rouse()  # peers' answers are awaited, by no task that reads
+        self.pump.resume_hooks()  # peers' answers are awaited, by no task that reads
         with trio.move_on_at(deadline):
             while condition() and not self._hurried:
                 self._something_ended = trio.Event()

@@ -16,6 +16,7 @@ from trio_smc.states.connection import ConnectionChart
 from trio_smc.states.link import LinkChart
 from trio_smc.states.link_group import LinkGroupChart
 from trio_smc.states.llc_exchange import LlcExchangeChart
+from trio_smc.states.pump import PumpChart
 
 if TYPE_CHECKING:
     from statemachine import StateChart
@@ -31,6 +32,7 @@ MACHINES: Final[dict[str, type[StateChart[Any]]]] = {
     "llc_exchange": LlcExchangeChart,
     "link": LinkChart,
     "link_group": LinkGroupChart,
+    "pump": PumpChart,
 }
 """File-name-like name of each machine ("connection", "link_group") and its chart."""
 

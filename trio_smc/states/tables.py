@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trio_smc.states.engine import Edge, Guard, Table
 
-__all__ = ["CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE"]
+__all__ = ["CLC_CLIENT", "CLC_SERVER", "CONNECTION", "LINK", "LINK_GROUP", "LLC_EXCHANGE", "PUMP"]
 
 
 CONNECTION = Table(
@@ -552,5 +552,41 @@ LINK_GROUP = Table(
         ("GONE", "delete_sent"): (Edge((), "GONE", (), True, "3.5.4 (over)"),),
         ("GONE", "links_lost"): (Edge((), "GONE", (), True, "3.5.4 (over)"),),
         ("GONE", "links_changed"): (Edge((), "GONE", (), True, "3.5.4 (over)"),),
+    },
+)
+
+PUMP = Table(
+    name="Pump",
+    initial="STOPPED",
+    states=("STOPPED", "IDLE", "BUSY", "SLEEPY", "SOLO"),
+    stopped=(),
+    events=("start", "needed", "sole_reader", "stop", "about_to_sleep", "unused", "awake_for_long"),
+    values={},
+    edges={
+        ("STOPPED", "start"): (Edge((), "BUSY", ("restart_counts", "disarm_rnics", "add_before_hook"), False, "the pump runs"),),
+        ("STOPPED", "needed"): (Edge((), "STOPPED", (), True, "no Trio run to have hooks in"),),
+        ("STOPPED", "sole_reader"): (Edge((), "STOPPED", (), True, "no Trio run to have hooks in"),),
+        ("STOPPED", "stop"): (Edge((), "STOPPED", (), True, "no Trio run to have hooks in"),),
+        ("IDLE", "needed"): (Edge((), "BUSY", ("restart_counts", "disarm_rnics", "add_before_hook"), False, "a connection, a doorbell or a timer needs the pump"),),
+        ("IDLE", "sole_reader"): (Edge((), "IDLE", (), True, "a reader that parks resumes the hooks first"),),
+        ("IDLE", "stop"): (Edge((), "STOPPED", (), False, "no hook to remove"),),
+        ("BUSY", "about_to_sleep"): (Edge((), "SLEEPY", ("add_after_hook",), False, "what ends the sleep is drained before any task runs"),),
+        ("BUSY", "sole_reader"): (Edge((Guard("has_one_doorbell", False),), "SOLO", ("remove_before_hook", "release_doorbell"), False, "one task can do all the polling"), Edge((), "BUSY", (), True, "several RNICs, or one whose completions a thread waits for")),
+        ("BUSY", "unused"): (Edge((), "IDLE", ("remove_before_hook",), False, "each hook costs each pass something"),),
+        ("BUSY", "stop"): (Edge((), "STOPPED", ("remove_before_hook",), False, "the pump was cancelled"),),
+        ("BUSY", "needed"): (Edge((), "BUSY", (), True, "the hooks are there"),),
+        ("BUSY", "awake_for_long"): (Edge((), "BUSY", (), True, "the second hook is gone"),),
+        ("SLEEPY", "awake_for_long"): (Edge((), "BUSY", ("remove_after_hook",), False, "each hook costs each pass something"),),
+        ("SLEEPY", "sole_reader"): (Edge((Guard("has_one_doorbell", False),), "SOLO", ("remove_before_hook", "remove_after_hook", "release_doorbell"), False, "one task can do all the polling"), Edge((), "SLEEPY", (), True, "several RNICs, or one whose completions a thread waits for")),
+        ("SLEEPY", "unused"): (Edge((), "IDLE", ("remove_before_hook", "remove_after_hook"), False, "each hook costs each pass something"),),
+        ("SLEEPY", "stop"): (Edge((), "STOPPED", ("remove_before_hook", "remove_after_hook"), False, "the pump was cancelled"),),
+        ("SLEEPY", "needed"): (Edge((), "SLEEPY", (), True, "the hooks are there"),),
+        ("SLEEPY", "about_to_sleep"): (Edge((), "SLEEPY", (), True, "the second hook is there"),),
+        ("SOLO", "needed"): (Edge((), "BUSY", ("end_solo", "restart_counts", "disarm_rnics", "add_before_hook"), False, "another task uses the pump, also while solo mode begins"),),
+        ("SOLO", "sole_reader"): (Edge((), "SOLO", (), True, "one reader at a time"),),
+        ("SOLO", "about_to_sleep"): (Edge((), "SOLO", (), True, "a completion made a reader solo while the hook ran that sends these"),),
+        ("SOLO", "awake_for_long"): (Edge((), "SOLO", (), True, "a completion made a reader solo while the hook ran that sends these"),),
+        ("SOLO", "unused"): (Edge((), "SOLO", (), True, "a completion made a reader solo while the hook ran that sends these"),),
+        ("SOLO", "stop"): (Edge((), "STOPPED", ("end_solo",), False, "the pump was cancelled"),),
     },
 )

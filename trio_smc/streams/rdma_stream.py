@@ -25,6 +25,7 @@ from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.rnic.pump import UNHOOKED
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     OVER,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.datapath.connection import Connection
     from trio_smc.rnic.pump import Pump
+    from trio_smc.stack.budget import Budget
     from trio_smc.streams.group_views import LinkGroupView
     from trio_smc.streams.socket_options import Inherited, KeptAlive
 
@@ -60,6 +62,7 @@ class StreamOwner(Protocol):
     """What a stream wants of its stack."""
 
     pump: Pump
+    budget: Budget
     timers: Timers
 
 
@@ -148,7 +151,7 @@ class _Sleeper:
         """What the core calls."""
         task, self.task = self.task, None
         assert task is not None
-        self._pump.awake += 1
+        self._pump.woken += 1
         _reschedule(task, _WOKEN)
 
     def abort(self, _: RaiseCancelT) -> Abort:
@@ -185,6 +188,7 @@ class RdmaStream(SmcStream):
         self._receiver, self._sender = core.receiver, core.sender
         core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
+        self._budget = stack.budget
         # With its methods, which are made anew each time they are looked up.
         self._sleepers = {
             waiter: (sleeper, sleeper.wake, sleeper.abort)
@@ -235,7 +239,7 @@ class RdmaStream(SmcStream):
             if self._closed or self._core.write_closed:
                 raise trio.ClosedResourceError("the stream was closed for sending")
             parked = await self._send_view(some_bytes(data), urgent=True)
-            if not parked and (self._strict or self._pump.is_due()):
+            if not parked and (self._strict or self._budget.is_exceeded()):
                 await _yield()
         finally:
             self._sending = False
@@ -272,7 +276,7 @@ class RdmaStream(SmcStream):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
-            if not parked and (self._strict or self._pump.is_due()):
+            if not parked and (self._strict or self._budget.is_exceeded()):
                 await _yield()
         finally:
             self._sending = False
@@ -306,7 +310,7 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_WRITER) or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked and (self._strict or self._pump.is_due()):
+            if not parked and (self._strict or self._budget.is_exceeded()):
                 await _yield()
             return sent
         finally:
@@ -365,7 +369,7 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_WRITER) or parked
                 if self._closed:
                     raise trio.ClosedResourceError("the stream was closed")
-            if not parked and (self._strict or self._pump.is_due()):
+            if not parked and (self._strict or self._budget.is_exceeded()):
                 await _yield()
         finally:
             self._sending = False
@@ -416,8 +420,8 @@ class RdmaStream(SmcStream):
                 receiver.done or receiver.error or self._deaf
             ):
                 # It `is_blank`, without a call.  To look again, as below, would be for nothing.
-                leads = pump.resting and pump.is_led_asleep()
-                parked = await (self._lead(asleep=True) if leads else self._park(_READER))
+                is_solo = pump.machine.state == "SOLO" and pump.solo.should_wait_at_once()
+                parked = await (self._wait_solo(at_once=True) if is_solo else self._park(_READER))
             if not parked:
                 await _check_cancelled()
             while True:
@@ -433,10 +437,11 @@ class RdmaStream(SmcStream):
                 parked = await self._park(_READER) or parked
             if not parked:
                 if not pump.waiting:
-                    pump.reads += 1
-                    if pump.reader is not self._reader:
-                        pump.change_reader(self._reader)
-                if self._strict or pump.is_due():
+                    solo = pump.solo
+                    solo.reads += 1
+                    if solo.last_reader is not self._reader:
+                        solo.change_reader(self._reader)
+                if self._strict or self._budget.is_exceeded():
                     await _yield()
             return data
         finally:
@@ -470,7 +475,7 @@ class RdmaStream(SmcStream):
                 if taken or self._receiver.at_eof:
                     break
                 parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._pump.is_due()):
+            if not parked and (self._strict or self._budget.is_exceeded()):
                 await _yield()
             return taken
         finally:
@@ -605,7 +610,7 @@ class RdmaStream(SmcStream):
 
     def _end(self) -> None:
         self._deaf = True
-        self._pump.rouse()  # the peer's answer is awaited, by nobody in particular
+        self._pump.resume_hooks()  # the peer's answer is awaited, by nobody in particular
         if not self._endpoint.closed_by_user:
             self._endpoint.closed_by_user = True
             self._pump.drain()
@@ -623,7 +628,7 @@ class RdmaStream(SmcStream):
         """Reset the connection at once (RFC 7609, 4.8.2)."""
         self._closed = self._deaf = True
         self._endpoint.closed_by_user = True
-        self._pump.rouse()
+        self._pump.resume_hooks()
         self._core.abort()
 
     def statistics(self) -> StreamStatistics:
@@ -648,7 +653,7 @@ class RdmaStream(SmcStream):
 
     def is_readable(self) -> bool:
         """Whether there is data, the end or an error; looks at completions first."""
-        self._pump.look()
+        self._pump.drain_if_pending()
         receiver = self._receiver
         return bool(
             self._deaf or receiver.readable or receiver.at_eof or receiver.error is not None
@@ -666,7 +671,7 @@ class RdmaStream(SmcStream):
         brought nothing only now and then.  With strict checkpoints its last call has let them run.
         """
         core, pump = self._core, self._pump
-        if waiter is _READER and pump.awake and (self._misses % _SELDOM or self._strict):
+        if waiter is _READER and pump.woken and (self._misses % _SELDOM or self._strict):
             # The shortest way to the usual end of all that follows.
             self._misses += 1
             if core.messenger.tell() and not self._receiver.is_blank():
@@ -678,17 +683,17 @@ class RdmaStream(SmcStream):
                 self._misses += 1
                 if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
                     return True
-            if not pump.awake:
+            if not pump.woken:
                 pump.drain()
-                pump.looks += 1
+                pump.solo.polls += 1
             if getattr(core, waiter) is None or (not pump.waiting and self._comes_in_spin(waiter)):
                 return False
-            if waiter is _READER and not pump.waiting and pump.may_lead():
-                return await self._lead()
+            if waiter is _READER and not pump.waiting and pump.try_solo():
+                return await self._wait_solo()
         if pump.waiting:
-            pump.alone = 0
-        if pump.resting:
-            pump.rouse()
+            pump.solo.streak = 0
+        if pump.machine.state in UNHOOKED:
+            pump.resume_hooks()
         sleeper, wake, abort = self._sleepers[waiter]
         sleeper.task = _current_task()
         if waiter is _READER:
@@ -696,10 +701,10 @@ class RdmaStream(SmcStream):
         else:
             setattr(core, waiter, wake)
         pump.waiting += 1
-        pump.fresh = True
+        pump.spin_due = True
         try:
             await _sleep(abort)
-            pump.awake -= 1
+            pump.woken -= 1
         finally:
             pump.waiting -= 1
         self._produced = core.messenger.produced
@@ -710,7 +715,7 @@ class RdmaStream(SmcStream):
         core = self._core
         self._pump.try_spin(
             lambda: getattr(core, waiter) is None,
-            answered=core.messenger.produced != self._produced,
+            sent=core.messenger.produced != self._produced,
         )
         if getattr(core, waiter) is not None:
             return False
@@ -726,14 +731,14 @@ class RdmaStream(SmcStream):
         await _check_cancelled()
         return True
 
-    async def _lead(self, *, asleep: bool = False) -> bool:
+    async def _wait_solo(self, *, at_once: bool = False) -> bool:
         """As `_park`, for the only one who waits."""
         core, pump = self._core, self._pump
         messenger = core.messenger
-        core.on_readable = pump.end_wait
+        core.on_readable = pump.solo.end_wait
         try:
             messenger.tell()
-            if await pump.lead(asleep=asleep, answered=messenger.produced != self._produced):
+            if await pump.solo.wait(at_once=at_once, sent=messenger.produced != self._produced):
                 return True
             if not self._receiver.is_blank():
                 return False

@@ -228,11 +228,11 @@ def test_a_closed_queue_pair_is_nothing_to_the_pump(world: World, orderly: bool)
     stage.server.group.delete_link(2, orderly=orderly)
     world.settle()
     for side, link in zip((stage.client, stage.server), gone, strict=True):
-        lane = side.stack.pump._lane(link.rnic)
+        lane = side.stack.pump.dispatcher.lane(link.rnic)
         assert link.qp.qp_num not in lane.sinks
         assert link.qp.qp_num not in lane.queue_pairs
         (kept,) = side.group.links.values()
-        assert kept.qp.qp_num in side.stack.pump._lane(kept.rnic).sinks
+        assert kept.qp.qp_num in side.stack.pump.dispatcher.lane(kept.rnic).sinks
 
 
 @pytest.mark.rfc("3.5.1.6.4/2", "C.7/5")

@@ -251,7 +251,7 @@ class VerbsRnic(Rnic):
             self._epoll.unregister(self._channel_fd)
         return self._channel_fd
 
-    def quieten(self) -> bool:
+    def acknowledge(self) -> bool:
         lib = self._opened()
         try:
             self._take_notification(lib)

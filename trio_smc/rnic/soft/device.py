@@ -314,7 +314,7 @@ class SoftRnic(Rnic):
             done.clear()
         return taken
 
-    def stirs(self) -> bool:
+    def has_pending(self) -> bool:
         for ring in self._rings:
             if ring.head[0] != ring.tail:
                 return True
@@ -353,7 +353,7 @@ class SoftRnic(Rnic):
                 self._rung.register(fd, events)
         return self._rung.fileno()
 
-    def quieten(self) -> bool:
+    def acknowledge(self) -> bool:
         if self._rung is None:
             return False
         rung = self._only_bell

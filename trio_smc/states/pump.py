@@ -1,0 +1,67 @@
+"""The modes of a stack's pump: which parts of Trio's loop poll the RNICs.
+
+No RFC has them; the notes at the edges say what each is for.  The model is
+`trio_smc.rnic.pump.Pump`.
+"""
+
+from __future__ import annotations
+
+from statemachine import State
+
+from trio_smc.states.chart import Chart, edge, ignore
+
+__all__ = ["PumpChart"]
+
+
+class PumpChart(Chart):
+    """STOPPED: no Trio run polls the RNICs.  IDLE: no connection is open, the RNICs are armed, and
+    no hook is in Trio's loop.  BUSY: the hook before the wait for I/O drains once in each pass.
+    SLEEPY: the loop sleeps now and then, and a second hook drains after each sleep.  SOLO: one
+    reader waits on the doorbell descriptor itself, and no hook is in Trio's loop."""
+
+    STOPPED = State("STOPPED", initial=True)
+    IDLE = State("IDLE")
+    BUSY = State("BUSY")
+    SLEEPY = State("SLEEPY")
+    SOLO = State("SOLO")
+
+    # fmt: off
+    edge(STOPPED, "start", BUSY, do="restart_counts disarm_rnics add_before_hook",
+         rfc="the pump runs")
+    ignore(STOPPED, "needed sole_reader stop", rfc="no Trio run to have hooks in")
+
+    edge(IDLE, "needed", BUSY, do="restart_counts disarm_rnics add_before_hook",
+         rfc="a connection, a doorbell or a timer needs the pump")
+    ignore(IDLE, "sole_reader", rfc="a reader that parks resumes the hooks first")
+    edge(IDLE, "stop", STOPPED, rfc="no hook to remove")
+
+    edge(BUSY, "about_to_sleep", SLEEPY, do="add_after_hook",
+         rfc="what ends the sleep is drained before any task runs")
+    edge(BUSY, "sole_reader", SOLO, when="has_one_doorbell",
+         do="remove_before_hook release_doorbell", rfc="one task can do all the polling")
+    edge(BUSY, "unused", IDLE, do="remove_before_hook", rfc="each hook costs each pass something")
+    edge(BUSY, "stop", STOPPED, do="remove_before_hook", rfc="the pump was cancelled")
+
+    edge(SLEEPY, "awake_for_long", BUSY, do="remove_after_hook",
+         rfc="each hook costs each pass something")
+    edge(SLEEPY, "sole_reader", SOLO, when="has_one_doorbell",
+         do="remove_before_hook remove_after_hook release_doorbell",
+         rfc="one task can do all the polling")
+    edge(SLEEPY, "unused", IDLE, do="remove_before_hook remove_after_hook",
+         rfc="each hook costs each pass something")
+    edge(SLEEPY, "stop", STOPPED, do="remove_before_hook remove_after_hook",
+         rfc="the pump was cancelled")
+
+    ignore((BUSY, SLEEPY), "needed", rfc="the hooks are there")
+    ignore((BUSY, SLEEPY), "sole_reader",
+           rfc="several RNICs, or one whose completions a thread waits for")
+    ignore(SLEEPY, "about_to_sleep", rfc="the second hook is there")
+    ignore(BUSY, "awake_for_long", rfc="the second hook is gone")
+
+    edge(SOLO, "needed", BUSY, do="end_solo restart_counts disarm_rnics add_before_hook",
+         rfc="another task uses the pump, also while solo mode begins")
+    ignore(SOLO, "sole_reader", rfc="one reader at a time")
+    ignore(SOLO, "about_to_sleep awake_for_long unused",
+           rfc="a completion made a reader solo while the hook ran that sends these")
+    edge(SOLO, "stop", STOPPED, do="end_solo", rfc="the pump was cancelled")
+    # fmt: on
