@@ -1,23 +1,25 @@
-"""Many tasks that wait at once: when one sleeps, who looks for all of them, whose turn it is."""
+"""Many tasks that wait at once: which of them drains, and when a call yields to the others."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal
 
 import pytest
 import trio
 import trio.testing
 
 import trio_smc
-import trio_smc.streams.rdma_stream
 from tests.api.api_peers import HOST, PATIENCE, close_all, connect
 from trio_smc import Config, SmcStream
+from trio_smc.streams import parking
 
 CONNECTIONS = 10
 FEW = 4
 ROUNDS = 20
+CheckpointMode = Literal["strict", "amortised"]
 LONG = 0.001
 """Seconds; longer than a turn with amortised checkpoints may last."""
 
@@ -34,7 +36,7 @@ async def ask(stream: SmcStream) -> None:
 
 
 async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
-    """With every task parked only that ends the scheduler's wait (`Pump.wakeups`)."""
+    """`Pump.wakeups`: only it can end the scheduler's wait while every task is parked."""
     config = Config(receive_buffer=16384, checkpoints="amortised", spin=0)
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
@@ -54,7 +56,7 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
                 with trio.move_on_after(0.01) as scope:
                     await pairs[0][0].receive_some()
                 assert scope.cancelled_caught
-                assert stack.runtime.pump.woken == 0, "who is cancelled was not woken"
+                assert stack.runtime.pump.woken == 0, "a cancelled task was not woken"
                 for here, _ in pairs:
                     await here.send_eof()
             await close_all(*(stream for pair in pairs for stream in pair))
@@ -62,9 +64,11 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
 
 
 @contextlib.asynccontextmanager
-async def one_waits() -> AsyncIterator[tuple[SmcStream, SmcStream]]:
-    """Two ends of a connection, beside another one that a task reads from."""
-    config = Config(receive_buffer=16384, checkpoints="amortised", spin=0)
+async def second_connection(
+    checkpoints: CheckpointMode,
+) -> AsyncIterator[tuple[SmcStream, SmcStream]]:
+    """Both ends of a connection, while a task waits for data of another connection."""
+    config = Config(receive_buffer=16384, checkpoints=checkpoints, spin=0)
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
             [listener] = await stack.open_listeners(0, host=HOST)
@@ -78,58 +82,43 @@ async def one_waits() -> AsyncIterator[tuple[SmcStream, SmcStream]]:
 
 
 class Counted:
-    """One of Trio's calls in `trio_smc.streams.rdma_stream`, and how often a task made it."""
+    """Counts how often a task made one of Trio's calls in `trio_smc.streams.parking`."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.task: trio.lowlevel.Task | None = None
         self.calls = 0
-        self._call: Callable[..., Awaitable[object]] = getattr(trio_smc.streams.rdma_stream, name)
-        monkeypatch.setattr(trio_smc.streams.rdma_stream, name, self)
+        self._call: Callable[..., Awaitable[object]] = getattr(parking, name)
+        monkeypatch.setattr(parking, name, self)
 
     async def __call__(self, *arguments: object) -> object:
         self.calls += trio.lowlevel.current_task() is self.task
         return await self._call(*arguments)
 
 
-async def test_a_reader_lets_others_run_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeps = Counted("_sleep", monkeypatch)
-    got: list[bytes | bytearray] = []
-    async with one_waits() as (here, there):
-
-        async def read() -> None:
-            sleeps.task = trio.lowlevel.current_task()
-            got.append(await there.receive_some())
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(read)
-            await trio.lowlevel.checkpoint()  # both are in the next pass of the scheduler
-            await here.send_all(b"x")
-        assert got == [b"x"]
-        assert not sleeps.calls
-
-
-async def test_a_reader_for_whom_that_brings_nothing_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
+async def test_a_reader_that_finds_nothing_parks_at_once(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: CheckpointMode
 ) -> None:
-    sleeps, yields = Counted("_sleep", monkeypatch), Counted("_yield", monkeypatch)
-    async with one_waits() as (here, there):
+    """It does not let other tasks run first, to look once more."""
+    parks, yields = Counted("_sleep", monkeypatch), Counted("_yield", monkeypatch)
+    async with second_connection(checkpoints) as (here, there):
 
         async def read() -> None:
-            sleeps.task = yields.task = trio.lowlevel.current_task()
-            for _ in range(2 * trio_smc.streams.rdma_stream._SELDOM):
+            parks.task = yields.task = trio.lowlevel.current_task()
+            for _ in range(ROUNDS):
                 await there.receive_some()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
-            for _ in range(2 * trio_smc.streams.rdma_stream._SELDOM):
+            for _ in range(ROUNDS):
                 await trio.testing.wait_all_tasks_blocked()
                 await here.send_all(b"x")
-        assert sleeps.calls == 2 * trio_smc.streams.rdma_stream._SELDOM
-        assert yields.calls == 2, "it tries again now and then"
+    assert parks.calls == ROUNDS
+    assert yields.calls == 0
 
 
-async def test_of_those_that_wake_together_the_last_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others could find would be for tasks whose turn comes after all of theirs."""
+async def test_of_tasks_that_wake_together_the_last_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others could only find completions for tasks that run after all of them."""
     readers: list[trio.lowlevel.Task] = []
     drained: list[trio.lowlevel.Task] = []
 
@@ -155,7 +144,6 @@ async def test_of_those_that_wake_together_the_last_looks(monkeypatch: pytest.Mo
             async with trio.open_nursery() as nursery:
                 for _, there in pairs:
                     nursery.start_soon(read, there)
-                # In the first turn they look for whether letting others run helps.
                 for _ in range(2):
                     await trio.testing.wait_all_tasks_blocked()
                     drained.clear()
@@ -168,15 +156,15 @@ async def test_of_those_that_wake_together_the_last_looks(monkeypatch: pytest.Mo
             await close_all(*(stream for pair in pairs for stream in pair))
 
 
-async def test_the_turn_of_others_is_not_counted_as_ones_own() -> None:
-    """Amortised checkpoints: a call is a full one after a long turn, of its own task only."""
+async def test_the_turn_of_another_task_does_not_use_up_the_budget() -> None:
+    """Amortised checkpoints: a call yields only after a long turn of its own task."""
     config = Config(receive_buffer=16384, checkpoints="amortised")
     with trio.fail_after(PATIENCE):
         async with trio_smc.open_stack(config) as stack:
             [listener] = await stack.open_listeners(0, host=HOST)
             here, there = await connect(stack, listener)
             await here.send_all(b"x")
-            time.sleep(LONG)  # noqa: ASYNC251  # for others' turns
+            time.sleep(LONG)  # noqa: ASYNC251  # stands for the turns of other tasks
             await trio.lowlevel.checkpoint()
             passes = stack.runtime.pump.passes
             await here.send_all(b"x")
@@ -188,7 +176,7 @@ async def test_the_turn_of_others_is_not_counted_as_ones_own() -> None:
 
 
 async def test_in_a_long_pass_each_task_makes_one_call() -> None:
-    """Amortised checkpoints: with many busy tasks each lets the others run as with strict ones."""
+    """Amortised checkpoints: many busy tasks take turns as with strict checkpoints."""
     config = Config(receive_buffer=16384, checkpoints="amortised")
     turns, writers = 10, 4
     with trio.fail_after(PATIENCE):
@@ -206,7 +194,7 @@ async def test_in_a_long_pass_each_task_makes_one_call() -> None:
             async with trio.open_nursery() as nursery:
                 for here, _ in pairs:
                     nursery.start_soon(write, here)
-            # The first turn has two calls, the one that is for nothing and the next.
+            # The first turn has two calls: one within the budget, and the next.
             assert stack.runtime.pump.passes - passes >= turns - 2
             for pair in pairs:
                 await close_all(*pair)

@@ -239,7 +239,7 @@ class Pump:
         if not spin.ns or self.waiting:
             return False
         now = waits.begin()
-        hopeless = waits.is_spin_hopeless
+        hopeless = waits.after_pause or spin.discouraged  # inlined `is_spin_hopeless`
         if hopeless and not sent:
             return False
         if self.deferred.now:

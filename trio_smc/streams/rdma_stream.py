@@ -1,13 +1,14 @@
-"""`RdmaStream`, the SMC-R stream: waiting, errors and checkpoints around a connection core.
+"""`RdmaStream`, the SMC-R stream: calls, errors and checkpoints around a connection core.
 
-Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it takes or gives what
-it can and calls its waiter, `on_readable`, `on_writable` or `on_urgent`, when there is more to be
-had.  A call looks, and while there is nothing it parks until its waiter is called.
+Theory of operation.  The core (`trio_smc.datapath.connection`) never waits: it sends or returns
+what it can at the moment.  A call of the stream tries, and while there is nothing to send or to
+return, it waits in `Parking` until the core calls it back.
 
-Checkpoints: every call is a full Trio checkpoint, as the stream contract wants.  A call that
-parks has been one by that; one that finds everything ready yields once, behind its work, so that
-the peer's task has something to do in the same pass of the scheduler
-(`Config(checkpoints="amortised")`: cancellation is checked always, yielding only now and then).
+Checkpoints: every call is a full Trio checkpoint, as the stream contract demands.  A call that has
+parked was one already.  A call that finds everything ready yields once, after its work, so that the
+peer's task has something to do in the same pass of the scheduler.  With
+`Config(checkpoints="amortised")` a call always checks for cancellation, and yields only now and
+then.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ import errno
 import operator
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import trio
-from outcome import Outcome
-from trio.lowlevel import Abort, RaiseCancelT
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.rnic.pump import UNHOOKED
+from trio_smc.streams.parking import Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     OVER,
@@ -39,7 +38,7 @@ from trio_smc.streams.stream import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+    from collections.abc import Callable
 
     from typing_extensions import Buffer
 
@@ -59,7 +58,7 @@ __all__ = [
 
 
 class StreamOwner(Protocol):
-    """What a stream wants of its stack."""
+    """The stack, as seen by its streams."""
 
     pump: Pump
     budget: Budget
@@ -67,13 +66,13 @@ class StreamOwner(Protocol):
 
 
 class StreamEndpoint(Protocol):
-    """What a stream wants of the joint between its connection and the rest of the stack."""
+    """The joint between a stream's connection and the rest of the stack, as seen by the stream."""
 
     connection: Connection
     closed_by_user: bool
-    """Set here: the stream was closed."""
+    """The stream was closed; set by the stream."""
     lingers: bool
-    """Set here: SO_LINGER is on."""
+    """SO_LINGER is on; set by the stream."""
     abandoned: bool
     """The connection was closed because its stack was left."""
 
@@ -82,83 +81,25 @@ class StreamEndpoint(Protocol):
         """The connection's link group."""
 
     def forgotten(self) -> None:
-        """The stream was collected, and nobody had closed it."""
+        """The stream was garbage-collected without having been closed."""
 
 
 _DEFAULT_RECEIVE: Final = 131072
 # What each call needs, looked up once.
-_sleep: Final = trio.lowlevel.wait_task_rescheduled
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
-_current_task: Final = trio.lowlevel.current_task
-_reschedule: Final = trio.lowlevel.reschedule
-_ABORTED: Final = Abort.SUCCEEDED
-_SELDOM: Final = 16
-# Waiters of the core.
-_READER: Final = "on_readable"
-_WRITER: Final = "on_writable"
-_URGENT: Final = "on_urgent"
 
 _Taken = TypeVar("_Taken", int, bytes)
+_Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
 def _checked(max_bytes: int) -> int:
-    """As an integer.  Raises ValueError: it is not positive."""
+    """``max_bytes`` as an integer.  Raises ValueError if it is not positive."""
     max_bytes = operator.index(max_bytes)
     if max_bytes < 1:
         raise ValueError("max_bytes must be >= 1")
     return max_bytes
-
-
-def _nothing() -> None:
-    """A waiter of somebody who is awake: that it is gone says that it was called."""
-
-
-class _Woken(Outcome[None]):
-    """What a sleeper wakes up with: nothing, as often as wanted, where `outcome.Value` is made anew
-    each time."""
-
-    __slots__ = ()
-
-    def unwrap(self) -> None:
-        """Nothing."""
-
-    def send(self, gen: Generator[_Result, None, object]) -> _Result:
-        """As for a value."""
-        return gen.send(None)
-
-    async def asend(self, agen: AsyncGenerator[_Result, None]) -> _Result:
-        """As for a value."""
-        return await agen.asend(None)
-
-
-_WOKEN: Final = _Woken()
-
-
-class _Sleeper:
-    """The task that sleeps until the core calls one of its waiters."""
-
-    __slots__ = ("_core", "_pump", "_waiter", "task")
-
-    def __init__(self, core: Connection, pump: Pump, waiter: str) -> None:
-        self._core = core
-        self._pump = pump
-        self._waiter = waiter
-        self.task: trio.lowlevel.Task | None = None
-
-    def wake(self) -> None:
-        """What the core calls."""
-        task, self.task = self.task, None
-        assert task is not None
-        self._pump.woken += 1
-        _reschedule(task, _WOKEN)
-
-    def abort(self, _: RaiseCancelT) -> Abort:
-        """It was cancelled."""
-        self.task = None
-        setattr(self._core, self._waiter, None)
-        return _ABORTED
 
 
 class RdmaStream(SmcStream):
@@ -168,7 +109,7 @@ class RdmaStream(SmcStream):
     fallback: Fallback | None = None
     socket: SmcSocket
     _closed = True  # until there is something to close
-    _deaf = True
+    _read_shut = True
 
     def __init__(
         self,
@@ -179,50 +120,41 @@ class RdmaStream(SmcStream):
         config: Config,
         accepted: Any = None,
     ) -> None:
-        """``accepted``: of a server, the peer's address as ``accept`` gave it."""
+        """``accepted``: of a server, the peer's address as ``accept`` returned it."""
         self.socket = SmcSocket(sock, accepted)
         self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection
-        # Held by themselves: each call asks them.
+        # Each call needs them.
         self._receiver, self._sender = core.receiver, core.sender
-        core.messenger.tell_later = stack.pump.flush_soon
         self._pump = stack.pump
-        self._budget = stack.budget
-        # With its methods, which are made anew each time they are looked up.
-        self._sleepers = {
-            waiter: (sleeper, sleeper.wake, sleeper.abort)
-            for waiter in (_READER, _WRITER, _URGENT)
-            for sleeper in (_Sleeper(core, stack.pump, waiter),)
-        }
+        strict = config.checkpoints != "amortised"
+        self._parking = Parking(core, stack.pump, stack.budget, strict=strict)
+        core.messenger.tell_later = stack.pump.flush_soon
         self._token = trio.lowlevel.current_trio_token()
         self._closed = False
-        self._deaf = False  # closed, or shut down for reading
-        self._sending = False
-        self._receiving = False
-        self._urgent_busy = False
-        self._strict = config.checkpoints != "amortised"
-        self._produced = 0  # bytes that had been sent when the last wait ended
-        self._reader = object()  # this one to the pump, which must not keep it alive
-        self._misses = 0  # readers that found nothing since a turn of others brought something
+        self._read_shut = False  # closed, or shut down for reading
+        self._sending = Busy("is sending")
+        self._receiving = Busy("is receiving")
+        self._taking_urgent = Busy("waits for urgent data")
         self._options = StreamOptions(
-            self._core,
+            core,
             endpoint.group,
             sock,
             stack.timers,
-            None if self._strict else stack.pump.flush_later,
+            None if strict else stack.pump.flush_later,
         )
 
     def inherit(self, options: Inherited) -> None:
-        """Act on the options that the TCP connection came with."""
+        """Apply the options that were set on the TCP connection."""
         self._options.inherit(options)
 
     def __del__(self) -> None:
-        """A stream that nobody closed is closed as close(2) closes a socket."""
+        """Close a stream that was not closed, as close(2) closes a socket."""
         endpoint = self._endpoint
         if self._closed or endpoint.abandoned:
             return
-        # The collector may run in any thread, and in the middle of anything.
+        # The garbage collector may run in any thread, and in the middle of any other code.
         with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(endpoint.forgotten)
         warnings.warn(f"unclosed stream {self!r}", ResourceWarning, source=self, stacklevel=1)
@@ -231,41 +163,35 @@ class RdmaStream(SmcStream):
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``, its last byte as urgent; see `SmcStream.send_urgent`."""
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            if self._closed or self._core.write_closed:
-                raise trio.ClosedResourceError("the stream was closed for sending")
+        with self._sending:
+            await _check_cancelled()
+            self._check_open_for_sending()
             parked = await self._send_view(some_bytes(data), urgent=True)
-            if not parked and (self._strict or self._budget.is_exceeded()):
-                await _yield()
-        finally:
-            self._sending = False
+            await self._parking.turn_over(parked)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of ``data``; returns when it is written or safely kept.
+        """Send all of ``data``; returns when it is written or safely copied.
 
         Raises:
           trio.ClosedResourceError: this side closed or shut down the stream.
           trio.BrokenResourceError: the connection failed, or the peer has closed it.
           trio.BusyResourceError: another task is sending.
         """
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
+        sending = self._sending
+        if sending.taken:
+            raise sending.error()
+        sending.taken = True
         try:
             await _check_cancelled()
             if self._closed or self._core.write_closed:
-                raise trio.ClosedResourceError("the stream was closed for sending")
+                self._check_open_for_sending()
             parked = False
             if type(data) is bytes and data:
-                # Bytes that fit, the usual case, need none of `_send_view`'s care.
+                # Bytes that fit are the usual case, and need none of `_send_view`'s precautions.
                 sender = self._sender
                 try:
                     if sender.sendable and sender.send_limit is None:
-                        sent = sender.send(data)  # what that comes to
+                        sent = sender.send(data)  # inlined `Connection.send`
                     else:
                         sent = self._core.send(memoryview(data))
                 except OSError as error:
@@ -276,62 +202,57 @@ class RdmaStream(SmcStream):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
-            if not parked and (self._strict or self._budget.is_exceeded()):
-                await _yield()
+            if not parked:  # inlined `Parking.turn_over`
+                parking = self._parking
+                if parking.strict or parking.is_over_budget():
+                    await _yield()
         finally:
-            self._sending = False
+            sending.taken = False
 
     async def send_some(self, view: memoryview) -> int:
         """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
 
         Returns:
-          How many were sent; 0 only for an empty view.  Cancelled, nothing was.
+          How many bytes were sent; 0 only for an empty view.  If it is cancelled, none were.
 
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `send_all`.
         """
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
+        with self._sending:
             await _check_cancelled()
             core = self._core
             parked = False
             while True:
-                if self._closed or core.write_closed:
-                    raise trio.ClosedResourceError("the stream was closed for sending")
-                try:
-                    sent = core.send(view) if view else 0
-                except OSError as error:
-                    raise self._translated(error) from error
+                self._check_open_for_sending()
+                sent = self._translating(core.send, view) if view else 0
                 if sent or not view:
                     break
-                parked = await self._park(_WRITER) or parked
+                parked = await self._parking.writer() or parked
             if core.sender.borrowed:
                 core.sender.keep_copies()  # the caller may change its buffer from now on
-            if not parked and (self._strict or self._budget.is_exceeded()):
-                await _yield()
+            await self._parking.turn_over(parked)
             return sent
-        finally:
-            self._sending = False
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
-        """Send all of it; True when that took waiting.  ``sent``: of a first try, -1: none."""
+        """Send all of ``view``; True if that parked.
+
+        ``sent``: bytes that a first try has sent; -1: there was none.
+        """
         core = self._core
+        send = core.send_urgent if urgent else core.send
         parked = False
         rest = view
         try:
             if sent < 0:
-                sent = self._send_some(rest, urgent)
+                sent = self._translating(send, rest)
             while sent < len(rest):
                 rest = rest[sent:]
-                parked = await self._park(_WRITER) or parked
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
-                sent = self._send_some(rest, urgent)
+                parked = await self._parking.writer() or parked
+                self._check_open()
+                sent = self._translating(send, rest)
             while core.sender.borrowed:
-                parked = await self._park(_WRITER) or parked
+                parked = await self._parking.writer() or parked
         finally:
             if urgent:
                 core.sender.withdraw_urgent()  # unless all of it is sent
@@ -343,11 +264,13 @@ class RdmaStream(SmcStream):
                 view.release()
         return parked
 
-    def _send_some(self, view: memoryview, urgent: bool) -> int:
-        try:
-            return self._core.send_urgent(view) if urgent else self._core.send(view)
-        except OSError as error:
-            raise self._translated(error) from error
+    def _check_open(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("the stream was closed")
+
+    def _check_open_for_sending(self) -> None:
+        if self._closed or self._core.write_closed:
+            raise trio.ClosedResourceError("the stream was closed for sending")
 
     def _check_sendable(self) -> None:
         core = self._core
@@ -356,33 +279,20 @@ class RdmaStream(SmcStream):
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
+        with self._sending:
             await _check_cancelled()
             core = self._core
-            if self._closed:
-                raise trio.ClosedResourceError("the stream was closed")
+            self._check_open()
             parked = False
             while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
-                parked = await self._park(_WRITER) or parked
-                if self._closed:
-                    raise trio.ClosedResourceError("the stream was closed")
-            if not parked and (self._strict or self._budget.is_exceeded()):
-                await _yield()
-        finally:
-            self._sending = False
+                parked = await self._parking.writer() or parked
+                self._check_open()
+            await self._parking.turn_over(parked)
 
     async def send_eof(self) -> None:
         """Tell the peer that nothing more will be sent (RFC 7609, 4.8.1); idempotent."""
-        if self._sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._sending = True
-        try:
+        with self._sending:
             await trio.lowlevel.checkpoint()
-        finally:
-            self._sending = False
         self.shut_down_writing()
 
     def shut_down_writing(self) -> None:
@@ -391,11 +301,13 @@ class RdmaStream(SmcStream):
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError: as there.
         """
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
+        self._check_can_shut_down()
+        self._core.shutdown_write()
+
+    def _check_can_shut_down(self) -> None:
+        self._check_open()
         if self._core.error is not None:
             raise trio.BrokenResourceError("the connection is broken") from self._core.error
-        self._core.shutdown_write()
 
     # --- receiving -------------------------------------------------------------------------
 
@@ -410,23 +322,23 @@ class RdmaStream(SmcStream):
         """
         most = _DEFAULT_RECEIVE if max_bytes is None else max_bytes
         most = most if type(most) is int and most > 0 else _checked(most)
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
+        receiving = self._receiving
+        if receiving.taken:
+            raise receiving.error()
+        receiving.taken = True
         try:
-            receiver, pump = self._receiver, self._pump
+            receiver, parking = self._receiver, self._parking
             parked = False
             if receiver.received == receiver.consumed and not (
-                receiver.done or receiver.error or self._deaf
+                receiver.done or receiver.error or self._read_shut
             ):
-                # It `is_blank`, without a call.  To look again, as below, would be for nothing.
-                is_solo = pump.machine.state == "SOLO" and pump.solo.should_wait_at_once()
-                parked = await (self._wait_solo(at_once=True) if is_solo else self._park(_READER))
+                # Inlined `Receiver.is_blank`; trying to receive would find nothing.
+                parked = await parking.reader()
             if not parked:
                 await _check_cancelled()
             while True:
-                if self._deaf:
-                    data = self._at_own_end(b"")
+                if self._read_shut:
+                    data = self._end_of_reading(b"")
                     break
                 try:
                     data = receiver.receive(most)
@@ -434,18 +346,19 @@ class RdmaStream(SmcStream):
                     raise self._translated(error) from error
                 if data or (receiver.done and receiver.at_eof):
                     break
-                parked = await self._park(_READER) or parked
+                parked = await parking.reader() or parked
             if not parked:
+                pump = self._pump
                 if not pump.waiting:
                     solo = pump.solo
                     solo.reads += 1
-                    if solo.last_reader is not self._reader:
-                        solo.change_reader(self._reader)
-                if self._strict or self._budget.is_exceeded():
-                    await _yield()
+                    if solo.last_reader is not parking.identity:
+                        solo.change_reader(parking.identity)
+                if parking.strict or parking.is_over_budget():
+                    await _yield()  # inlined `Parking.turn_over`
             return data
         finally:
-            self._receiving = False
+            receiving.taken = False
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
@@ -453,63 +366,52 @@ class RdmaStream(SmcStream):
             return await self._receive(lambda: self._receiver.receive_into(view), 0)
 
     async def peek_some(self, max_bytes: int) -> bytes:
-        """What `receive_some` would return, left where it is; same errors."""
+        """What `receive_some` would return, without consuming it; same errors."""
         return await self._receive(lambda: self._receiver.peek(max_bytes), b"")
 
-    async def _receive(self, take: Callable[[], _Taken], nothing: _Taken) -> _Taken:
-        """What ``take`` finds, as soon as that is something; ``nothing`` at the end."""
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this stream")
-        self._receiving = True
-        try:
+    async def _receive(self, take: Callable[[], _Taken], empty: _Taken) -> _Taken:
+        """Wait until ``take`` returns something, and return that; ``empty`` at the end."""
+        with self._receiving:
             await _check_cancelled()
             parked = False
             while True:
-                if self._deaf:
-                    taken = self._at_own_end(nothing)
+                if self._read_shut:
+                    taken = self._end_of_reading(empty)
                     break
-                try:
-                    taken = take()
-                except OSError as error:
-                    raise self._translated(error) from error
+                taken = self._translating(take)
                 if taken or self._receiver.at_eof:
                     break
-                parked = await self._park(_READER) or parked
-            if not parked and (self._strict or self._budget.is_exceeded()):
-                await _yield()
+                parked = await self._parking.reader() or parked
+            await self._parking.turn_over(parked)
             return taken
-        finally:
-            self._receiving = False
 
-    def _at_own_end(self, nothing: _Taken) -> _Taken:
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
-        return nothing
+    def _end_of_reading(self, empty: _Taken) -> _Taken:
+        """What a reader gets after this side shut down reading: ``empty``, or an error if this side
+        closed the stream."""
+        self._check_open()
+        return empty
 
     def shut_down_reading(self) -> None:
-        """Whoever receives is at the end of the stream from now on; the peer is not told."""
-        self._deaf = True
-        self._wake(_READER)
+        """End the stream for its reader from now on; the peer is not notified."""
+        self._read_shut = True
+        self._parking.wake_reader()
 
     def shut_down_both(self) -> None:
         """Close (RFC 7609, 4.8.1, 3A), as the end of both directions of a stream that stays open.
 
-        Whoever receives is at the end from now on; `close` has nothing more to do.
+        A reader is at the end of the stream from now on; `close` has nothing more to do.
 
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError: as `shut_down_writing`.
         """
-        if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
-        if self._core.error is not None:
-            raise trio.BrokenResourceError("the connection is broken") from self._core.error
+        self._check_can_shut_down()
         self._end()
 
     # --- urgent data (RFC 7609, 4.7.5, 4.7.6) ------------------------------------------------
 
     async def wait_urgent(self) -> UrgentState:
         """Wait until the peer has urgent data; see `SmcStream.wait_urgent`."""
-        with self._alone():
+        with self._taking_urgent:
             await trio.lowlevel.checkpoint()
             while not self._closed:
                 match self._receiver.urgent:
@@ -518,41 +420,25 @@ class RdmaStream(SmcStream):
                     case "present":
                         return "present"
                 if self._receiver.urgent_over:
-                    self._take_urgent()
+                    self._translating(self._receiver.receive_urgent)  # raises if it failed
                     raise trio.EndOfChannel(OVER)
-                await self._park(_URGENT)
+                await self._parking.urgent()
             raise trio.ClosedResourceError("the stream was closed")
 
     async def receive_urgent(self) -> bytes:
         """Receive the urgent byte; see `SmcStream.receive_urgent`."""
-        with self._alone():
+        with self._taking_urgent:
             await trio.lowlevel.checkpoint()
             while not self._closed:
                 if self._receiver.urgent_inline:
                     raise inline_error()
-                byte = self._take_urgent()
+                byte = self._translating(self._receiver.receive_urgent)
                 if byte is not None:
                     return bytes((byte,))
                 if self._receiver.urgent_over:
                     raise trio.EndOfChannel(OVER)
-                await self._park(_URGENT)
+                await self._parking.urgent()
             raise trio.ClosedResourceError("the stream was closed")
-
-    def _take_urgent(self) -> int | None:
-        try:
-            return self._receiver.receive_urgent()
-        except OSError as error:
-            raise self._translated(error) from error
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._urgent_busy:
-            raise trio.BusyResourceError("another task waits for urgent data on this stream")
-        self._urgent_busy = True
-        try:
-            yield
-        finally:
-            self._urgent_busy = False
 
     # --- ending ----------------------------------------------------------------------------
 
@@ -601,7 +487,7 @@ class RdmaStream(SmcStream):
     async def _wait_for_end(self) -> bool:
         parked = False
         while self._core.ending:
-            parked = await self._park(_WRITER) or parked
+            parked = await self._parking.writer() or parked
         return parked
 
     def _close_now(self) -> None:
@@ -609,24 +495,18 @@ class RdmaStream(SmcStream):
         self._end()
 
     def _end(self) -> None:
-        self._deaf = True
-        self._pump.resume_hooks()  # the peer's answer is awaited, by nobody in particular
+        self._read_shut = True
+        self._pump.resume_hooks()  # no task waits for the peer's answer
         if not self._endpoint.closed_by_user:
             self._endpoint.closed_by_user = True
             self._pump.drain()
             self._core.close()
-        # The core wakes them when its state changes; a close that waits for data changes none.
+        # The core wakes its waiters if its state changes; a close that waits for data changes none.
         self._core.wake_all()
-
-    def _wake(self, waiter: str) -> None:
-        wake = getattr(self._core, waiter)
-        if wake is not None:
-            setattr(self._core, waiter, None)
-            wake()
 
     def abort(self) -> None:
         """Reset the connection at once (RFC 7609, 4.8.2)."""
-        self._closed = self._deaf = True
+        self._closed = self._read_shut = True
         self._endpoint.closed_by_user = True
         self._pump.resume_hooks()
         self._core.abort()
@@ -652,102 +532,26 @@ class RdmaStream(SmcStream):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     def is_readable(self) -> bool:
-        """Whether there is data, the end or an error; looks at completions first."""
+        """True if there is data, the end or an error; drains first."""
         self._pump.drain_if_pending()
         receiver = self._receiver
         return bool(
-            self._deaf or receiver.readable or receiver.at_eof or receiver.error is not None
+            self._read_shut or receiver.readable or receiver.at_eof or receiver.error is not None
         )
 
-    # --- waiting ---------------------------------------------------------------------------
+    # --- errors ----------------------------------------------------------------------------
 
-    async def _park(self, waiter: str) -> bool:
-        """Wait until the core calls its ``waiter``; False if it did before others had a turn.
-
-        True: that was a checkpoint, at which cancellation was seen.
-
-        Where many read, each finds nothing and has it when the others had their turn.  Letting
-        them run takes half of what sleeping does, so a reader tries that first; one of whom that
-        brought nothing only now and then.  With strict checkpoints its last call has let them run.
-        """
-        core, pump = self._core, self._pump
-        if waiter is _READER and pump.woken and (self._misses % _SELDOM or self._strict):
-            # The shortest way to the usual end of all that follows.
-            self._misses += 1
-            if core.messenger.tell() and not self._receiver.is_blank():
-                return False
-        else:
-            setattr(core, waiter, _nothing)
-            core.messenger.tell()  # may call the waiter, too
-            if waiter is _READER and pump.waiting and not self._strict:
-                self._misses += 1
-                if self._misses % _SELDOM == 1 and await self._comes_in_turn_of_others():
-                    return True
-            if not pump.woken:
-                pump.drain()
-                pump.solo.polls += 1
-            if getattr(core, waiter) is None or (not pump.waiting and self._comes_in_spin(waiter)):
-                return False
-            if waiter is _READER and not pump.waiting and pump.try_solo():
-                return await self._wait_solo()
-        if pump.waiting:
-            pump.solo.streak = 0
-        if pump.machine.state in UNHOOKED:
-            pump.resume_hooks()
-        sleeper, wake, abort = self._sleepers[waiter]
-        sleeper.task = _current_task()
-        if waiter is _READER:
-            core.on_readable = wake  # `setattr` takes longer
-        else:
-            setattr(core, waiter, wake)
-        pump.waiting += 1
-        pump.spin_due = True
+    def _translating(
+        self,
+        call: Callable[_Parameters, _Result],
+        *args: _Parameters.args,
+        **kwargs: _Parameters.kwargs,
+    ) -> _Result:
+        """Call the core, with its errors as those of a stream."""
         try:
-            await _sleep(abort)
-            pump.woken -= 1
-        finally:
-            pump.waiting -= 1
-        self._produced = core.messenger.produced
-        return True
-
-    def _comes_in_spin(self, waiter: str) -> bool:
-        """Spin, where that is worth it; whether what somebody waits for has come meanwhile."""
-        core = self._core
-        self._pump.try_spin(
-            lambda: getattr(core, waiter) is None,
-            sent=core.messenger.produced != self._produced,
-        )
-        if getattr(core, waiter) is not None:
-            return False
-        self._produced = core.messenger.produced
-        return True
-
-    async def _comes_in_turn_of_others(self) -> bool:
-        """Let other tasks run; whether what a reader waits for has come meanwhile."""
-        await _yield()
-        if self._core.on_readable is not None:
-            return False
-        self._misses = 0
-        await _check_cancelled()
-        return True
-
-    async def _wait_solo(self, *, at_once: bool = False) -> bool:
-        """As `_park`, for the only one who waits."""
-        core, pump = self._core, self._pump
-        messenger = core.messenger
-        core.on_readable = pump.solo.end_wait
-        try:
-            messenger.tell()
-            if await pump.solo.wait(at_once=at_once, sent=messenger.produced != self._produced):
-                return True
-            if not self._receiver.is_blank():
-                return False
-            # It is all for others, and perhaps they send again and again.
-            await trio.lowlevel.checkpoint()
-            return True
-        finally:
-            core.on_readable = None
-            self._produced = core.messenger.produced
+            return call(*args, **kwargs)
+        except OSError as error:
+            raise self._translated(error) from error
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:

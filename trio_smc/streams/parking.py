@@ -1,0 +1,259 @@
+"""How the tasks of a stream wait: for data, for room in the peer's ring, for urgent data.
+
+Theory of operation.  A connection core never waits.  It has three waiters, ``on_readable``,
+``on_writable`` and ``on_urgent``, each of which it calls once when there is news, and clears.  A
+call of a stream that finds nothing to do waits in `Parking`, in this order:
+
+1. It posts the CDC message that was deferred: the peer may be waiting for it.
+2. It drains, unless tasks that were woken together with it have not run yet; the last of those
+   tasks drains for all.
+3. The only task that waits spins, or yields the processor to the peer (`Pump.try_spin`).
+4. A reader that waits alone, again and again, becomes the solo reader (`trio_smc.rnic.solo`).
+5. The task parks, until the core calls its waiter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import trio
+from outcome import Outcome
+from trio.lowlevel import Abort, RaiseCancelT
+
+from trio_smc.rnic.pump import UNHOOKED
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+
+    from trio_smc.datapath.connection import Connection
+    from trio_smc.rnic.pump import Pump
+    from trio_smc.stack.budget import Budget
+
+__all__ = ["Busy", "Parking"]
+
+# What each call needs, looked up once.
+_sleep: Final = trio.lowlevel.wait_task_rescheduled
+_yield: Final = trio.lowlevel.cancel_shielded_checkpoint
+_current_task: Final = trio.lowlevel.current_task
+_reschedule: Final = trio.lowlevel.reschedule
+_ABORTED: Final = Abort.SUCCEEDED
+
+Waiter = Literal["on_readable", "on_writable", "on_urgent"]
+_READER: Final = "on_readable"
+_WRITER: Final = "on_writable"
+_URGENT: Final = "on_urgent"
+
+_Result = TypeVar("_Result")
+
+
+class Busy:
+    """Refuses a second task in one direction of a stream.
+
+    The two hottest calls of a stream set ``taken`` themselves, the others use ``with``.
+
+    Args:
+      doing: what the other task does, for the message of the error.
+
+    Attributes:
+      taken: a task is in a call.
+    """
+
+    __slots__ = ("_doing", "taken")
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self.taken = False
+
+    def __enter__(self) -> None:
+        if self.taken:
+            raise self.error()
+        self.taken = True
+
+    def __exit__(self, *_: object) -> None:
+        self.taken = False
+
+    def error(self) -> trio.BusyResourceError:
+        """The error that the second task gets."""
+        return trio.BusyResourceError(f"another task {self._doing} on this stream")
+
+
+def _mark() -> None:
+    """Placeholder for a waiter; the core clears it, which shows that it was called."""
+
+
+class _Woken(Outcome[None]):
+    """A reusable ``outcome.Value(None)``, which can be unwrapped only once."""
+
+    __slots__ = ()
+
+    def unwrap(self) -> None:
+        """Nothing."""
+
+    def send(self, gen: Generator[_Result, None, object]) -> _Result:
+        """As for a value."""
+        return gen.send(None)
+
+    async def asend(self, agen: AsyncGenerator[_Result, None]) -> _Result:
+        """As for a value."""
+        return await agen.asend(None)
+
+
+_WOKEN: Final = _Woken()
+
+
+class _Sleeper:
+    """A task that is parked until the core calls one of its waiters."""
+
+    __slots__ = ("_core", "_pump", "_waiter", "task")
+
+    def __init__(self, core: Connection, pump: Pump, waiter: Waiter) -> None:
+        self._core = core
+        self._pump = pump
+        self._waiter = waiter
+        self.task: trio.lowlevel.Task | None = None
+
+    def wake(self) -> None:
+        """The waiter that the core calls."""
+        task, self.task = self.task, None
+        assert task is not None
+        self._pump.woken += 1
+        _reschedule(task, _WOKEN)
+
+    def abort(self, _: RaiseCancelT) -> Abort:
+        """The task was cancelled."""
+        self.task = None
+        setattr(self._core, self._waiter, None)
+        return _ABORTED
+
+
+class Parking:
+    """How the tasks of one stream wait.
+
+    Args:
+      core: the stream's connection.
+      pump, budget: of its stack.
+      strict: every call is a full checkpoint (``Config(checkpoints="strict")``).
+
+    Attributes:
+      identity: the stream's reader, as `SoloReader` knows it; keeps no stream alive.
+      strict: as the parameter.
+      is_over_budget: `Budget.is_exceeded`, looked up once.
+    """
+
+    __slots__ = (
+        "_core", "_produced", "_pump", "_sleepers", "identity", "is_over_budget", "strict",
+    )  # fmt: skip
+
+    def __init__(self, core: Connection, pump: Pump, budget: Budget, *, strict: bool) -> None:
+        self._core = core
+        self._pump = pump
+        self.strict = strict
+        self.is_over_budget: Callable[[], bool] = budget.is_exceeded
+        self.identity = object()
+        self._produced = 0  # bytes that had been sent when the last wait ended
+        # With bound methods, which would be made anew each time they are looked up.
+        self._sleepers = {
+            waiter: (sleeper, sleeper.wake, sleeper.abort)
+            for waiter in (_READER, _WRITER, _URGENT)
+            for sleeper in (_Sleeper(core, pump, waiter),)
+        }
+
+    # Each of these waits until the core calls the waiter.  They return False if that happened
+    # before other tasks ran; True: the wait was a checkpoint.
+
+    def reader(self) -> Awaitable[bool]:
+        """Wait until data, the end or an error can be received."""
+        pump = self._pump
+        if pump.machine.state == "SOLO" and pump.solo.should_wait_at_once():
+            return self._wait_solo(at_once=True)
+        return self._wait(_READER)
+
+    def writer(self) -> Awaitable[bool]:
+        """Wait until more can be sent, or sending has failed."""
+        return self._wait(_WRITER)
+
+    def urgent(self) -> Awaitable[bool]:
+        """Wait until the state of urgent data changes."""
+        return self._wait(_URGENT)
+
+    async def _wait(self, waiter: Waiter) -> bool:
+        core, pump = self._core, self._pump
+        if pump.woken and waiter is _READER:
+            # Most waits take this way: a task that was woken with this one drains for both.
+            if core.messenger.tell() and not core.receiver.is_blank():
+                return False
+        else:
+            setattr(core, waiter, _mark)
+            core.messenger.tell()  # may call the waiter
+            if not pump.woken:
+                pump.drain()
+                pump.solo.polls += 1
+            if getattr(core, waiter) is None:
+                return False
+            if not pump.waiting:
+                if self._spin(waiter):
+                    return False
+                if waiter is _READER and pump.try_solo():
+                    return await self._wait_solo()
+        if pump.waiting:
+            pump.solo.streak = 0
+        if pump.machine.state in UNHOOKED:
+            pump.resume_hooks()
+        sleeper, wake, abort = self._sleepers[waiter]
+        sleeper.task = _current_task()
+        if waiter is _READER:
+            core.on_readable = wake  # `setattr` takes longer
+        else:
+            setattr(core, waiter, wake)
+        pump.waiting += 1
+        pump.spin_due = True
+        try:
+            await _sleep(abort)
+            pump.woken -= 1
+        finally:
+            pump.waiting -= 1
+        self._produced = core.messenger.produced
+        return True
+
+    def _spin(self, waiter: Waiter) -> bool:
+        """Spin if that is worthwhile; True if the core has called ``waiter``."""
+        core = self._core
+        self._pump.try_spin(
+            lambda: getattr(core, waiter) is None, sent=core.messenger.produced != self._produced
+        )
+        if getattr(core, waiter) is not None:
+            return False
+        self._produced = core.messenger.produced
+        return True
+
+    async def _wait_solo(self, *, at_once: bool = False) -> bool:
+        """As `_wait`, for the solo reader.  ``at_once``: see `SoloReader.wait`."""
+        core, pump = self._core, self._pump
+        messenger = core.messenger
+        core.on_readable = pump.solo.end_wait
+        try:
+            messenger.tell()
+            if await pump.solo.wait(at_once=at_once, sent=messenger.produced != self._produced):
+                return True
+            if not core.receiver.is_blank():
+                return False
+            # The completions were for other streams, and more of them may follow without a wait.
+            await trio.lowlevel.checkpoint()
+            return True
+        finally:
+            core.on_readable = None
+            self._produced = messenger.produced
+
+    def wake_reader(self) -> None:
+        """Wake the task in `reader`, if there is one."""
+        wake, self._core.on_readable = self._core.on_readable, None
+        if wake is not None:
+            wake()
+
+    # The end of each call.
+
+    async def turn_over(self, parked: bool) -> None:
+        """End a call: if it has not ``parked``, let other tasks run, unless the budget of amortised
+        checkpoints allows more calls."""
+        if not parked and (self.strict or self.is_over_budget()):
+            await _yield()
