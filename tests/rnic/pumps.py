@@ -1,4 +1,4 @@
-"""What tests ask of a pump."""
+"""Helpers for tests of a pump."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trio_smc.rnic.pump import Pump
 
 
 class Passes(trio.abc.Instrument):
-    """Counts how often the loop looks for I/O."""
+    """Counts how often the loop polls for I/O."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,8 +17,8 @@ class Passes(trio.abc.Instrument):
         self.count += 1
 
 
-async def is_awake(pump: Pump) -> bool:
-    """Whether it has its hooks, and takes part in each pass of the scheduler."""
+async def is_hooked(pump: Pump) -> bool:
+    """True if the pump has a hook, which counts each pass of the scheduler."""
     before = pump.passes
     await trio.lowlevel.checkpoint()
     return pump.passes > before

@@ -1,4 +1,4 @@
-"""The poller thread and the shared drain."""
+"""The poller thread, and the pump in its five modes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ import trio.testing
 
 from tests.reused_numbers import Victim, reusing
 from tests.rnic.contract import PATIENCE, End, connect, make_end
-from tests.rnic.pumps import Passes, is_awake
+from tests.rnic.pumps import Passes, is_hooked
 from tests.rnic.soft_peer import Peer
 from trio_smc.rnic.deferred import DEFERRED_PASSES
+from trio_smc.rnic.dispatch import Dispatcher
 from trio_smc.rnic.poller import Poller
 from trio_smc.rnic.pump import AWAKE_PASSES, UNUSED_PASSES, Pump
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.spinner import Probe
 from trio_smc.rnic.verbs import (
     Completion,
     PlainCompletion,
@@ -34,11 +36,11 @@ from trio_smc.rnic.verbs import (
 )
 
 NAP = 0.05
-"""Seconds to sleep so that the loop does: one that is over before the loop gets there is none."""
+"""Seconds: long enough for the loop to sleep."""
 
 
 class Sink:
-    """Keeps what it is given and wakes a waiting task."""
+    """Records completions and wakes a waiting task."""
 
     def __init__(self, pump: Pump, end: End) -> None:
         self.end = end
@@ -60,7 +62,7 @@ class Sink:
             self._task = None
 
     async def wait(self, count: int, *, spin: bool = False) -> None:
-        """Until so many messages have come, or the queue pair has failed."""
+        """Wait until ``count`` messages have arrived, or the queue pair has failed."""
         with trio.fail_after(PATIENCE):
             await trio.lowlevel.checkpoint()
             while len(self.messages) < count and self.end.qp.state is QpState.RTS:
@@ -80,7 +82,7 @@ class Sink:
 
 
 class Chain(Sink):
-    """Has the other end send again whenever something came."""
+    """Has the other end send again after each completion."""
 
     def __init__(self, pump: Pump, end: End, other: End) -> None:
         super().__init__(pump, end)
@@ -118,7 +120,7 @@ def ends(rnics: tuple[SoftRnic, SoftRnic]) -> Iterator[tuple[End, End]]:
 
 @pytest.fixture(params=["trio", "thread"], autouse=True)
 def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test runs both ways: Trio waits for completions itself, or each RNIC's thread does."""
+    """Run each test both ways: Trio waits for completions itself, or each RNIC's thread does."""
     by: str = request.param
     monkeypatch.setattr(Pump.__init__, "__kwdefaults__", {"wake": by})
     return by
@@ -126,7 +128,7 @@ def wake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may be busy; `TestPauses` is about pauses."""
+    """Ignore pauses, which a busy machine makes; `TestPauses` is about them."""
     for module in ("waits", "spinner"):
         monkeypatch.setattr(f"trio_smc.rnic.{module}.PAUSE_NS", 1 << 62)
 
@@ -169,7 +171,7 @@ def pollers() -> list[str]:
 
 
 class TestPoller:
-    def test_it_wakes_once_and_sleeps_on(self, ends: tuple[End, End]) -> None:
+    def test_it_wakes_trio_once_and_sleeps_again(self, ends: tuple[End, End]) -> None:
         a, b = ends
         a.rnic.service()
         b.rnic.service()
@@ -188,7 +190,7 @@ class TestPoller:
         a.qp.post_send(1, b"x")
         assert woken.acquire(timeout=PATIENCE)
         assert poller.pending
-        # Nobody serves the RNIC: the thread does not turn in circles meanwhile.
+        # Until the RNIC is serviced, the thread sleeps.
         time.sleep(0.05)
         assert poller.wakeups == 1
         b.rnic.service()
@@ -199,17 +201,17 @@ class TestPoller:
 
 
 def spins_of(pump: Pump) -> list[int]:
-    """Gets the end of each spin from now on, on the clock that spins go by."""
+    """Returns a list that grows by one with each spin of the pump."""
     spins: list[int] = []
 
-    class Counted(Pump):
+    class Counted(Dispatcher):
         __slots__ = ()
 
-        def _spin(self, end: int) -> bool:
-            spins.append(end)
-            return super()._spin(end)
+        def probes(self) -> list[Probe]:
+            spins.append(len(spins))
+            return super().probes()
 
-    pump.__class__ = Counted
+    pump.dispatcher.__class__ = Counted
     return spins
 
 
@@ -289,7 +291,7 @@ class TestDispatch:
     async def test_draining_a_queue_pair_within_a_drain_of_it(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """What the outer call has found and not handed out yet is not overlooked."""
+        """Completions that the outer call has polled and not dispatched yet are not overlooked."""
         a, b = ends
         async with running(*rnics) as pump:
             seen: list[bytes | None] = []
@@ -309,10 +311,10 @@ class TestDispatch:
             pump.drain_queue_pair(b.rnic, b.qp)
             assert at_once == seen == [b"1", b"2", b"3"]
 
-    def test_what_was_put_off_is_not_overtaken(
+    def test_completions_that_were_deferred_are_not_overtaken(
         self, ends: tuple[End, End], rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
-        """A queue pair's completions keep their order, whichever call found them."""
+        """A queue pair's completions keep their order, whichever call polled them."""
         a, b = ends
         c, d = make_end(rnics[0]), make_end(rnics[1])
         connect(c, d)
@@ -361,7 +363,7 @@ class TestLoop:
             await trio.sleep(0.01)
             assert calls == ["flush", "nested"]
 
-    async def test_what_is_due_soon_waits_for_a_sleep(
+    async def test_work_that_is_due_soon_waits_for_a_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         calls: list[int] = []
@@ -373,7 +375,7 @@ class TestLoop:
             await trio.sleep(NAP)
             assert calls == [1]
 
-    async def test_what_is_due_soon_does_not_wait_for_ever_for_a_sleep(
+    async def test_work_that_is_due_soon_does_not_wait_for_ever_for_a_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         calls: list[int] = []
@@ -393,7 +395,7 @@ class TestLoop:
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The hook that does it is gone while the loop is busy."""
+        """The hook that disarms them is removed while the loop is busy."""
         rnic = rnics[1]
         disarmed: list[bool] = []
         arm, disarm = rnic.arm, rnic.disarm
@@ -411,21 +413,21 @@ class TestLoop:
         pump = Pump(spin=0)
         pump.add(rnic)
 
-        def listening() -> bool:
-            return pump.machine.state == "SLEEPY"
+        def state() -> str:
+            return pump.machine.state
 
         async with trio.open_nursery() as nursery:
             await nursery.start(pump.run)
             for _ in range(2):
                 for _ in range(AWAKE_PASSES + 2):
                     await trio.lowlevel.checkpoint()
-                assert listening() is False
+                assert state() == "BUSY"
                 disarmed.clear()
                 await trio.sleep(NAP)
-                assert listening() is True
+                assert state() == "SLEEPY"
                 assert disarmed == [True]
             nursery.cancel_scope.cancel()
-        assert listening() is False
+        assert state() == "STOPPED"
 
     async def test_a_flush_that_raises_ends_the_pump_and_spares_the_others(
         self, rnics: tuple[SoftRnic, SoftRnic], caplog: pytest.LogCaptureFixture
@@ -499,7 +501,7 @@ class TestLoop:
     async def test_an_idle_stack_sleeps(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Neither the loop nor a thread is woken, and none of them looks round and round."""
+        """Neither the loop nor a thread is woken, and none of them polls in a loop."""
         async with running(*rnics) as pump:
             for end in ends:
                 Sink(pump, end)
@@ -511,13 +513,13 @@ class TestLoop:
             trio.lowlevel.remove_instrument(passes)
             assert passes.count < 10
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == wakeups
-            # Collecting garbage takes a part of it at most, who looks round takes all he gets.
+            # Garbage collection may take a part of that time; a polling loop would take all of it.
             assert time.process_time() - start < 0.5
 
     async def test_spinning_gives_up_when_nothing_comes_in_time(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Once for each completion; after 8 in vain only for every 64th."""
+        """One spin for each completion; after 8 failures only for every 64th."""
         a, b = ends
         async with running(*rnics, spin=1e-3) as pump:
             to_b = Sink(pump, b)
@@ -541,10 +543,10 @@ class TestLoop:
                 await trio.sleep(2e-3)
             assert len(spins) == 1
 
-    async def test_nobody_spins_again_for_who_has_waited_for_long(
+    async def test_no_spin_for_a_task_that_has_waited_for_long(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """An idle connection's reader is there all the time, whatever comes for others."""
+        """The reader of an idle connection waits while completions arrive for others."""
         a, b = ends
         async with running(*rnics, spin=1e-3) as pump:
             to_b = Sink(pump, b)
@@ -556,7 +558,7 @@ class TestLoop:
                 assert len(to_b.messages) == index
             assert spins == []
 
-    async def test_who_has_spun_does_not_spin_again_before_the_sleep(
+    async def test_after_a_reader_has_spun_the_hook_does_not_spin_again(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         async with running(*rnics, spin=1e-3) as pump:
@@ -567,7 +569,7 @@ class TestLoop:
             await trio.sleep(2e-3)
             assert len(spins) == 1
 
-    async def test_nobody_spins_while_nobody_waits_for_completions(
+    async def test_no_spin_while_no_task_waits_for_completions(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         async with running(*rnics, spin=0.5) as pump:
@@ -575,7 +577,7 @@ class TestLoop:
             await trio.sleep(NAP)
             assert spins == []
 
-    async def test_no_doorbell_is_rung_for_a_loop_that_something_else_woke(
+    async def test_no_doorbell_rings_for_a_loop_that_the_clock_woke(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -588,10 +590,10 @@ class TestLoop:
             await trio.sleep(0.01)  # a thread that was woken would count
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == before
 
-    async def test_a_reader_spins_until_its_own_data_came(
+    async def test_a_reader_spins_until_its_own_data_has_arrived(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """What comes for others meanwhile, one's own send completions above all, ends nothing."""
+        """Completions for others, and the reader's own send completions, do not end the spin."""
         a, b = ends
         async with running(*rnics, spin=PATIENCE) as pump:
             to_b = Chain(pump, b, a)
@@ -599,7 +601,7 @@ class TestLoop:
             assert pump.try_spin(lambda: len(to_b.messages) == 5)
             assert to_b.messages == [b"%d" % index for index in range(5)]
 
-    async def test_a_reader_does_not_spin_for_ever_when_all_that_comes_is_for_others(
+    async def test_a_reader_does_not_spin_for_ever_if_all_completions_are_for_others(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -611,36 +613,34 @@ class TestLoop:
             pump.unregister(b.rnic, b.qp)
 
 
-async def rest(pump: Pump) -> None:
-    """Until the pump has no hook, which no pass of the scheduler takes from it any more."""
+async def until_idle(pump: Pump) -> None:
+    """Wait until the pump is IDLE, and check that the scheduler's passes do not reach it then."""
     pump.unused = True
-    for _ in range(UNUSED_PASSES + 2):
-        await trio.lowlevel.checkpoint()
-    before = pump.passes
-    for _ in range(3):
-        await trio.lowlevel.checkpoint()
-    assert pump.passes == before
+    with trio.fail_after(PATIENCE):
+        while pump.machine.state != "IDLE":
+            await trio.lowlevel.checkpoint()
+    assert not await is_hooked(pump)
 
 
 class TestUnused:
-    async def test_it_rests_and_a_message_rouses_it(
+    async def test_a_message_resumes_the_hooks(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
         async with running(rnics[1]) as pump:
             to_b = Sink(pump, b)
             for number in range(3):
-                await rest(pump)
+                await until_idle(pump)
                 with trio.fail_after(PATIENCE):
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(to_b.wait, number + 1)
                         await trio.sleep(NAP)
-                        assert not await is_awake(pump)
+                        assert not await is_hooked(pump)
                         a.qp.post_send(number, b"%d" % number)
-                assert await is_awake(pump)
+                assert await is_hooked(pump)
             assert to_b.messages == [b"0", b"1", b"2"]
 
-    async def test_what_came_unnoticed_before_it_rests_is_not_lost(
+    async def test_messages_just_before_it_becomes_idle_are_not_lost(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -653,49 +653,51 @@ class TestUnused:
                 await trio.lowlevel.checkpoint()
             await to_b.wait(-(-3 * UNUSED_PASSES // 7))
 
-    async def test_it_does_not_rest_while_it_is_used(
-        self, rnics: tuple[SoftRnic, SoftRnic]
-    ) -> None:
+    async def test_it_is_not_idle_while_it_is_used(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics) as pump:
             for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
             pump.unused, pump.waiting = True, 1
             for _ in range(2 * UNUSED_PASSES):
                 await trio.lowlevel.checkpoint()
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
 
-    async def test_work_and_queue_pairs_rouse_it(
+    async def test_deferred_work_and_queue_pairs_resume_the_hooks(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         calls: list[int] = []
         async with running(*rnics) as pump:
-            await rest(pump)
+            await until_idle(pump)
             pump.flush_later(lambda: calls.append(1))
             await trio.lowlevel.checkpoint()
             assert calls == [1]
-            await rest(pump)
+            await until_idle(pump)
             pump.flush_soon(lambda: calls.append(2))
             await trio.sleep(NAP)
             assert calls == [1, 2]
-            await rest(pump)
+            await until_idle(pump)
             Sink(pump, ends[0])
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
 
-    async def test_an_event_of_the_rnic_rouses_it(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_an_event_of_the_rnic_resumes_the_hooks(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics) as pump:
-            await rest(pump)
+            await until_idle(pump)
             events = await events_of_failure(rnics[0])
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
         assert events == [RnicEvent.PORT_DOWN]
 
-    async def test_it_ends_at_rest(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_it_can_be_stopped_while_it_is_idle(
+        self, rnics: tuple[SoftRnic, SoftRnic]
+    ) -> None:
         async with running(*rnics) as pump:
-            await rest(pump)
+            await until_idle(pump)
         assert pollers() == []
 
 
-async def test_nobody_leads_but_where_trio_waits_for_the_only_rnic(
+async def test_a_reader_is_solo_only_if_trio_waits_for_the_only_rnic(
     rnics: tuple[SoftRnic, SoftRnic], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
@@ -708,30 +710,30 @@ async def test_nobody_leads_but_where_trio_waits_for_the_only_rnic(
 
 
 @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-class TestLeading:
-    """One task alone waits for the doorbell itself; `tests.streams.test_leading` has the rest."""
+class TestSolo:
+    """The solo reader; `tests.streams.test_solo_reader` has more."""
 
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trio_smc.rnic.solo.SOLO_AFTER_WAITS", 0)
-        monkeypatch.setattr("trio_smc.rnic.solo._WATCHDOG_INTERVAL", PATIENCE)
+        monkeypatch.setattr("trio_smc.rnic.solo.WATCHDOG_INTERVAL", PATIENCE)
 
     @contextlib.asynccontextmanager
-    async def leading(self, pump: Pump) -> AsyncIterator[list[bool]]:
-        """A task leads; the list gets what `Pump.lead` returned, and the block has to make it."""
+    async def solo_reader(self, pump: Pump) -> AsyncIterator[list[bool]]:
+        """Run a solo reader; the block has to end its wait, and the list gets the result."""
         returned: list[bool] = []
 
-        async def lead() -> None:
+        async def wait() -> None:
             assert pump.try_solo()
             returned.append(await pump.solo.wait())
 
         await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(lead)
+                nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()
                 assert pump.waiting == 1
-                assert not await is_awake(pump)
+                assert not await is_hooked(pump)
                 yield returned
         assert returned == [True]
         assert pump.waiting == 0
@@ -743,18 +745,18 @@ class TestLeading:
         async with running(rnics[1]) as pump:
             to_b = Sink(pump, b)
             for number in range(1, 4):
-                async with self.leading(pump):
+                async with self.solo_reader(pump):
                     a.qp.post_send(number, b"%d" % number)
                 assert len(to_b.messages) == number
-                assert not await is_awake(pump)
+                assert not await is_hooked(pump)
 
-    async def test_the_doorbell_of_a_removed_rnic_is_waited_for_no_more(
+    async def test_no_task_waits_on_the_doorbell_of_a_removed_rnic(
         self, directory: Path
     ) -> None:
-        """Its descriptor number is another file's as soon as the RNIC is closed."""
+        """As soon as the RNIC is closed, its descriptor number may belong to another file."""
         rnic = SoftRnic("removed")
         rnic.open(directory)
-        async with running(rnic) as pump, self.leading(pump):
+        async with running(rnic) as pump, self.solo_reader(pump):
             number = rnic.completion_fd()
             pump.remove(rnic)
             rnic.close()
@@ -766,7 +768,7 @@ class TestLeading:
                     pair[1].send(b"x")
                 assert victim.data == [b"x"]
 
-    async def test_what_came_before_it_waits_is_taken(
+    async def test_a_message_before_the_wait_is_drained(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -778,16 +780,16 @@ class TestLeading:
             with trio.testing.assert_no_checkpoints():
                 assert not await pump.solo.wait()
             assert to_b.messages == [b"x"]
-            async with self.leading(pump):
+            async with self.solo_reader(pump):
                 a.qp.post_send(2, b"y")
 
-    async def test_an_answer_that_is_there_already_costs_nobody_the_processor(
+    async def test_an_answer_that_has_arrived_already_needs_no_yield_of_the_processor(
         self,
         rnics: tuple[SoftRnic, SoftRnic],
         ends: tuple[End, End],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Whoever has just sent something yields the processor, unless the peer has run since."""
+        """A task that has just sent something yields, unless the peer has run since."""
         a, b = ends
         yields: list[int] = []
         monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
@@ -814,10 +816,10 @@ class TestLeading:
             assert pump.try_solo()
             rnics[1].restless += 1
             assert not await pump.solo.wait()
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
             rnics[1].restless -= 1
 
-    async def test_a_defect_of_the_rnic_is_not_the_readers(
+    async def test_a_defect_of_the_rnic_stops_the_stack_and_not_the_reader(
         self, rnics: tuple[SoftRnic, SoftRnic]
     ) -> None:
         pump = Pump(spin=0)
@@ -838,7 +840,7 @@ class TestLeading:
         assert isinstance(caught.value.exceptions[0], RnicError)
         assert pollers() == []
 
-    async def test_after_a_fruitful_spin_who_leads_spins_again(
+    async def test_a_solo_reader_spins_again_after_a_successful_spin(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -846,26 +848,29 @@ class TestLeading:
             to_b = Sink(pump, b)
             while not pump.waits.spin.discouraged:
                 pump.waits.spin.spin([bool], 0)
-            async with self.leading(pump):
+            async with self.solo_reader(pump):
                 a.qp.post_send(1, b"x")
             pump.waits.spin.slept(10**9)
+            skipped = 0
             while not pump.waits.spin.should_spin():
-                pass
-            for _ in range(pump.waits.spin._retry_now_every - 1):
+                skipped += 1
+            for _ in range(skipped):
                 assert not pump.waits.spin.should_spin()
             assert pump.try_solo()
             a.qp.post_send(2, b"y")
             assert not await pump.solo.wait(at_once=True)
             assert to_b.messages == [b"x", b"y"]
             assert not pump.solo.should_wait_at_once()
-            assert not await is_awake(pump)
+            assert not await is_hooked(pump)
 
-    @pytest.mark.parametrize("by", ["rouse", "add", "remove", "event"])
-    async def test_others_end_it(self, rnics: tuple[SoftRnic, SoftRnic], by: str) -> None:
+    @pytest.mark.parametrize("by", ["resume_hooks", "add", "remove", "event"])
+    async def test_other_users_of_the_pump_end_it(
+        self, rnics: tuple[SoftRnic, SoftRnic], by: str
+    ) -> None:
         async with running(rnics[0]) as pump:
-            async with self.leading(pump):
+            async with self.solo_reader(pump):
                 match by:
-                    case "rouse":
+                    case "resume_hooks":
                         pump.resume_hooks()
                     case "add":
                         pump.add(rnics[1])
@@ -873,7 +878,7 @@ class TestLeading:
                         pump.remove(rnics[0])
                     case "event":
                         rnics[0].fail()
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
 
     async def test_it_ends_with_the_pump(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         pump = Pump(spin=0)
@@ -886,23 +891,23 @@ class TestLeading:
 
         async with trio.open_nursery() as nursery:
             await nursery.start(run)
-            async with self.leading(pump):
+            async with self.solo_reader(pump):
                 scope.cancel()
         assert pollers() == []
 
-    async def test_who_finds_something_for_the_leader_says_so(
+    async def test_a_task_that_drains_its_message_ends_the_wait(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
 
-        class Teller(Sink):
+        class Waking(Sink):
             def on_completion(self, plain: PlainCompletion) -> None:
                 super().on_completion(plain)
                 self.pump.solo.end_wait()
 
         async with running(rnics[1]) as pump:
-            to_b = Teller(pump, b)
-            async with self.leading(pump) as returned:
+            to_b = Waking(pump, b)
+            async with self.solo_reader(pump) as returned:
                 a.qp.post_send(1, b"x")
                 pump.drain()
                 assert to_b.messages == [b"x"]
@@ -912,37 +917,35 @@ class TestLeading:
                 assert pump.try_solo()
                 await pump.solo.wait()
 
-    async def test_what_is_to_be_flushed_is_flushed_at_once(
-        self, rnics: tuple[SoftRnic, SoftRnic]
-    ) -> None:
+    async def test_deferred_work_runs_at_once(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         calls: list[int] = []
-        async with running(rnics[0]) as pump, self.leading(pump):
+        async with running(rnics[0]) as pump, self.solo_reader(pump):
             pump.flush_later(lambda: calls.append(1))
             assert calls == [1]
-            assert not await is_awake(pump)
+            assert not await is_hooked(pump)
             pump.resume_hooks()
 
-    async def test_who_begins_as_the_doorbell_rings_leads(
+    async def test_a_reader_may_become_solo_as_the_doorbell_rings(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
-        """Who watched the doorbell until then wakes after that, and leaves it to the leader."""
+        """The pump's own task waited on the doorbell until then, and leaves it to the reader."""
         a, b = ends
 
-        class Leader:
-            led = False
+        class Reader:
+            is_solo = False
 
             def on_completion(self, plain: PlainCompletion) -> None:
-                self.led = pump.try_solo()
+                self.is_solo = pump.try_solo()
 
         async with running(rnics[1]) as pump:
-            leader = Leader()
-            pump.register(b.rnic, b.qp, leader)
+            reader = Reader()
+            pump.register(b.rnic, b.qp, reader)
             ringer = threading.Timer(NAP, lambda: a.qp.post_send(1, b"x", signaled=False))
             ringer.start()
             await trio.sleep(2 * NAP)
             ringer.join()
             await trio.testing.wait_all_tasks_blocked(NAP)
-            assert leader.led
+            assert reader.is_solo
             assert pump.machine.state == "SOLO"
             pump.resume_hooks()
 
@@ -1000,28 +1003,28 @@ class TestLeading:
             assert not Pump(spin=0).try_solo()
             return
         async with running(rnics[1]) as pump:
-            await rest(pump)
+            await until_idle(pump)
             assert not pump.try_solo()
             assert pump.machine.state == "IDLE"
 
-    @pytest.mark.parametrize("when", ["the next wait", "the end of the term", "others come"])
-    async def test_what_is_due_soon_has_time_until_then(
+    @pytest.mark.parametrize("when", ["the next wait", "the watchdog", "other users"])
+    async def test_work_that_is_due_soon_runs_at_one_of_these(
         self, rnics: tuple[SoftRnic, SoftRnic], when: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         called = trio.Event()
         async with running(rnics[0]) as pump:
-            async with self.leading(pump):
-                if when == "the end of the term":
-                    monkeypatch.setattr("trio_smc.rnic.solo._WATCHDOG_INTERVAL", NAP)
+            async with self.solo_reader(pump):
+                if when == "the watchdog":
+                    monkeypatch.setattr("trio_smc.rnic.solo.WATCHDOG_INTERVAL", NAP)
                 pump.flush_soon(called.set)
-                assert not await is_awake(pump)
+                assert not await is_hooked(pump)
                 pump.solo.end_wait()
             assert not called.is_set()
             if when == "the next wait":
-                async with self.leading(pump):
+                async with self.solo_reader(pump):
                     assert called.is_set()
                     pump.solo.end_wait()
-            elif when == "others come":
+            elif when == "other users":
                 pump.resume_hooks()
             with trio.fail_after(PATIENCE):
                 await called.wait()
@@ -1072,10 +1075,10 @@ class TestSecondProcess:
         broom.close()
 
 
-async def test_who_was_rung_for_runs_before_the_doorbell_is_read(
+async def test_the_woken_task_runs_before_the_doorbell_is_acknowledged(
     ends: tuple[End, End], wake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows a sleep is done in the order in which somebody waits for it."""
+    """After a sleep, the work that a task waits for comes first."""
     a, b = ends
     done: list[str] = []
     acknowledge = b.rnic.acknowledge
@@ -1100,12 +1103,12 @@ async def test_who_was_rung_for_runs_before_the_doorbell_is_read(
     assert done == (["ran", "read"] * 3 if wake == "trio" else ["ran"] * 3)
 
 
-class TestSteppingAside:
-    """Where a spin is not worth it, a peer that has been sent something gets the processor."""
+class TestYielding:
+    """If a spin is not worthwhile, a task that has sent something yields the processor."""
 
     @pytest.fixture
     def yields(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """Times at which the processor was offered; each offer takes as long as `takes` says."""
+        """When the processor was yielded; each yield takes `takes` seconds."""
         times: list[float] = []
 
         def sched_yield() -> None:
@@ -1118,43 +1121,47 @@ class TestSteppingAside:
     takes = 0.0
 
     @pytest.fixture
-    def tired(self) -> Pump:
+    def discouraged(self) -> Pump:
         pump = Pump(spin=1e-6)
         while not pump.waits.spin.discouraged:
             pump.waits.spin.spin([bool], 0)
         return pump
 
-    async def test_only_once_answered(self, tired: Pump, yields: list[float]) -> None:
-        assert not tired.try_spin()
+    async def test_only_after_a_send(self, discouraged: Pump, yields: list[float]) -> None:
+        assert not discouraged.try_spin()
         assert not yields
-        assert not tired.try_spin(sent=True)
+        assert not discouraged.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_not_while_another_task_can_run(self, tired: Pump, yields: list[float]) -> None:
+    async def test_not_while_another_task_is_runnable(
+        self, discouraged: Pump, yields: list[float]
+    ) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.lowlevel.checkpoint)
-            assert not tired.try_spin(sent=True)
+            assert not discouraged.try_spin(sent=True)
         assert not yields
 
-    async def test_seldom_where_somebody_keeps_it(self, tired: Pump, yields: list[float]) -> None:
-        """A program that computes is no peer: each offer costs a whole turn of its."""
+    async def test_seldom_if_another_process_keeps_the_processor(
+        self, discouraged: Pump, yields: list[float]
+    ) -> None:
+        """A program that computes is no peer: each yield costs a whole time slice."""
         self.takes = 0.002
         for _ in range(130):
-            assert not tired.try_spin(sent=True)
+            assert not discouraged.try_spin(sent=True)
         assert len(yields) == 2
 
-    async def test_it_sees_what_came_meanwhile(
-        self, ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, tired: Pump
+    async def test_a_message_that_arrives_meanwhile_is_found(
+        self, ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, discouraged: Pump
     ) -> None:
         a, b = ends
-        tired.add(b.rnic)
-        to_b = Sink(tired, b)
+        discouraged.add(b.rnic)
+        to_b = Sink(discouraged, b)
         monkeypatch.setattr("os.sched_yield", lambda: a.qp.post_send(1, b"x"))
-        assert tired.try_spin(lambda: bool(to_b.messages), sent=True)
+        assert discouraged.try_spin(lambda: bool(to_b.messages), sent=True)
 
 
 class TestPauses:
-    """After a pause the peer sleeps: waking it takes longer than a spin."""
+    """After a pause the peer is asleep: waking it takes longer than a spin."""
 
     @pytest.fixture
     def pump(self, monkeypatch: pytest.MonkeyPatch) -> Pump:
@@ -1163,12 +1170,12 @@ class TestPauses:
         pump.waits.last_arrival = time.perf_counter_ns() - 2 * int(PATIENCE * 1e9)
         return pump
 
-    async def test_no_spin_then(self, pump: Pump) -> None:
+    async def test_no_spin(self, pump: Pump) -> None:
         spins = spins_of(pump)
         assert not pump.try_spin()
         assert spins == []
 
-    async def test_who_has_answered_steps_aside(
+    async def test_a_task_that_has_sent_yields(
         self, pump: Pump, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         yields: list[None] = []
@@ -1176,13 +1183,13 @@ class TestPauses:
         assert not pump.try_spin(sent=True)
         assert len(yields) == 1
 
-    async def test_such_waits_may_be_led(self, pump: Pump) -> None:
+    async def test_such_a_wait_counts_as_several(self, pump: Pump) -> None:
         assert not pump.waits.spin.discouraged
         pump.try_spin()
         pump.try_solo()
-        assert pump.solo.streak == 4  # as that many short ones: the third is led
+        assert pump.solo.streak == 4  # the third such wait is solo
 
-    async def test_a_connection_that_begins_ends_it(self, pump: Pump) -> None:
+    async def test_a_new_connection_ends_the_pause(self, pump: Pump) -> None:
         spins = spins_of(pump)
         pump.note_new_connection()
         pump.try_spin()
@@ -1222,7 +1229,7 @@ class TestPauses:
             assert pump.waits.spin.ns == PATIENCE * 10**9
 
     @pytest.mark.parametrize("wake", ["trio"], indirect=True)
-    async def test_neither_before_the_sleep(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
+    async def test_no_spin_before_the_sleep_either(self, rnics: tuple[SoftRnic, SoftRnic]) -> None:
         async with running(*rnics, spin=1e-3) as pump:
             spins = spins_of(pump)
             pump.waits.after_pause = True
@@ -1231,7 +1238,7 @@ class TestPauses:
             await trio.sleep(2e-3)
             assert spins == []
 
-    async def test_it_ends_when_something_comes(
+    async def test_a_message_ends_the_pause(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
         a, b = ends
@@ -1246,7 +1253,7 @@ class TestPauses:
             assert pump.waits.last_arrival > before
 
 
-async def test_nobody_spins_while_another_task_can_run() -> None:
+async def test_no_spin_while_another_task_is_runnable() -> None:
     pump = Pump(spin=1e-6)
     spins = spins_of(pump)
     pump.try_spin()
@@ -1254,6 +1261,6 @@ async def test_nobody_spins_while_another_task_can_run() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.lowlevel.checkpoint)
         for _ in range(20):
-            pump.waits.spin._failures = 0
+            pump.waits.spin.spin_succeeded()
             pump.try_spin()
     assert len(spins) == 1

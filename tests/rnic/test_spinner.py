@@ -1,4 +1,4 @@
-"""Who waits awake for a peer, and when it is given up."""
+"""Busy-waiting for a peer, and when it is given up."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ QUICK = 1e-3
 PATIENT = 10.0
 
 
-def nothing_came() -> bool:
+def nothing() -> bool:
     return False
 
 
-async def test_what_comes_ends_it() -> None:
+async def test_an_arrival_ends_the_spin() -> None:
     looks = iter([False] * 20 + [True])
-    assert Spinner(PATIENT, nothing_came).until(lambda: next(looks))
+    assert Spinner(PATIENT, nothing).until(lambda: next(looks))
     assert not list(looks)
 
 
-async def test_it_ends_in_time() -> None:
+async def test_the_spin_ends_in_time() -> None:
     start = time.perf_counter()
-    assert not Spinner(QUICK, nothing_came).until(nothing_came)
+    assert not Spinner(QUICK, nothing).until(nothing)
     assert time.perf_counter() - start >= QUICK
 
 
 @pytest.mark.parametrize("why", ["off", "another handshake", "another task"])
-async def test_others_are_not_kept_waiting(why: str) -> None:
-    spinner = Spinner(0.0 if why == "off" else PATIENT, nothing_came)
+async def test_other_tasks_are_not_delayed(why: str) -> None:
+    spinner = Spinner(0.0 if why == "off" else PATIENT, nothing)
     looks: list[int] = []
 
     def look() -> bool:
@@ -48,26 +48,26 @@ async def test_others_are_not_kept_waiting(why: str) -> None:
     assert not looks
 
 
-@pytest.mark.parametrize("for_whom", ["a task", "nobody"])
-async def test_completions_end_it_when_they_wake_somebody(for_whom: str) -> None:
+@pytest.mark.parametrize("woken", ["a task", "no task"])
+async def test_completions_end_the_spin_if_they_wake_a_task(woken: str) -> None:
     drained: list[bool] = []
     async with trio.open_nursery() as nursery:
 
         def drain() -> bool:
             drained.append(True)
-            if len(drained) == 2 and for_whom == "a task":
+            if len(drained) == 2 and woken == "a task":
                 nursery.start_soon(trio.lowlevel.checkpoint)
             return len(drained) == 2
 
         looks = iter([False] * 20 + [True])
-        assert Spinner(PATIENT, drain).until(lambda: next(looks, False)) is (for_whom == "nobody")
-    if for_whom == "a task":
+        assert Spinner(PATIENT, drain).until(lambda: next(looks, False)) is (woken == "no task")
+    if woken == "a task":
         assert len(drained) == 2
 
 
 @pytest.mark.parametrize("soon", [False, True])
-async def test_an_answer_that_is_near_does_not_wait_for_other_connections(soon: bool) -> None:
-    """To take their completions may be to end them; it is done first where the peer has work."""
+async def test_an_answer_that_is_due_does_not_wait_for_other_connections(soon: bool) -> None:
+    """A drain may end other connections; it comes first only if the peer has work to do."""
     order: list[str] = []
 
     def drain() -> bool:
@@ -86,8 +86,8 @@ async def test_an_answer_that_is_near_does_not_wait_for_other_connections(soon: 
         assert order[0] == "drain"
 
 
-async def test_misses_make_it_rare() -> None:
-    spinner = Spinner(QUICK, nothing_came)
+async def test_failures_make_spins_rare() -> None:
+    spinner = Spinner(QUICK, nothing)
     looked = 0
 
     def look() -> bool:
@@ -103,7 +103,7 @@ async def test_misses_make_it_rare() -> None:
     assert 5 <= tries <= 8
     while not spinner.until(lambda: True):
         pass
-    assert spinner.until(lambda: True), "a hit brings it back"
+    assert spinner.until(lambda: True), "a success brings it back"
 
 
 def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
@@ -118,7 +118,7 @@ def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
 def test_a_spin_that_was_given_up_as_too_short_is_tried_again_when_it_is_longer() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     for _ in range(2):
-        assert spin.spin([nothing_came], 0) is None
+        assert spin.spin([nothing], 0) is None
     assert spin.discouraged
     for _ in range(4):
         spin.slept(100_000)
@@ -135,29 +135,29 @@ def test_one_long_wait_makes_a_spin_short_again() -> None:
     assert spin.ns == 50_000
 
 
-def test_a_peer_that_makes_pauses_is_not_waited_for_awake_for_long() -> None:
-    """Two of them are enough, one is not, where it takes eight tries else."""
+def test_a_peer_that_makes_pauses_discourages_soon() -> None:
+    """Two pauses are enough and one is not; otherwise it takes eight failures."""
     spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     for _ in range(2):
         assert spin.should_spin()
-        assert spin.spin([nothing_came], 0) is None
+        assert spin.spin([nothing], 0) is None
         spin.slept(PAUSE_NS + 1)
     assert not spin.should_spin()
 
 
-@pytest.mark.parametrize(("vain", "given_up"), [(2, False), (3, True)])
-def test_one_fruitful_try_outweighs_two_that_were_not(vain: int, given_up: bool) -> None:
+@pytest.mark.parametrize(("failures", "given_up"), [(2, False), (3, True)])
+def test_one_success_outweighs_two_failures(failures: int, given_up: bool) -> None:
     spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
     gave_up = False
     for _ in range(20):
         spin.spin_succeeded()
-        for _ in range(vain):
+        for _ in range(failures):
             spin.spin_failed()
             gave_up |= spin.discouraged
     assert gave_up is given_up
 
 
-def test_tries_in_vain_are_made_ever_less_often() -> None:
+def test_failing_tries_are_made_less_and_less_often() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     spin.spin_failed()
     spin.spin_failed()
@@ -176,7 +176,7 @@ def test_tries_in_vain_are_made_ever_less_often() -> None:
     assert [spin.should_spin() for _ in range(64)] == [False] * 63 + [True]
 
 
-def test_who_is_hindered_time_and_again_asks_less_often() -> None:
+def test_skipped_spins_discourage_too() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     spin.spin_skipped()
     assert spin.should_spin()
@@ -185,12 +185,12 @@ def test_who_is_hindered_time_and_again_asks_less_often() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "asked"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["nobody", "peer", "others"]
+    ("turn", "asked"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["none", "peer", "others"]
 )
-def test_stepping_aside_is_for_who_takes_a_short_turn(
+def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     turn: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has run: after 64 times only each 65th time.  For long: so at once."""
+    """If no process ran: after 64 times only each 65th time; if one ran for long: at once."""
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     now, yields = 0, 0
 
@@ -207,8 +207,8 @@ def test_stepping_aside_is_for_who_takes_a_short_turn(
     assert yields == asked
 
 
-@pytest.mark.parametrize("fruitful", [False, True])
-def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bool) -> None:
+@pytest.mark.parametrize("succeeds", [False, True])
+def test_a_longer_spin_that_fails_is_tried_less_and_less_often(succeeds: bool) -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     waits, before = [], 0
     for number in range(4000):
@@ -217,15 +217,15 @@ def test_a_longer_spin_is_tried_ever_less_often_while_it_is_in_vain(fruitful: bo
             continue
         waits.append(number - before)
         before = number
-        if fruitful:
+        if succeeds:
             assert spin.spin([lambda: True], 0)
             spin.slept(500_000)
         else:
-            assert spin.spin([nothing_came], 0) is None
-            assert spin.spin([nothing_came], 0) is None
+            assert spin.spin([nothing], 0) is None
+            assert spin.spin([nothing], 0) is None
         assert spin.ns == 50_000
-        assert spin.discouraged is not fruitful
-    if fruitful:
+        assert spin.discouraged is not succeeds
+    if succeeds:
         assert set(waits) == {3, 4}
     else:
         assert waits == [3, 8, 16, 32, 64, 128, 256, 512, 1024, 1024]
@@ -241,7 +241,7 @@ def test_no_spin_stays_none() -> None:
 # --- AcceptSpin --------------------------------------------------------------------------------
 
 
-async def test_a_vigil_keeps_the_loop_awake_until_something_comes() -> None:
+async def test_an_accept_spin_keeps_the_loop_awake_until_an_arrival() -> None:
     others = 0
 
     async def other() -> None:
@@ -253,18 +253,18 @@ async def test_a_vigil_keeps_the_loop_awake_until_something_comes() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(other)
         await AcceptSpin(PATIENT).spin(lambda: others >= 5)
-        assert others >= 5, "who can run does"
+        assert others >= 5, "runnable tasks run"
 
 
 @pytest.mark.parametrize("seconds", [0.0, QUICK])
-async def test_a_vigil_in_vain_ends(seconds: float) -> None:
+async def test_a_failing_accept_spin_ends(seconds: float) -> None:
     start = time.perf_counter()
-    await AcceptSpin(seconds).spin(nothing_came)
+    await AcceptSpin(seconds).spin(nothing)
     assert seconds <= time.perf_counter() - start < PATIENT
 
 
-async def test_vigils_in_vain_become_rare_and_come_back() -> None:
-    vigil = AcceptSpin(QUICK)
+async def test_failing_accept_spins_become_rare_and_come_back() -> None:
+    accept_spin = AcceptSpin(QUICK)
     looked = 0
 
     def look() -> bool:
@@ -272,24 +272,24 @@ async def test_vigils_in_vain_become_rare_and_come_back() -> None:
         looked = 1
         return came
 
-    async def kept() -> int:
+    async def tried() -> int:
         nonlocal looked
         looked = 0
-        await vigil.spin(look)
+        await accept_spin.spin(look)
         return looked
 
     came = False
-    tries = [await kept() for _ in range(200)]
+    tries = [await tried() for _ in range(200)]
     assert tries[:5] == [1, 1, 1, 1, 0]
     assert 5 <= sum(tries) <= 8
     came = True
-    while not await kept():
+    while not await tried():
         pass
-    assert await kept(), "one that was worth it brings it back"
+    assert await tried(), "a success brings it back"
 
 
-async def test_one_task_at_a_time_keeps_a_vigil() -> None:
-    vigil, came = AcceptSpin(PATIENT), trio.Event()
+async def test_one_task_at_a_time_makes_an_accept_spin() -> None:
+    accept_spin, came = AcceptSpin(PATIENT), trio.Event()
     looks = 0
 
     def look() -> bool:
@@ -298,12 +298,12 @@ async def test_one_task_at_a_time_keeps_a_vigil() -> None:
         return came.is_set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(vigil.spin, look)
+        nursery.start_soon(accept_spin.spin, look)
         while not looks:
             await trio.lowlevel.checkpoint()
 
         def unasked() -> bool:
             raise AssertionError("a second one looks")
 
-        await vigil.spin(unasked)
+        await accept_spin.spin(unasked)
         came.set()

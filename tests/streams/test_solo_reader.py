@@ -1,4 +1,4 @@
-"""One reader alone, who waits for the RNIC's doorbell itself (`SoloReader.wait`)."""
+"""The solo reader, which waits on the RNIC's doorbell itself (`trio_smc.rnic.solo`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 import trio_smc
-from tests.rnic.pumps import Passes, is_awake
+from tests.rnic.pumps import Passes, is_hooked
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
 from trio_smc import SmcStream
 from trio_smc.rnic import solo
@@ -27,10 +27,10 @@ PAUSE = 0.001
 
 
 @pytest.fixture(autouse=True)
-def long_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may be busy."""
-    monkeypatch.setattr(solo, "_MAX_GAP", PATIENCE)
-    monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PATIENCE)
+def long_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a busy machine time."""
+    monkeypatch.setattr(solo, "MAX_GAP", PATIENCE)
+    monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PATIENCE)
 
 
 def pump_of(stack: trio_smc.Stack) -> Pump:
@@ -38,8 +38,8 @@ def pump_of(stack: trio_smc.Stack) -> Pump:
 
 
 @dataclass
-class Led:
-    """A connection whose server, which echoes, leads, as it waits for requests one by one."""
+class Echoing:
+    """A connection to an echo server, which is a solo reader after `until_solo`."""
 
     pairs: Pairs
     here: SmcStream
@@ -53,13 +53,13 @@ class Led:
         await self.here.send_all(data)
         assert await read(self.here, len(data)) == data
 
-    async def until_led(self) -> None:
+    async def until_solo(self) -> None:
         with trio.fail_after(PATIENCE):
             while self.pump.machine.state != "SOLO":
                 await trio.sleep(PAUSE)
                 await self.ask()
             await trio.testing.wait_all_tasks_blocked()
-        assert not await is_awake(self.pump)
+        assert not await is_hooked(self.pump)
 
 
 async def echo(stream: SmcStream) -> None:
@@ -76,15 +76,15 @@ async def passes() -> AsyncIterator[Passes]:
 
 
 @asynccontextmanager
-async def led(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Led]:
+async def solo_server(checkpoints: str = "strict", **settings: object) -> AsyncIterator[Echoing]:
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, **settings)
     with trio.fail_after(PATIENCE):
         async with open_pairs(config, stacks=2) as pairs:
             pair = await pairs.make()
-            connection = Led(pairs, *pair)
+            connection = Echoing(pairs, *pair)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(echo, connection.there)
-                await connection.until_led()
+                await connection.until_solo()
                 yield connection
                 await connection.here.send_eof()
             await close_both(pair)
@@ -92,7 +92,7 @@ async def led(checkpoints: str = "strict", **settings: object) -> AsyncIterator[
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
 async def test_requests_are_answered(checkpoints: str) -> None:
-    async with led(checkpoints) as connection:
+    async with solo_server(checkpoints) as connection:
         pump = connection.pump
         before = pump.passes
         for number in range(100):
@@ -104,7 +104,7 @@ async def test_requests_are_answered(checkpoints: str) -> None:
         assert pump.waiting == 1
 
 
-async def test_what_comes_for_others_again_and_again_lets_them_run(
+async def test_a_reader_that_finds_only_completions_for_others_lets_them_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns: list[int] = []
@@ -114,13 +114,13 @@ async def test_what_comes_for_others_again_and_again_lets_them_run(
             turns.append(1)
             await trio.lowlevel.checkpoint()
 
-    async with led() as connection:
-        finds, lead = [False] * 20, SoloReader.wait
+    async with solo_server() as connection:
+        finds, wait = [False] * 20, SoloReader.wait
 
-        async def find_something(pump: SoloReader, **how: bool) -> bool:
-            if finds and pump is connection.pump.solo:
+        async def find_something(reader: SoloReader, **how: bool) -> bool:
+            if finds and reader is connection.pump.solo:
                 return finds.pop()
-            return await lead(pump, **how)
+            return await wait(reader, **how)
 
         monkeypatch.setattr(SoloReader, "wait", find_something)
         await connection.ask()
@@ -134,51 +134,51 @@ async def test_what_comes_for_others_again_and_again_lets_them_run(
 
 
 async def test_much_data() -> None:
-    async with led() as connection:
+    async with solo_server() as connection:
         data = bytes(range(256)) * (SMALL_RING // 16)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.here.send_all, data)
             assert await read(connection.here, len(data)) == data
-        await connection.until_led()
+        await connection.until_solo()
         await connection.ask()
 
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
-async def test_who_reads_without_waiting_leads(checkpoints: str) -> None:
-    """A reader that is slower than its peer: it looks when it has taken what it knew of."""
+async def test_a_busy_reader_becomes_solo(checkpoints: str) -> None:
+    """A reader that is slower than its peer drains when it has read all that had arrived."""
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints)
     data = bytes(range(256)) * (SMALL_RING // 4)
     async with open_pairs(config, stacks=2) as pairs:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
         got = bytearray()
-        led_reads = 0
+        solo_reads = 0
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(pair[0].send_all, data)
                 while len(got) < len(data):
                     got += await pair[1].receive_some(64)
                     await trio.lowlevel.checkpoint()
-                    led_reads += pump.machine.state == "SOLO"
+                    solo_reads += pump.machine.state == "SOLO"
             assert got == data
-            assert led_reads > len(data) / 64 / 2
+            assert solo_reads > len(data) / 64 / 2
             await close_both(pair)
 
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
-async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
+async def test_of_several_busy_readers_none_becomes_solo(checkpoints: str) -> None:
     config = smc_config(spin=0, wake="trio", checkpoints=checkpoints, receive_buffer=1 << 20)
     async with open_pairs(config, stacks=2) as pairs:
         both = [await pairs.make() for _ in range(2)]
         pump = pump_of(pairs.server)
         size = 1 << 19
-        led_reads: list[bool] = []
+        solo_reads: list[bool] = []
 
         async def take(stream: SmcStream) -> None:
             got = 0
             while got < size:
                 got += len(await stream.receive_some(64))
-                led_reads.append(pump.machine.state == "SOLO")
+                solo_reads.append(pump.machine.state == "SOLO")
 
         with trio.fail_after(PATIENCE):
             for here, _ in both:
@@ -186,31 +186,31 @@ async def test_of_several_busy_readers_none_leads(checkpoints: str) -> None:
             async with trio.open_nursery() as nursery:
                 for _, there in both:
                     nursery.start_soon(take, there)
-            assert sum(led_reads[: size // 64]) < size / 64 / 10, "while both read"
+            assert sum(solo_reads[: size // 64]) < size / 64 / 10, "while both read"
             for pair in both:
                 await close_both(pair)
 
 
-async def test_not_while_waits_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with led() as connection:
-        monkeypatch.setattr(solo, "_MAX_GAP", 0.0)
+async def test_rare_waits_do_not_make_a_reader_solo(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with solo_server() as connection:
+        monkeypatch.setattr(solo, "MAX_GAP", 0.0)
         connection.pump.resume_hooks()
         for _ in range(3 * SOLO_AFTER_WAITS):
             await trio.sleep(PAUSE)
             await connection.ask()
             assert connection.pump.machine.state != "SOLO"
-        monkeypatch.setattr(solo, "_MAX_GAP", PATIENCE)
-        await connection.until_led()
+        monkeypatch.setattr(solo, "MAX_GAP", PATIENCE)
+        await connection.until_solo()
 
 
-async def test_a_second_reader_ends_it() -> None:
-    async with led() as connection:
+async def test_a_second_reader_ends_solo_mode() -> None:
+    async with solo_server() as connection:
         other = await connection.pairs.make()
-        await connection.until_led()
+        await connection.until_solo()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(echo, other[1])
             await trio.testing.wait_all_tasks_blocked()
-            assert await is_awake(connection.pump)
+            assert await is_hooked(connection.pump)
             assert connection.pump.waiting == 2
             for _ in range(2 * SOLO_AFTER_WAITS):
                 await trio.sleep(PAUSE)
@@ -219,27 +219,27 @@ async def test_a_second_reader_ends_it() -> None:
                     assert await read(stream, 1) == b"x"
             assert connection.pump.machine.state != "SOLO"
             await other[0].send_eof()
-        await connection.until_led()
+        await connection.until_solo()
         await close_both(other)
 
 
-async def test_a_writer_ends_it() -> None:
-    async with led() as connection:
+async def test_a_writer_ends_solo_mode() -> None:
+    async with solo_server() as connection:
         clogged = await connection.pairs.clogged()
-        await connection.until_led()
+        await connection.until_solo()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(clogged[1].send_all, b"x")
             await trio.testing.wait_all_tasks_blocked()
-            assert await is_awake(connection.pump)
+            assert await is_hooked(connection.pump)
             await read(clogged[0], SMALL_RING + 1)
         await read(clogged[1], SMALL_RING)
         await close_both(clogged)
-        await connection.until_led()
+        await connection.until_solo()
 
 
 async def test_two_tasks_on_one_stream() -> None:
-    """One leads; what the other one sends leaves at once, though nobody has a hook."""
-    async with led("amortised") as connection:
+    """While one of them is the solo reader, the other one's messages leave at once."""
+    async with solo_server("amortised") as connection:
         for _ in range(3):
             await connection.there.send_all(b"a")
             await connection.there.send_all(b"b")
@@ -248,9 +248,11 @@ async def test_two_tasks_on_one_stream() -> None:
         await connection.ask()
 
 
-async def test_who_sends_now_and_then_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody counts passes meanwhile; a call long after the last one is none of a long pass."""
-    async with led("amortised") as connection:
+async def test_a_task_that_sends_now_and_then_does_not_end_solo_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No hook counts passes meanwhile: a call long after the last one is not in a long pass."""
+    async with solo_server("amortised") as connection:
         monkeypatch.setattr(budget, "MAX_PASS_NS", 0)
         for _ in range(5):
             await connection.there.send_all(b"x")
@@ -259,15 +261,15 @@ async def test_who_sends_now_and_then_does_not_end_it(monkeypatch: pytest.Monkey
 
 
 def work() -> None:
-    """Longer than a pass of the scheduler may take."""
+    """Compute for longer than a pass of the scheduler may last."""
     end = time.thread_time_ns() + 2 * budget.MAX_PASS_NS
     while time.thread_time_ns() < end:
         pass
 
 
-async def test_who_has_let_others_run_need_not_do_so_in_its_next_call(passes: Passes) -> None:
-    """While nobody counts passes of the scheduler."""
-    async with led("amortised") as connection:
+async def test_a_task_that_has_yielded_need_not_yield_in_its_next_call(passes: Passes) -> None:
+    """While no hook counts the passes of the scheduler."""
+    async with solo_server("amortised") as connection:
         before = 0
         for let in trio.lowlevel.checkpoint, partial(trio.sleep, 2 * PAUSE):
             for _ in range(4):
@@ -283,7 +285,7 @@ async def test_who_has_let_others_run_need_not_do_so_in_its_next_call(passes: Pa
         assert await read(connection.here, 9) == b"x" * 9
 
 
-async def test_who_is_cancelled_leaves_nothing_behind() -> None:
+async def test_a_cancelled_solo_reader_leaves_nothing_behind() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
@@ -301,8 +303,10 @@ async def test_who_is_cancelled_leaves_nothing_behind() -> None:
             await close_both(pair)
 
 
-async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes while nobody waits is seen soon all the same: here, that the peer goes."""
+async def test_solo_mode_ends_if_the_reader_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Messages that arrive while no task waits are noticed soon: here, that the peer closes."""
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
@@ -312,23 +316,23 @@ async def test_who_stays_away_leads_no_more(monkeypatch: pytest.MonkeyPatch) -> 
                     nursery.start_soon(read, pair[1], 1)
                     await trio.testing.wait_all_tasks_blocked()
                     await pair[0].send_all(b"x")
-            monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PAUSE)
-            pump.solo._watchdog.deadline = trio.current_time()  # type: ignore[union-attr]
+            monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PAUSE)
+            pump.solo.watchdog.deadline = trio.current_time()  # type: ignore[union-attr]
             await pair[0].aclose()
             state = pair[1]._core  # type: ignore[attr-defined]
             while not state.got_closed:  # noqa: ASYNC110
                 await trio.sleep(PAUSE)
-            assert await is_awake(pump)
+            assert await is_hooked(pump)
             await pair[1].aclose()
 
 
-async def test_who_waits_for_long_is_left_alone(
+async def test_the_watchdog_does_not_wake_an_idle_server(
     monkeypatch: pytest.MonkeyPatch, passes: Passes
 ) -> None:
-    """A server without requests sleeps."""
-    async with led() as connection:
-        monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PAUSE)
-        term = connection.pump.solo._watchdog
+    """While the solo reader waits, there is nothing to check."""
+    async with solo_server() as connection:
+        monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PAUSE)
+        term = connection.pump.solo.watchdog
         assert term is not None
         term.deadline = trio.current_time()
         await trio.testing.wait_all_tasks_blocked(10 * PAUSE)
@@ -336,13 +340,13 @@ async def test_who_waits_for_long_is_left_alone(
         before = passes.count
         await trio.sleep(50 * PAUSE)
         assert passes.count - before <= 5
-        monkeypatch.setattr(solo, "_WATCHDOG_INTERVAL", PATIENCE)
+        monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PATIENCE)
         await connection.ask()
         await connection.ask()
 
 
 @pytest.mark.parametrize("how", ["close", "shut down", "the peer closes"])
-async def test_its_own_end_ends_the_wait(how: str) -> None:
+async def test_the_end_of_the_stream_ends_the_wait(how: str) -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
         pump = pump_of(pairs.server)
@@ -358,7 +362,7 @@ async def test_its_own_end_ends_the_wait(how: str) -> None:
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                await Led(pairs, *pair).until_led()
+                await Echoing(pairs, *pair).until_solo()
                 if how == "close":
                     await pair[1].aclose()
                 elif how == "shut down":
@@ -375,7 +379,7 @@ async def test_its_own_end_ends_the_wait(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* was open when its stack was closed:ResourceWarning")
-async def test_leaving_the_stack_ends_it() -> None:
+async def test_leaving_the_stack_ends_the_wait() -> None:
     ended: list[type[BaseException]] = []
 
     async def wait(stream: SmcStream) -> None:
@@ -397,16 +401,16 @@ async def test_leaving_the_stack_ends_it() -> None:
                 await trio.testing.wait_all_tasks_blocked()
                 assert client.waiting == 1
                 before = trio.current_time()
-            assert trio.current_time() - before < PATIENCE / 4, "it waited for who is not there"
+            assert trio.current_time() - before < PATIENCE / 4, "it waited for a peer that is gone"
             for stream in pair:
                 await trio.aclose_forcefully(stream)
     assert ended == [trio.ClosedResourceError]
 
 
-async def test_a_failing_rnic_ends_it() -> None:
+async def test_a_failing_rnic_ends_the_wait() -> None:
     async with open_pairs(smc_config(spin=0, wake="trio"), stacks=2) as pairs:
         pair = await pairs.make()
-        connection = Led(pairs, *pair)
+        connection = Echoing(pairs, *pair)
         failed = trio.Event()
 
         async def wait() -> None:
@@ -417,7 +421,7 @@ async def test_a_failing_rnic_ends_it() -> None:
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
-                await connection.until_led()
+                await connection.until_solo()
                 [rnic] = (lane.rnic for lane in connection.pump.dispatcher.lanes)
                 rnic.fail()  # type: ignore[attr-defined]
                 await failed.wait()
@@ -425,9 +429,9 @@ async def test_a_failing_rnic_ends_it() -> None:
                 await trio.aclose_forcefully(stream)
 
 
-async def test_a_busy_reader_lets_others_run() -> None:
-    """Amortised checkpoints while nobody counts the scheduler's passes."""
-    async with led("amortised") as connection:
+async def test_a_busy_sender_lets_others_run() -> None:
+    """Amortised checkpoints while no hook counts the passes of the scheduler."""
+    async with solo_server("amortised") as connection:
         turns = 0
 
         async def count() -> None:
@@ -437,7 +441,7 @@ async def test_a_busy_reader_lets_others_run() -> None:
                 await trio.lowlevel.checkpoint()
 
         connection.pump.resume_hooks()
-        await connection.until_led()
+        await connection.until_solo()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
             await trio.lowlevel.checkpoint()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .dispatch import Dispatcher, Lane
     from .waits import WaitHistory
 
-__all__ = ["SOLO_AFTER_WAITS", "SoloHost", "SoloReader"]
+__all__ = ["MAX_GAP", "SOLO_AFTER_WAITS", "WATCHDOG_INTERVAL", "SoloHost", "SoloReader"]
 
 SOLO_AFTER_WAITS: Final = 8
 """Consecutive long waits by a single task before it becomes the solo reader."""
@@ -38,13 +38,13 @@ _WAITS_PER_PAUSE: Final = 4
 """How many long waits one after a pause counts for, as no spin is made then anyway: with 100
 requests 10 ms apart 0.93 times TCP's rate, and 0.85 times without (docs/decisions.md)."""
 
-_MAX_GAP: Final = 0.05
+MAX_GAP: Final = 0.05
 """Seconds between two waits that count as consecutive."""
 
 _MIN_READS: Final = 4
 """Reads without waiting that show a busy reader, in the passes between two `reads_alone`."""
 
-_WATCHDOG_INTERVAL: Final = 0.5
+WATCHDOG_INTERVAL: Final = 0.5
 """Seconds between checks that a solo reader that is not waiting still polls."""
 
 _wait_readable: Final = trio.lowlevel.wait_readable
@@ -83,11 +83,12 @@ class SoloReader:
       last_reader: the reader that did so last; see `change_reader`.
       polls: how often a reader that found no data drained before it waited.
       fd: the doorbell descriptor while the solo reader waits on it, and else -1.
+      watchdog: the scope of `watch`; its deadline is the time of the next check.
     """
 
     __slots__ = (
         "_deferred", "_dispatcher", "_host", "_reads_before", "_several_readers", "_streak_at",
-        "_waits", "_watchdog", "fd", "last_reader", "polls", "reads", "streak",
+        "_waits", "fd", "last_reader", "polls", "reads", "streak", "watchdog",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +106,7 @@ class SoloReader:
         self._several_readers = False  # since the last `reads_alone`
         self.polls = 0
         self.fd = -1
-        self._watchdog: trio.CancelScope | None = None  # its deadline is when it checks
+        self.watchdog: trio.CancelScope | None = None
 
     # -- becoming solo -------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class SoloReader:
             self.streak = 0
             return False
         before, self._streak_at = self._streak_at, time.perf_counter()
-        if self._streak_at - before > _MAX_GAP:
+        if self._streak_at - before > MAX_GAP:
             self.streak = 0
         self.streak += _WAITS_PER_PAUSE if waits.after_pause else 1
         return self.streak > SOLO_AFTER_WAITS
@@ -252,22 +253,22 @@ class SoloReader:
         host = self._host
         while host.machine.state == "SOLO":
             polls = self.polls
-            with trio.CancelScope() as self._watchdog:
+            with trio.CancelScope() as self.watchdog:
                 if self.fd < 0:
                     self._start_watchdog()
                 await trio.sleep_forever()
-            self._watchdog = None
+            self.watchdog = None
             self._deferred.run_all()
             if self.fd < 0 and self.polls == polls:
                 host.resume_hooks()
 
     def _start_watchdog(self) -> None:
-        watchdog = self._watchdog
+        watchdog = self.watchdog
         if watchdog is not None and watchdog.deadline == math.inf:
-            watchdog.deadline = trio.current_time() + _WATCHDOG_INTERVAL
+            watchdog.deadline = trio.current_time() + WATCHDOG_INTERVAL
 
     def end(self) -> None:
         """End solo mode: wake the solo reader and the watchdog."""
         self.end_wait()
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        if self.watchdog is not None:
+            self.watchdog.cancel()
