@@ -59,7 +59,7 @@ _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
 _HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
 _ACCEPT_SPINS: Final = 4
-"""So many times `Config.spin` a client takes from the end of a connection to the next one."""
+"""How many times `Config.spin` a client needs from one connection to its next one."""
 
 
 # The kernel keeps it in 16 bits and may take more for less.
@@ -283,10 +283,10 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._release()
 
     async def _expect_another(self) -> None:
-        """A connection has been served: stay awake for the next one, where that is worth it.
+        """Stay awake for the next connection, if that is worthwhile; called after one was served.
 
-        A server of short connections sleeps in between, and to be woken takes a tenth of what such
-        a connection takes.
+        A server of short connections would sleep in between, and a wakeup takes a tenth of the time
+        of such a connection.
         """
         came = self._came
         await self._accept_spin.spin(lambda: self._came != came or self._closed)

@@ -29,7 +29,7 @@ __all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory"]
 
 _ZEROES = memoryview(bytes(64 * 1024))
 QUICK_TO_FREE = 32 << 20  # bytes, in about 2 ms; 2 GiB took 140 ms
-if sys.platform == "linux":  # elsewhere there is no RNIC, and nobody comes here
+if sys.platform == "linux":  # elsewhere there is no RNIC, and no caller
     import fcntl
 
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,7 +1,7 @@
-"""The dedicated thread of an RNIC: it sleeps until something completes, and wakes Trio.
+"""The thread of an RNIC: it sleeps until the RNIC has something to report, and wakes Trio.
 
-It never touches completions: a thread that drains them makes everything slower than TCP, because
-each message then passes two sleeping threads and the GIL.  Trio drains while it is awake; the
+The thread never polls completions: if it did, everything would be slower than TCP, because each
+message would then pass two sleeping threads and the GIL.  Trio drains while it is awake; the
 RNIC is armed only when Trio goes to sleep, so the thread is woken about once for each sleep.
 """
 
@@ -22,7 +22,7 @@ class NoThread(RuntimeError):
 
 
 class Poller:
-    """Sleeps on one RNIC's `Rnic.wait_fd` in a thread of its own.
+    """Waits on one RNIC's `Rnic.wait_fd` in a thread of its own.
 
     Args:
       rnic: an open RNIC.
@@ -30,7 +30,7 @@ class Poller:
         quick and may not block.
 
     Attributes:
-      pending: set by the thread before `wake`; whoever calls `Rnic.service` clears it before.
+      pending: set by the thread before `wake`; the caller of `Rnic.service` clears it before.
       wakeups: how often the thread woke up for the RNIC.
 
     Raises:
@@ -53,7 +53,7 @@ class Poller:
         )
         try:
             self._epoll.register(self._stop, select.EPOLLIN)
-            # Edge triggered: while Trio has not come to serve the RNIC, the thread sleeps on.
+            # Edge triggered: the thread sleeps until Trio has serviced the RNIC.
             self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
             try:
                 self._worker.start()

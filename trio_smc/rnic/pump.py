@@ -406,7 +406,7 @@ class Pump:
             try:
                 lane.rnic.service()
             except Exception as problem:
-                self._break(problem)
+                self.fail(problem)
                 return
 
     async def _watch(self, lane: Lane, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""What an RNIC is: the verbs that SMC-R needs, as one interface for every kind of RNIC.
+"""The verbs that SMC-R needs, as one interface for every kind of RNIC.
 
 The shape is that of the InfiniBand verbs, so that a RoCE adapter fits without change:
 
@@ -17,7 +17,7 @@ here                                    ibverbs
 ``QueuePair.post_send``                 ``ibv_post_send`` (SEND, solicited)
 ``QueuePair.post_write``                ``ibv_post_send`` (RDMA WRITE, at most two gather entries)
 ``Rnic.poll``                           ``ibv_poll_cq``
-``Rnic.arm``                            ``ibv_req_notify_cq`` followed by one more look
+``Rnic.arm``                            ``ibv_req_notify_cq`` followed by one more poll
 ``Rnic.wait_fd``                        the completion channel's and async event file descriptors
 ``Rnic.completion_fd``                  the completion channel's alone
 ``RnicEvent``                           ``ibv_get_async_event``
@@ -74,7 +74,7 @@ class RnicError(OSError):
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Around what a verb asks of the system: its errors are the verb's refusal."""
+    """Turn the OSErrors of system calls that a verb makes into RnicErrors."""
     try:
         yield
     except RnicError:
@@ -91,11 +91,11 @@ class QueueFull(RnicError):
 
 
 class DeliveryUnknown(Exception):
-    """Nobody can tell whether what was to be delivered at once has arrived."""
+    """It is unknown if the data and the message of `QueuePair.deliver` have arrived."""
 
 
 class QpState(StrEnum):
-    """States of a queue pair, in the order in which it passes them."""
+    """States of a queue pair, in their order."""
 
     RESET = "RESET"
     INIT = "INIT"
@@ -105,7 +105,7 @@ class QpState(StrEnum):
 
 
 class WcOpcode(IntEnum):
-    """What completed."""
+    """The kind of work request that completed."""
 
     SEND = 0
     RDMA_WRITE = 1
@@ -113,7 +113,7 @@ class WcOpcode(IntEnum):
 
 
 class WcStatus(IntEnum):
-    """How it completed; the numbers are those of ``enum ibv_wc_status``."""
+    """The result of a work request; the numbers are those of ``enum ibv_wc_status``."""
 
     SUCCESS = 0
     LOC_LEN_ERR = 1
@@ -149,7 +149,7 @@ class Completion(NamedTuple):
 
 
 PlainCompletion: TypeAlias = "tuple[int, int, int, int, bytes | None]"
-"""The items of a `Completion`, without their names: made and taken apart in a third of the time."""
+"""The items of a `Completion`, without their names: made and unpacked in a third of the time."""
 
 
 class MemoryRegion(ABC):
@@ -157,7 +157,7 @@ class MemoryRegion(ABC):
 
     rkey: int
     address: int
-    """What a peer adds its offset to (64 bits)."""
+    """The address of the first byte, as peers use it (64 bits)."""
     length: int
 
     @abstractmethod
@@ -166,7 +166,7 @@ class MemoryRegion(ABC):
 
 
 class ProtectionDomain(ABC):
-    """Keeps what one link's peer may touch apart from all others (RFC 7609, 5)."""
+    """Separates the memory that one link's peer may access from all other memory (RFC 7609, 5)."""
 
     @abstractmethod
     def register(self, memory: Memory) -> MemoryRegion:
@@ -192,8 +192,8 @@ class QueuePair(ABC):
 
     @abstractmethod
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        """INIT to RTR: connect to the peer's queue pair.  Never waits for anybody: raises RnicError
-        (EHOSTUNREACH) when the peer's address is not known (`Rnic.address_known`).
+        """INIT to RTR: connect to the peer's queue pair.  Never waits: raises RnicError
+        (EHOSTUNREACH) if the peer's address is not known (`Rnic.address_known`).
 
         Args:
           gid: the peer RNIC's GID, 16 bytes.
@@ -217,8 +217,10 @@ class QueuePair(ABC):
 
     @abstractmethod
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
-        """Send as many bytes at most as a receive has, copied before this returns.  Raises
-        QueueFull."""
+        """Send at most as many bytes as a receive buffer has; they are copied before this returns.
+
+        Raises QueueFull.
+        """
 
     @abstractmethod
     def post_write(
@@ -234,8 +236,8 @@ class QueuePair(ABC):
         """Write ``data`` and then ``more`` to the peer's memory at ``address``.
 
         Unless `Rnic.copies_on_post`, both must stay unchanged until a completion of this or a
-        later request of the same queue pair.  Raises QueueFull.  What goes wrong later (RKey,
-        bounds, peer gone) comes as an error completion, and the queue pair is then in ERR.
+        later request of the same queue pair.  Raises QueueFull.  Later errors (RKey, bounds, peer
+        gone) are reported by an error completion, and the queue pair is then in ERR.
         """
 
     def deliver(
@@ -243,24 +245,24 @@ class QueuePair(ABC):
     ) -> bool:
         """Write ``data``, if any, and send ``message``, if that can be done before this returns.
 
-        Only where the peer's memory can be reached without a wire, and while nothing is queued.
+        Only if the peer's memory can be reached without a wire, and while nothing is queued.
 
         Returns:
-          True: both have arrived, and all that was posted before; there will be no completion.
-          False: to be posted with `post_write` and `post_send` instead.
+          True: both have arrived, after all that was posted before; there will be no completion.
+          False: the caller posts them with `post_write` and `post_send` instead.
 
         Raises:
-          DeliveryUnknown: the peer's queue pair ended just then, and may have taken it; this one
-            is in ERR, and a completion says so.
+          DeliveryUnknown: the peer's queue pair ended just then, and may have received them; this
+            queue pair is in ERR, and a completion reports that.
         """
         return False
 
     @abstractmethod
     def write_capacity(self) -> int:
-        """Bytes that `post_write` can take now; bounded only where `Rnic.copies_on_post`.
+        """Bytes that `post_write` can take now; bounded only if `Rnic.copies_on_post`.
 
-        It grows with completions, and only signaled ones are told of: a caller that waits for
-        room posts something signaled after its writes.
+        The number grows with completions, and only signaled requests have one: a caller that waits
+        for room posts a signaled request after its writes.
         """
 
     def can_reach(self, rkey: int) -> bool:
@@ -273,7 +275,7 @@ class QueuePair(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroy it.  Idempotent; completions not yet polled are dropped."""
+        """Destroy the queue pair.  Idempotent; completions not yet polled are dropped."""
 
 
 class Rnic(ABC):
@@ -293,7 +295,7 @@ class Rnic(ABC):
     send_depth: int
     """Work requests a queue pair's send queue holds."""
     routable: bool = False
-    """Whether `gid` serves SMC-R version 2: of RoCE version 2, and IPv4-mapped."""
+    """True if `gid` serves SMC-R version 2: of RoCE version 2, and IPv4-mapped."""
 
     @abstractmethod
     def open(self, directory: Path) -> None:
@@ -303,13 +305,16 @@ class Rnic(ABC):
     def close(self) -> None:
         """Close the device and all that was made from it.  Idempotent."""
 
-    def abandon(self) -> None:  # noqa: B027 - most devices have nothing to let go of
-        """This process is a forked child, the device is its parent's: let go of what keeps
-        peers from noticing the parent's end.  Never used again here, nor closed."""
+    def abandon(self) -> None:  # noqa: B027 - most devices have nothing to release
+        """Release what keeps peers from noticing the end of the parent process.
+
+        To be called in a forked child: the device belongs to its parent, and is neither used nor
+        closed here.
+        """
 
     @abstractmethod
     def alloc_memory(self, size: int) -> Memory:
-        """Zeroed memory of ``size`` bytes, the only one that can be registered with this RNIC.
+        """Zeroed memory of ``size`` bytes.  Only such memory can be registered with this RNIC.
 
         Each kind of RNIC has its own way of zeroing it again while it is registered.
         """
@@ -328,17 +333,17 @@ class Rnic(ABC):
         """
 
     def is_direct(self, gid: bytes) -> bool | None:
-        """Whether the peer with this GID is reached without a gateway; None: it is not reached."""
+        """True if the peer with this GID is reached without a gateway; None: it is not reached."""
         return True
 
     def address_known(self, gid: bytes) -> bool:
-        """Whether a queue pair can be connected to the peer with this GID at once, or is refused at
-        once.  If not, asks the network for the peer's address, without waiting: look again."""
+        """True if a queue pair can be connected to the peer with this GID at once, or is refused at
+        once.  If not, starts to resolve the peer's address, without waiting; call it again."""
         return True
 
     @abstractmethod
     def poll(self) -> list[Completion]:
-        """Take what has completed, oldest first; an empty list when there is nothing."""
+        """Take the completions, oldest first; an empty list if there are none."""
 
     def poll_plain(self) -> Sequence[PlainCompletion]:
         """As `poll`, for the hot path."""
@@ -355,12 +360,14 @@ class Rnic(ABC):
     def arm(self) -> bool:
         """Ask for a wakeup at the next completion.
 
-        Returns False when something has completed already: poll again instead of sleeping.
+        Returns False if there are completions already: poll again instead of sleeping.
         """
 
     def disarm(self) -> None:
-        """Whoever was to sleep is awake, and will `arm` again before it sleeps: spare a wakeup
-        that was not needed.  Optional; without `arm` before it does nothing."""
+        """Undo `arm`, because the loop is awake: spares a wakeup that is not needed.
+
+        Optional; without `arm` before it does nothing.
+        """
         return
 
     @abstractmethod
@@ -368,9 +375,11 @@ class Rnic(ABC):
         """A file descriptor for the thread to sleep on: readable when `service` has work."""
 
     def completion_fd(self) -> int | None:
-        """Until `close` this descriptor becomes readable for completions, and `wait_fd` for all
-        that it does not tell of: for a loop that waits for completions itself.  None: they cannot
-        be told apart."""
+        """A descriptor for a loop that waits for completions itself; valid until `close`.
+
+        It becomes readable for completions, and from then on `wait_fd` only for everything else.
+        None: this RNIC cannot separate them.
+        """
         return None
 
     def acknowledge(self) -> bool:
@@ -383,4 +392,4 @@ class Rnic(ABC):
     @abstractmethod
     def service(self) -> None:
         """Clear the readiness of `wait_fd` and do the slow work: device events, peers that
-        came or died.  Completions it produces are found by the next `poll`."""
+        came or went.  Completions that this produces are found by the next `poll`."""
