@@ -8,6 +8,7 @@ arrows and lines of text is compared.
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +212,10 @@ def _edges(table: Table, state: str) -> list[str]:
     ]
     if not rows:
         return ["No event is allowed here."]
-    return _grid(("event", "guards", "actions", "to", "RFC 7609"), rows)
+    sources = (edge.source for row in table.edges.values() for edge in row)
+    # A machine that no RFC has gives reasons in place of sections.
+    reason = "RFC 7609" if any(re.search(r"\d", source) for source in sources) else "why"
+    return _grid(("event", "guards", "actions", "to", reason), rows)
 
 
 def _grid(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
