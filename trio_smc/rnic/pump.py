@@ -91,7 +91,6 @@ class Pump:
     Attributes:
       machine: the machine that runs `PumpChart`.
       dispatcher, deferred, waits, solo: the parts of the pump.
-      drain: `Dispatcher.drain`, looked up once.
       waiting: tasks that are parked until a completion arrives.  Each task adds 1 before it parks
         and subtracts 1 afterwards.  `try_spin` polls only for the first.
       spin_due: a task has parked since the last spin and since the last completions; set by tasks
@@ -112,7 +111,7 @@ class Pump:
     __slots__ = (
         "_after_hook", "_awake_passes", "_before_hook", "_drained_after_sleep", "_nursery",
         "_unacknowledged", "_unused_passes", "_wake_by", "_wake_fd", "broken", "deferred",
-        "dispatcher", "drain", "machine", "passes", "solo", "spin_due", "unused", "waiting",
+        "dispatcher", "machine", "passes", "solo", "spin_due", "unused", "waiting",
         "waits", "wakeups", "woken",
     )  # fmt: skip
 
@@ -123,7 +122,6 @@ class Pump:
         self.deferred = Deferred(self.fail)
         self.waits = WaitHistory(spin)
         self.solo = SoloReader(self, self.dispatcher, self.deferred, self.waits)
-        self.drain: Callable[[], bool] = self.dispatcher.drain
         self.waiting: int = 0
         self.spin_due: bool = False
         self.woken: int = 0
@@ -148,7 +146,7 @@ class Pump:
         by = self._wake_by
         if by == "auto":
             by = "trio" if rnic.kind == "software" else "thread"
-        lane = Lane(rnic, rnic.completion_fd() if by == "trio" else None, self.drain)
+        lane = Lane(rnic, rnic.completion_fd() if by == "trio" else None, self.dispatcher.drain)
         self.resume_hooks()
         self.dispatcher.add(lane)
         if self.machine.state != "STOPPED":
@@ -189,6 +187,10 @@ class Pump:
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
         """Undo `register`.  Unknown queue pairs are ignored."""
         self.dispatcher.unregister(rnic, qp)
+
+    def drain(self) -> bool:
+        """See `Dispatcher.drain`."""
+        return self.dispatcher.drain()
 
     def drain_if_pending(self) -> None:
         """`drain`, but cheaper if there is nothing to poll."""
@@ -492,7 +494,7 @@ class Pump:
             deferred = self.deferred
             if deferred.soon or deferred.now:
                 deferred.begin_pass(sleeping=timeout > 0)
-            found = self.drain()
+            found = self.dispatcher.drain()
             if found:
                 waits = self.waits
                 waits.since = 0
@@ -569,7 +571,7 @@ class Pump:
             try:
                 for lane in self.dispatcher.lanes:
                     lane.disarm()
-                self._drained_after_sleep = self.drain()
+                self._drained_after_sleep = self.dispatcher.drain()
                 if self._drained_after_sleep and self.waiting:
                     self.waits.note_wakeup()
             except Exception as problem:

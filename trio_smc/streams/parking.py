@@ -23,7 +23,7 @@ from trio.lowlevel import Abort, RaiseCancelT
 from trio_smc.rnic.pump import UNHOOKED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+    from collections.abc import AsyncGenerator, Awaitable, Generator
 
     from trio_smc.datapath.connection import Connection
     from trio_smc.rnic.pump import Pump
@@ -136,19 +136,18 @@ class Parking:
 
     Attributes:
       identity: the stream's reader, as `SoloReader` knows it; keeps no stream alive.
-      strict: as the parameter.
-      is_over_budget: `Budget.is_exceeded`, looked up once.
+      strict, budget: as the parameters.
     """
 
     __slots__ = (
-        "_core", "_produced", "_pump", "_sleepers", "identity", "is_over_budget", "strict",
+        "_core", "_produced", "_pump", "_sleepers", "budget", "identity", "strict",
     )  # fmt: skip
 
     def __init__(self, core: Connection, pump: Pump, budget: Budget, *, strict: bool) -> None:
         self._core = core
         self._pump = pump
         self.strict = strict
-        self.is_over_budget: Callable[[], bool] = budget.is_exceeded
+        self.budget = budget
         self.identity = object()
         self._produced = 0  # bytes that had been sent when the last wait ended
         # With bound methods, which would be made anew each time they are looked up.
@@ -186,7 +185,7 @@ class Parking:
             setattr(core, waiter, _mark)
             core.messenger.tell()  # may call the waiter
             if not pump.woken:
-                pump.drain()
+                pump.dispatcher.drain()
                 pump.solo.polls += 1
             if getattr(core, waiter) is None:
                 return False
@@ -255,5 +254,5 @@ class Parking:
     async def turn_over(self, parked: bool) -> None:
         """End a call: if it has not ``parked``, let other tasks run, unless the budget of amortised
         checkpoints allows more calls."""
-        if not parked and (self.strict or self.is_over_budget()):
+        if not parked and (self.strict or self.budget.is_exceeded()):
             await _yield()

@@ -204,7 +204,7 @@ class RdmaStream(SmcStream):
                 self._check_sendable()
             if not parked:  # inlined `Parking.turn_over`
                 parking = self._parking
-                if parking.strict or parking.is_over_budget():
+                if parking.strict or parking.budget.is_exceeded():
                     await _yield()
         finally:
             sending.taken = False
@@ -354,7 +354,7 @@ class RdmaStream(SmcStream):
                     solo.reads += 1
                     if solo.last_reader is not parking.identity:
                         solo.change_reader(parking.identity)
-                if parking.strict or parking.is_over_budget():
+                if parking.strict or parking.budget.is_exceeded():
                     await _yield()  # inlined `Parking.turn_over`
             return data
         finally:
