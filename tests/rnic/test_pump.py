@@ -750,9 +750,7 @@ class TestSolo:
                 assert len(to_b.messages) == number
                 assert not await is_hooked(pump)
 
-    async def test_no_task_waits_on_the_doorbell_of_a_removed_rnic(
-        self, directory: Path
-    ) -> None:
+    async def test_no_task_waits_on_the_doorbell_of_a_removed_rnic(self, directory: Path) -> None:
         """As soon as the RNIC is closed, its descriptor number may belong to another file."""
         rnic = SoftRnic("removed")
         rnic.open(directory)

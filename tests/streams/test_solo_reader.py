@@ -319,8 +319,8 @@ async def test_solo_mode_ends_if_the_reader_does_not_come_back(
             monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PAUSE)
             pump.solo.watchdog.deadline = trio.current_time()  # type: ignore[union-attr]
             await pair[0].aclose()
-            state = pair[1]._core  # type: ignore[attr-defined]
-            while not state.got_closed:  # noqa: ASYNC110
+            [connection] = pairs.server.connections
+            while connection.state == "ACTIVE":  # noqa: ASYNC110  # no event reports a change of state
                 await trio.sleep(PAUSE)
             assert await is_hooked(pump)
             await pair[1].aclose()

@@ -24,6 +24,7 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timers
 from trio_smc.failover import replay
 from trio_smc.rnic.pump import Pump
+from trio_smc.stack.budget import Budget
 from trio_smc.states.tables import CONNECTION
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -53,6 +54,7 @@ class Endpoint:
 class Owner:
     def __init__(self) -> None:
         self.pump = Pump(spin=0)
+        self.budget = Budget(self.pump)
         self.timers = Timers(trio.current_time, lambda: None)
 
 

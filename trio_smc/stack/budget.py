@@ -31,7 +31,7 @@ _now: Final = time.perf_counter_ns
 
 
 class Budget:
-    """What the calls of one pass of the scheduler have used up.
+    """Counts the calls of one pass of the scheduler, and the time that they took.
 
     Args:
       pump: counts the passes while it has hooks in Trio's loop.
