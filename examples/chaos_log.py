@@ -62,7 +62,7 @@ class Recollection(logging.Handler):
         told = [
             (when, text)
             for when, text in islice(self._records, max(0, len(self._records) - TOLD), None)
-            if "goes on over link" not in text or any(name in text for name in names)
+            if "continues on link" not in text or any(name in text for name in names)
         ]
         for token in tokens:
             for when, device, qp_num, status, message in self._messages.get(

@@ -201,8 +201,8 @@ class TestRecollection:
     def test_a_connection_and_what_happened_around_it(self) -> None:
         recollection = Recollection()
         for name, text in (
-            ("trio_smc.failover", "<Connection 0x00000007 ACTIVE> goes on over link 2"),
-            ("trio_smc.failover", "<Connection 0x00000008 ACTIVE> goes on over link 2"),
+            ("trio_smc.failover", "<Connection 0x00000007 ACTIVE> continues on link 2"),
+            ("trio_smc.failover", "<Connection 0x00000008 ACTIVE> continues on link 2"),
             ("trio_smc.link", "<Link 2 ACTIVE> failed"),
         ):
             recollection.handle(logging.makeLogRecord({"name": name, "msg": text}))
@@ -212,7 +212,7 @@ class TestRecollection:
         recollection.sent("a", 5, bytes(44), 0)
         told = [text for _, text in recollection.of([7, 9])]
         assert told == [
-            "trio_smc.failover: <Connection 0x00000007 ACTIVE> goes on over link 2",
+            "trio_smc.failover: <Connection 0x00000007 ACTIVE> continues on link 2",
             "trio_smc.link: <Link 2 ACTIVE> failed",
             "a, queue pair 5: sent message 3 to 0x00000007, flags 0x00, status 0",
             "a, queue pair 6: validation of message 3 to 0x00000007, flags 0x00, status 0",

@@ -19,7 +19,7 @@ def listed(output: str) -> list[str]:
         ("rnic/pump.py", "tests/rnic/test_pump.py"),
         ("wire/clc.py", "tests/wire/test_clc.py"),
         ("config/config.py", "tests/config/test_config.py"),
-        ("tools/supervisor.py", "tests/tools/test_run.py"),
+        ("failover/replay.py", "tests/failover/test_replay.py"),
     ],
 )
 def test_the_file_that_is_about_the_module_comes_first(

@@ -231,7 +231,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
         (["--config", "pnet.toml", "--", "true"], "the PNET table missing.pnet cannot be read: No"),
         (["--config", "port.toml", "--", "true"], "rnics: 'roce:rxe0:x' is neither "),
         (["--config", "capture.toml", "--", "true"], "capture: there is no directory for 'a/b'"),
-        (["--config", "switch.toml", "--", "true"], "require_smc: 1 is neither true nor false"),
+        (["--config", "switch.toml", "--", "true"], "require_smc: 1 is not true or false"),
         (["--config", "path.toml", "--", "true"], "directory: 7 is not a path"),
     ],
 )

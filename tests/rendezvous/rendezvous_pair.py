@@ -215,6 +215,7 @@ class Side:
 
     def __init__(self, world: World, config: Config, *, rnics: int = 1, **rnic: Any) -> None:
         self.stack = stack = Runtime(config, world.clock)
+        stack.timers.work_clock = world.work_clock
         self._fabric = world.fabric
         self._directory = config.private_directory()
         self._options = rnic
@@ -455,6 +456,11 @@ class Call:
         return self.client.connection, self.server.connection
 
 
+def _no_work() -> float:
+    """A clock of processor time that stands still: every call has its turn at once."""
+    return 0.0
+
+
 class World:
     """Stacks, the fabric and the calls between them; a context manager that frees everything and
     checks that nothing is left."""
@@ -462,6 +468,7 @@ class World:
     def __init__(self, *, tells_death: bool = True) -> None:
         self.fabric = Fabric(tells_death=tells_death)
         self.clock = Clock()
+        self.work_clock: Callable[[], float] = _no_work
         self.sides: list[Side] = []
         self.calls: list[Call] = []
         self.complaints = Complaints()
@@ -559,6 +566,8 @@ class World:
         """Free everything and check that it is gone."""
         for side in self.sides:
             side.free()
+            while side.stack.timers.next_deadline() <= self.clock.now:
+                side.stack.timers.run_due()  # ends whose turn had not come
         for side in self.sides:
             assert not side.groups
             assert not side.connections

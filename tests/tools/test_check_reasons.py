@@ -189,7 +189,7 @@ def another_network(patch: Patch) -> None:
         patch.setattr(f"trio_smc.{place}.is_same_host", lambda local, remote: False)
     for module in (same_host, directory):
         patch.setattr(module, "is_named", lambda path: True)
-    patch.setattr(directory, "other_namespaces", lambda root, but: [but])
+    patch.setattr(directory, "other_namespaces", lambda root, but: [f"{directory.TOP}/{but}"])
     patch.setattr(publication, "Probe", not_mine)
 
 

@@ -586,7 +586,8 @@ def test_control_characters_in_a_name(tmp_path: Path) -> None:
 
 def test_a_number_that_is_used_again_is_another_process() -> None:
     """An open directory of /proc stays that of the process that has ended."""
-    with process([sys.executable, "-c", "print(1, flush=True); input()"]) as started:
+    command = [sys.executable, "-c", "print(1, flush=True); input()"]
+    with process(command, stdin=subprocess.PIPE) as started:
         seen = Process(started.pid)
         assert seen.link("exe")
         started.popen.kill()

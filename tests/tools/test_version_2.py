@@ -253,10 +253,10 @@ async def test_check_with_the_ueids_of_the_kernel(
 @pytest.mark.parametrize("bad", ["", "a", "PLANT_7", "X" * 33, "-A"])
 def test_check_takes_no_bad_ueid(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = command_here(capsys, "check", HOST, "1", f"--ueid={bad}")
-    assert f"ueids: {bad!r} is no UEID" in one_line(done)
+    assert f"ueids: {bad!r} is not a name of 1 to 32 characters" in one_line(done)
 
 
 def test_check_takes_eight_ueids_at_most(capsys: pytest.CaptureFixture[str]) -> None:
     named = [f"--ueid=N{number}" for number in range(9)]
     done = command_here(capsys, "check", HOST, "1", *named)
-    assert "ueids: 9 of them, where 8 can be offered" in one_line(done)
+    assert "is not 'kernel' or a tuple of at most 8 names" in one_line(done)

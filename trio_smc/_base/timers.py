@@ -54,10 +54,16 @@ class Timers:
     Args:
       clock: returns the present in seconds.
       earlier: called when a new timer is due before all others, so that a sleeper can be woken.
+
+    Attributes:
+      now: ``clock``.
+      work_clock: returns the seconds of processor time that this thread has used.  Tests replace it
+        by a clock of their own, so that the same seed always takes the same turns.
     """
 
     def __init__(self, clock: Callable[[], float], earlier: Callable[[], None]) -> None:
         self.now = clock
+        self.work_clock: Callable[[], float] = time.thread_time
         self._earlier = earlier
         self._heap: list[tuple[float, int, Timer]] = []
         self._number = count()
@@ -104,14 +110,13 @@ class Timers:
         """Call what is due, in the order of its deadlines, for about a millisecond.
 
         The rest stays due: `next_deadline` is in the past then, and the next call goes on with it.
-        The caller lets others run before that.  The time is taken from the system and not from the
-        clock of the timers, which may stand still.
+        The caller lets others run before that.
 
         Returns:
           True: something was called.
         """
         now, called = self.now(), False
-        self._turn_end = time.perf_counter() + _TURN
+        self._turn_end = self.work_clock() + _TURN
         inside, self._in_turn = self._in_turn, True
         try:
             while self.next_deadline() <= now:
@@ -120,7 +125,7 @@ class Timers:
                 if callback is not None:
                     callback()
                     called = True
-                    if time.perf_counter() >= self._turn_end:
+                    if self.work_clock() >= self._turn_end:
                         break
         finally:
             self._in_turn = inside
@@ -149,16 +154,16 @@ class Timers:
             if len(self._put_off) == 1:
                 self.call_later(0.0, self._next_in_turn)
             return
-        began = time.thread_time()
+        began = self.work_clock()
         self._in_turn = True
         try:
             callback()
         finally:
             self._in_turn = False
-            self._spent += time.thread_time() - began + charge
+            self._spent += self.work_clock() - began + charge
 
     def _is_spent(self) -> bool:
-        now = time.perf_counter()
+        now = self.now()
         self._spent = max(0.0, self._spent - _RECOVERY * (now - self._reckoned))
         self._reckoned = now
         return self._spent >= _TURN
@@ -170,7 +175,7 @@ class Timers:
                 callback, charge = self._put_off.popleft()
                 self.charge(charge)
                 callback()
-                if time.perf_counter() >= self._turn_end:
+                if self.work_clock() >= self._turn_end:
                     break
         finally:
             if self._put_off:

@@ -434,4 +434,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
 
 
 def _tcp_state(sock: trio.socket.SocketType) -> int:
+    """The state of the TCP connection; 0, which is none, where the system does not report it."""
+    if not hasattr(stdlib_socket, "TCP_INFO"):
+        return 0
     return sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]

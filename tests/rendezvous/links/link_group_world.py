@@ -147,6 +147,23 @@ class Stream:
             connection.abort()
 
 
+class UnevenWork:
+    """A clock of processor time by which some calls take longer than a turn, and most take none.
+
+    Each seed puts other ends off (`trio_smc._base.timers`), and always the same ones.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        if self._rng.random() < 0.1:
+            self._now += 0.002
+        return self._now
+
+
 class GroupWorld(World):
     """Two sides, their streams, and everything on its way.
 
@@ -165,6 +182,7 @@ class GroupWorld(World):
         write: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(tells_death=False)
+        self.work_clock = UnevenWork(rng.getstate()[1][0])
         self.rng = rng
         self.client = self.side(config, rnics=rnics[0])
         self.server = self.side(config, rnics=rnics[1])

@@ -386,7 +386,7 @@ def other_namespaces(root: PrivateDirectory, but: str) -> list[str]:
         try:
             top = root.below(name)
         except OSError as error:
-            if root.group is None and not isinstance(error, FileNotFoundError):
+            if is_lack(error) or (root.group is None and not isinstance(error, FileNotFoundError)):
                 raise
             continue
         try:
