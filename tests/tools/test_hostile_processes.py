@@ -584,6 +584,39 @@ def test_control_characters_in_a_name(tmp_path: Path) -> None:
     assert found.text.endswith("server\\x1b[2J\\nremedy     run it as root, is no Python program")
 
 
+RENAMED = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, sys.argv.pop(1).encode(), 0, 0, 0)  # PR_SET_NAME
+"""
+
+
+@pytest.mark.parametrize("name", ["a\rUid:\t0 0", "a\rUid:\tx", "a\rNSpid:\tx", "a\nUid:\t7"])
+def test_a_name_that_looks_like_another_field(name: str) -> None:
+    """The name of a process stands before its users in /proc/PID/status."""
+    program = f"{RENAMED}\nprint(1, flush=True); input()"
+    with (
+        process([sys.executable, "-c", program, name], stdin=subprocess.PIPE) as started,
+        Process(started.pid) as seen,
+    ):
+        assert name[:2].encode() in Path(f"/proc/{started.pid}/comm").read_bytes()
+        assert seen.users() == (os.getuid(),) * 4
+        assert seen.numbers()[0] == started.pid
+
+
+@root_only
+def test_a_process_that_claims_this_user_by_its_name() -> None:
+    arguments = ["AF_INET", "127.0.0.1"]
+    with (
+        reserved_port() as port,
+        process(
+            [sys.executable, "-c", RENAMED + LISTEN, "a\rUid:\t0 0", *arguments, str(port), "0",
+             f"before:{OTHER_USER}"]
+        ),
+    ):  # fmt: skip
+        found = explain("127.0.0.1", port)
+    assert found.text == f"the listener belongs to user {OTHER_USER}, this process to 0"
+
+
 def test_a_number_that_is_used_again_is_another_process() -> None:
     """An open directory of /proc stays that of the process that has ended."""
     command = [sys.executable, "-c", "print(1, flush=True); input()"]

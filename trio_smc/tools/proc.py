@@ -97,8 +97,9 @@ class Process:
         return self._status("NSpid") or (self.pid,)
 
     def _status(self, field: str) -> tuple[int, ...]:
-        # The name of the process comes before the other fields; line ends in it are escaped.
-        for line in self._read("status", _STATUS).splitlines():
+        # The name of the process comes before the other fields.  The kernel escapes a line feed in
+        # it, but no carriage return, where `splitlines` would begin a line of its own.
+        for line in self._read("status", _STATUS).split(b"\n"):
             if line.startswith(field.encode() + b":"):
                 return tuple(map(int, line.split()[1:]))
         return ()
