@@ -16,9 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from trio_smc.capture.output_file import trust_directory
 from trio_smc.config.config import DEFAULT_PINS
 from trio_smc.rendezvous.discovery import bpf as _bpf
-from trio_smc.rendezvous.discovery.tcp_option import LINK_NAME, MAP_NAME, load_option, own_cgroup
+from trio_smc.rendezvous.discovery.tcp_option import (
+    LINK_NAME,
+    MAP_NAME,
+    load_option,
+    mounts,
+    own_cgroup,
+)
 
 __all__ = [
     "set_up_tcp_option",
@@ -46,7 +53,8 @@ def set_up_tcp_option(
       cgroup: a directory of the version-2 cgroup hierarchy: only processes in it and below it
         can use the option.  None: the root of the hierarchy, so all processes.
       pins: directory for the pinned objects; made, with a BPF file system on it, unless it lies
-        in one already.  Processes find it by `Config.tcp_option`.
+        in one already.  Other users must not be able to replace a directory on its path.  Processes
+        find it by `Config.tcp_option`.
 
     Returns:
       whether a program was loaded; False: it was there already.
@@ -97,6 +105,7 @@ def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
     if sys.platform != "linux":
         return False
     pins = Path(os.path.abspath(pins))
+    _check_path(pins)
     removed = _remove(pins)
     if _mounted_type(pins, exactly=True) == "bpf":
         with _explained(f"listing {pins}"):
@@ -124,13 +133,33 @@ def _group_id(group: str | None) -> int | None:
 
 
 def _make_directory(pins: Path) -> None:
+    _check_path(pins)
     with _explained(f"making {pins}"):
-        if _mounted_type(pins) == "bpf":
-            pins.mkdir(mode=0o755, exist_ok=True)
-            return
-        pins.mkdir(mode=0o755, parents=True, exist_ok=True)
+        mounted = _mounted_type(pins) == "bpf"
+        pins.mkdir(mode=0o755, parents=not mounted, exist_ok=True)
+    # Again: in a sticky directory, another user may have made it first.
+    _check_path(pins)
+    if mounted:
+        return
     with _explained(f"mounting a BPF file system on {pins}"):
         _bpf.mount_bpffs(pins)
+
+
+def _check_path(pins: Path) -> None:
+    """Raise PermissionError if another user could make the path lead elsewhere.
+
+    Root would mount a file system there, and give a name in it to a group.
+    """
+    known = pins
+    while not os.path.lexists(known):
+        known = known.parent
+    try:
+        trust_directory(known)
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            return  # not even root's directories are open to this process, which cannot go on
+        text = f"{pins} is not safe: {error.strerror}"
+        raise PermissionError(errno.EPERM, text) from error
 
 
 def _is_set_up(pins: Path, cgroup: Path) -> bool:
@@ -167,14 +196,11 @@ def _remove(pins: Path) -> bool:
 def _mounted_type(path: Path, *, exactly: bool = False) -> str | None:
     """Type of the file system that ``path`` is on; ``exactly``: that is mounted right there."""
     best, kind = -1, None
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            left, _, right = line.partition(" - ")
-            point = Path(left.split()[4].replace("\\040", " "))
-            here = path == point or (not exactly and path.is_relative_to(point))
-            # A later mount on the same point hides the earlier one.
-            if here and len(point.parts) >= best:
-                best, kind = len(point.parts), right.split()[0]
+    for each in mounts():
+        here = path == each.point or (not exactly and path.is_relative_to(each.point))
+        # A later mount on the same point hides the earlier one.
+        if here and len(each.point.parts) >= best:
+            best, kind = len(each.point.parts), each.kind
     return kind
 
 

@@ -19,11 +19,13 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -41,8 +43,10 @@ __all__ = [
     "LINK_NAME",
     "MAP_NAME",
     "Loaded",
+    "Mount",
     "TcpOption",
     "load_option",
+    "mounts",
     "own_cgroup",
 ]
 
@@ -55,6 +59,8 @@ LINK_NAME: Final = "link_1"
 
 _GUARDED_LISTENERS: Final = 16384
 _TCP_INFO_SIZE: Final = 8
+_ESCAPE: Final = re.compile(rb"\\([0-3][0-7]{2})")
+"""A character of a path in /proc/self/mountinfo, by its octal number."""
 
 _Socket = socket.socket | trio.socket.SocketType
 
@@ -92,21 +98,51 @@ def load_option(cgroup: Path) -> Loaded:
         return Loaded(words, link)
 
 
+class Mount(NamedTuple):
+    """A line of /proc/self/mountinfo.
+
+    Attributes:
+      root: the directory of the file system that is mounted.
+      point: where it is mounted.
+      kind: the type of the file system.
+    """
+
+    root: str
+    point: Path
+    kind: str
+
+
+def mounts() -> Iterator[Mount]:
+    """The mounts that this process sees, in the kernel's order.  Raises OSError.
+
+    Users choose some of the paths (fusermount).  The kernel escapes a space, a tab, a line feed and
+    a backslash in them, and nothing else, so only a line feed ends a line and only a space a field:
+    text mode would end a line at a carriage return, and `str.split` a field at many characters.
+    """
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):
+        left, _, right = line.partition(b" - ")
+        fields = left.split(b" ")
+        if right:
+            root, point = (os.fsdecode(_ESCAPE.sub(_unescaped, each)) for each in fields[3:5])
+            yield Mount(root, Path(point), os.fsdecode(right.split(b" ", 1)[0]))
+
+
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    return bytes([int(escape[1], 8)])
+
+
 def own_cgroup(*, root: bool = False) -> Path:
     """This process's directory in the version-2 cgroup hierarchy, or the hierarchy's root.
 
     Raises:
       OSError: none is mounted (ENOENT).
     """
-    with open("/proc/self/cgroup", encoding="utf-8") as lines:
-        own = next((line.rstrip("\n")[3:] for line in lines if line.startswith("0::")), "/")
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            left, _, right = line.partition(" - ")
-            if right.split()[0] == "cgroup2":
-                mounted, point = left.split()[3:5]
-                below = "." if root else os.path.relpath(own, mounted)
-                return Path(os.path.normpath(os.path.join(point, below)))
+    lines = Path("/proc/self/cgroup").read_bytes().split(b"\n")
+    own = next((os.fsdecode(line[3:]) for line in lines if line.startswith(b"0::")), "/")
+    for each in mounts():
+        if each.kind == "cgroup2":
+            below = "." if root else os.path.relpath(own, each.root)
+            return Path(os.path.normpath(each.point / below))
     raise FileNotFoundError(errno.ENOENT, "no cgroup2 file system is mounted")
 
 
