@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -234,6 +235,21 @@ async def test_check_of_a_server_that_does_not() -> None:
     assert "decided by this side" in done.out
     # The server is this process, of whom more is known than the reason's own remedy says.
     assert f"listener   process {os.getpid()} " in done.out
+
+
+async def test_check_of_an_address_in_brackets() -> None:
+    """As it stands before a port."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        done = await quick_command("check", "[::1]", server.getsockname()[1], "--json")
+    assert done.code == 1, done.err
+    assert json.loads(done.out)["host"] == "::1"
+
+
+async def test_check_of_another_address_of_this_host() -> None:
+    """The client's own address is 127.0.0.1 then."""
+    with socket.create_server(("127.0.0.5", 0)) as server:
+        done = await quick_command("check", "127.0.0.5", server.getsockname()[1], "--json")
+    assert json.loads(done.out)["listener"]["pid"] == os.getpid(), done.out
 
 
 async def test_check_names_what_the_server_declined_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ import pytest
 from tests.ports import reserved_port
 from trio_smc import Config
 from trio_smc.tools.proc import Process
-from trio_smc.tools.processes import Obstacle, explain_listener, family
+from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, family
 from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
@@ -565,6 +566,99 @@ def test_a_file_system_of_its_own(tmp_path: Path) -> None:
     assert found.pid == started.pid
     ending = "another user namespace" if "-rm" in command else "a file system of its own"
     assert ending in found.text
+
+
+BOUND = """
+import json, os, socket, subprocess, sys
+from trio_smc import Config
+from trio_smc.tools.processes import explain_listener
+
+def bound(interface, user):
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+    sock.bind(("", 7000))
+    sock.listen()
+    ready, wait = os.pipe()
+    if not os.fork():
+        if user:
+            os.setuid(user)
+        os.close(ready)
+        os.close(wait)
+        while True:
+            sock.accept()[0].send(str(os.getpid()).encode())
+    sock.close()
+    os.close(wait)
+    os.read(ready, 1)
+
+for command in ("link set lo up", "link add one type veth peer name two", "link set two up",
+                "addr add 192.0.2.9/24 dev one", "link set one up"):
+    subprocess.run(["ip", *command.split()], check=True)
+bound("one", int(sys.argv[1]))
+bound("lo", 0)
+for host in ("192.0.2.9", "127.0.0.1"):
+    with socket.create_connection((host, 7000)) as client:
+        pid = client.recv(20).decode()
+        found = explain_listener(host, 7000, Config().private_directory, client.getsockname())
+    print(json.dumps([pid, str(found.pid), found.text]))
+"""
+
+
+@root_only
+@pytest.mark.parametrize("user", [0, OTHER_USER])
+def test_sockets_that_are_bound_to_interfaces(user: int) -> None:
+    """Within the host, too, a connection arrives by the interface that has the address."""
+    alone = ["unshare", "-n", "--kill-child", "-pf", "--mount-proc"]
+    make = [*alone, "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
+    try:
+        if subprocess.run(make, capture_output=True, check=False).returncode:
+            pytest.skip("no interface can be made here")
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    command = [*alone, sys.executable, "-c", BOUND, str(user)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    (first, judged, text), (second, own, _) = map(json.loads, done.stdout.splitlines())
+    assert own == second
+    if user:
+        assert text == f"the listener belongs to user {user}, this process to 0"
+    else:
+        assert judged == first
+
+
+ANOTHER_NETWORK = """
+import socket, sys, os
+ipv6 = socket.socket(socket.AF_INET6)
+ipv6.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+ipv6.bind(("::", 7000))
+ipv6.listen()
+ready, wait = os.pipe()
+if os.fork():
+    ipv6.close()
+    os.setuid(int(sys.argv[1]))
+    ipv4 = socket.create_server(("0.0.0.0", 7000))
+    print(os.getpid(), flush=True)
+    os.close(wait)
+input()
+"""
+
+
+@root_only
+def test_an_ipv6_listener_in_another_network_namespace() -> None:
+    """It serves no IPv4, so the other user's process beside it is judged."""
+    try:
+        made = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        if subprocess.run([*made, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no network namespaces here")
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    command = [*made, sys.executable, "-c", ANOTHER_NETWORK, str(OTHER_USER)]
+    with process(command, stdin=subprocess.PIPE) as started:
+        ipv4 = explain_container("127.0.0.1", 7000, HERE())
+        ipv6 = explain_container("::1", 7000, HERE())
+    assert ipv4 is not None
+    assert ipv6 is not None
+    assert (ipv4.pid, ipv4.uid) == (started.port, OTHER_USER)
+    assert ipv6.pid != started.port
+    assert "without a stack of trio_smc" in ipv6.text
 
 
 # --- names ---------------------------------------------------------------------------------

@@ -29,8 +29,14 @@ from trio_smc.control.protocol import (
 )
 from trio_smc.tools.interpreters import find_trio_smc, is_python
 from trio_smc.tools.output import plain
-from trio_smc.tools.proc import Process, TcpSocket, process_numbers
-from trio_smc.tools.sock_diag import Listener, accepted_inode, candidates, listeners
+from trio_smc.tools.proc import Process, process_numbers
+from trio_smc.tools.sock_diag import (
+    Listener,
+    accepted_inode,
+    candidates,
+    interfaces,
+    listeners,
+)
 
 __all__ = [
     "Obstacle",
@@ -109,7 +115,8 @@ def explain_listener(
       client: this side's end of a connection to it; it decides between processes that share
         the port.
     """
-    found = candidates(_listeners(), address, port)
+    arrives_by = interfaces(address)
+    found = candidates(_listeners(), address, port, arrives_by)
     if not found:
         return explain_container(None, port, directory) or Obstacle(
             "nothing in this network namespace listens there: a container, or the system passes it "
@@ -121,7 +128,7 @@ def explain_listener(
         holders = _holders({each.inode for each in found}, found[0].uid, exits)
         if len(holders) > 1 and client is not None:
             # Of the processes that share the port, the one that accepted the connection serves it.
-            accepted = accepted_inode((address, port), client)
+            accepted = accepted_inode((address, port), client, arrives_by)
             serving = [each for each in holders if accepted in each.sockets()]
             holders = serving or holders
         proxy = f"put 'trio-smc proxy smc:HOST:PORT tcp:{_endpoint(address, port)}' in front of it"
@@ -143,13 +150,16 @@ def _listeners() -> list[Listener]:
         return listeners()
     except OSError:
         with Process(os.getpid()) as own:
-            return [
-                Listener(
-                    each.address, each.port, ":" in each.address, None, 0, each.uid, each.inode
-                )
-                for each in own.tcp_sockets()
-                if each.state == _LISTEN
-            ]
+            return _listeners_of(own)
+
+
+def _listeners_of(process: Process) -> list[Listener]:
+    """The listening sockets of a process's network namespace."""
+    return [
+        Listener(each.address, each.port, ":" in each.address, None, 0, each.uid, each.inode)
+        for each in process.tcp_sockets()
+        if each.state == _LISTEN
+    ]
 
 
 def _holders(inodes: set[str], maker: int, exits: contextlib.ExitStack) -> list[Process]:
@@ -302,15 +312,12 @@ def explain_container(address: str | None, port: int, directory: Path) -> Obstac
 
 def _serving(process: Process, address: str | None, port: int) -> set[str]:
     """The inodes of the sockets that serve an address in a process's network namespace."""
-    if address is not None and address not in process.addresses():
+    found = _listeners_of(process)
+    if address is None:
+        return {each.inode for each in found if each.port == port}
+    if address not in process.addresses():
         return set()
-    sockets = process.tcp_sockets()
-    return {each.inode for each in sockets if _listens(each, address or each.address, port)}
-
-
-def _listens(each: TcpSocket, address: str, port: int) -> bool:
-    anywhere = each.address in ("0.0.0.0", "::")
-    return each.state == _LISTEN and each.port == port and (anywhere or each.address == address)
+    return {each.inode for each in candidates(found, address, port)}
 
 
 def _in_container(process: Process, ours: Path) -> Obstacle:

@@ -2,7 +2,8 @@
 
 The kernel answers over netlink (NETLINK_SOCK_DIAG), for sockets of all users in this process's
 network namespace.  Unlike /proc/net/tcp6, the answer says whether a socket of `::` is IPv6 only.
-Where the kernel has no sock_diag, /proc/net is read instead, and that is unknown.
+Where the kernel has no sock_diag, /proc/net is read instead, and that is unknown.  The addresses of
+interfaces come from NETLINK_ROUTE.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Listener", "accepted_inode", "candidates", "listeners"]
+__all__ = ["Listener", "accepted_inode", "candidates", "interfaces", "listeners"]
 
+_NETLINK_ROUTE: Final = 0
 _NETLINK_SOCK_DIAG: Final = 4
+_RTM_GETADDR: Final = 22
+_IFA_ADDRESS: Final = 1
+_IFA_LOCAL: Final = 2
 _SOCK_DIAG_BY_FAMILY: Final = 20
 _NLM_F_REQUEST: Final = 0x1
 _NLM_F_DUMP: Final = 0x300
@@ -37,6 +42,7 @@ _NAMES: Final = struct.Struct("!HH16s16s")
 _REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the socket's names
 _AFTER: Final = struct.Struct("=I8sIIIII")  # interface, cookie, expires, queues, uid, inode
 _ATTRIBUTE: Final = struct.Struct("=HH")
+_IF_ADDRESS: Final = struct.Struct("=BBBBI")  # ifaddrmsg: family, length, flags, scope, interface
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +73,23 @@ class Listener:
         return self.address in ("0.0.0.0", "::")
 
 
-def candidates(found: Iterable[Listener], address: str, port: int) -> list[Listener]:
+def candidates(
+    found: Iterable[Listener], address: str, port: int, arrives_by: Collection[int] = ()
+) -> list[Listener]:
     """The sockets among which the kernel chooses for a connection to an address of this host.
 
     A socket bound to the address comes before one bound to none, a socket bound to an interface
     before one that is not, and IPv4 before a socket of `::` that serves IPv4 as well.  More than
     one is left only if they share the port by SO_REUSEPORT, or if `v6_only` is unknown.
+
+    arrives_by: the interfaces that have the address (`interfaces`); without them a socket that is
+      bound to an interface is no candidate.
     """
     best: dict[tuple[int, int, int], list[Listener]] = {}
     destination = ipaddress.ip_address(address.partition("%")[0])
     for each in found:
-        if each.port != port or each.interface not in (0, _LOOPBACK):
-            continue  # connections within the host arrive by the loopback interface
+        if each.port != port or (each.interface and each.interface not in arrives_by):
+            continue
         specific = not each.is_wildcard
         if specific:
             serves = ipaddress.ip_address(each.address) == destination
@@ -105,18 +116,52 @@ def listeners() -> list[Listener]:
     return found
 
 
-def accepted_inode(server: tuple[str, int], client: tuple[str, int]) -> str | None:
+def interfaces(address: str) -> set[int]:
+    """The interfaces by which a connection within this host arrives at an address.
+
+    Packets within the host go through the loopback interface, but for sockets that are bound to an
+    interface they arrive by the one that has the address.
+    """
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
+    request = _IF_ADDRESS.pack(family, 0, 0, 0, 0)
+    found = set()
+    try:
+        for message in _request(request, _NLM_F_DUMP, _NETLINK_ROUTE, _RTM_GETADDR):
+            attributes = dict(_attributes(message[_IF_ADDRESS.size :]))
+            # Of a point-to-point interface, IFA_ADDRESS is the other end's.
+            own = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
+            if own is not None and own == wanted.packed:
+                found.add(_IF_ADDRESS.unpack_from(message)[4])
+    except OSError:
+        return {_LOOPBACK}
+    return found or {_LOOPBACK}  # 127.0.0.2 is the address of none
+
+
+def accepted_inode(
+    server: tuple[str, int], client: tuple[str, int], arrives_by: Collection[int] = (_LOOPBACK,)
+) -> str | None:
     """The inode of the server's socket of a connection within this host; None: it has none.
 
     A connection that waits to be accepted, or was closed by the server, has none.
+
+    arrives_by: as in `candidates`.
     """
+    for interface in arrives_by:
+        inode = _accepted_inode(server, client, interface)
+        if inode is not None:
+            return inode
+    return None
+
+
+def _accepted_inode(server: tuple[str, int], client: tuple[str, int], interface: int) -> str | None:
     ends = [ipaddress.ip_address(host.partition("%")[0]) for host, _ in (server, client)]
     if ends[0].version != ends[1].version:
         return None
     family = socket.AF_INET if ends[0].version == 4 else socket.AF_INET6
     names = _NAMES.pack(server[1], client[1], ends[0].packed, ends[1].packed)
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
-    request += names + struct.pack("=I", _LOOPBACK) + _NO_COOKIE
+    request += names + struct.pack("=I", interface) + _NO_COOKIE
     try:
         messages = list(_request(request, 0))
     except OSError:
@@ -128,13 +173,18 @@ def accepted_inode(server: tuple[str, int], client: tuple[str, int]) -> str | No
     return None
 
 
-def _request(request: bytes, flags: int) -> Iterator[bytes]:
+def _request(
+    request: bytes,
+    flags: int,
+    protocol: int = _NETLINK_SOCK_DIAG,
+    kind_of_request: int = _SOCK_DIAG_BY_FAMILY,
+) -> Iterator[bytes]:
     """The kernel's messages, without their headers.  Raises OSError."""
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as sock:
+    with socket.socket(socket.AF_NETLINK, kind, protocol) as sock:
         sock.settimeout(_WAIT)
         length = _HEADER.size + len(request)
-        header = _HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | flags, 1, 0)
+        header = _HEADER.pack(length, kind_of_request, _NLM_F_REQUEST | flags, 1, 0)
         sock.sendto(header + request, (0, 0))
         while True:
             data, sender = sock.recvfrom(_RECEIVE)
@@ -148,7 +198,7 @@ def _request(request: bytes, flags: int) -> Iterator[bytes]:
                     return
                 if message == _NLMSG_ERROR:
                     (code,) = struct.unpack_from("=i", body)
-                    raise OSError(-code, "sock_diag")
+                    raise OSError(-code, "netlink")
                 yield body
                 at += max(_HEADER.size, size + 3 & ~3)
             if not flags:

@@ -118,7 +118,7 @@ class Report:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("host", metavar="HOST", help="name or address")
+    parser.add_argument("host", metavar="HOST", type=_host, help="name or address")
     parser.add_argument("port", metavar="PORT", type=tcp_port, help="TCP port")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"), default="auto",
                         help="as Config(discovery=...); default: auto")  # fmt: skip
@@ -129,6 +129,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="for all of it; default: 15")  # fmt: skip
     add_directory(parser)
     add_json(parser)
+
+
+def _host(text: str) -> str:
+    """A name or an address; an IPv6 address may have the brackets that it has before a port."""
+    inner = text.removeprefix("[").removesuffix("]")
+    return inner if text == f"[{inner}]" and ":" in inner else text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -235,7 +241,7 @@ async def _connect(report: Report, stack: trio_smc.Stack, directory: Path) -> No
             # The thread is left behind if the time is over: another process can hold up /proc.
             explain = (
                 partial(explain_listener, *there, directory, named)
-                if named[0] == there[0]
+                if named[0] == there[0] or ipaddress.ip_address(there[0]).is_loopback
                 else partial(explain_container, *there, directory)
             )
             found = await trio.to_thread.run_sync(explain, abandon_on_cancel=True)
