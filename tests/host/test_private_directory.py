@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -246,6 +247,18 @@ def test_members_that_make_thousands_of_directories_are_bounded(tmp_path: Path) 
         assert len(opened.member_directories("tcp")) == 4
         own = opened.member_directory("tcp", create=True)
         assert stat.S_IMODE((path / own).stat().st_mode) == 0o2750
+
+
+def test_a_directory_that_cannot_be_found_among_too_many_names(tmp_path: Path) -> None:
+    """It is not called missing: a command would say that nothing runs."""
+    with opened_shared(tmp_path) as (opened, path):
+        with pytest.raises(FileNotFoundError):
+            opened.member_directory("control", private=True)
+        for number in range(4096):
+            (path / f"n{number}").touch()
+        with pytest.raises(OSError, match="4096 names or more") as caught:
+            opened.member_directory("control", private=True)
+        assert caught.value.errno == errno.E2BIG
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "fifo"])

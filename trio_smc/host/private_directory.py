@@ -279,7 +279,7 @@ class PrivateDirectory:
 
         Raises:
           FileNotFoundError: it is missing, without `create`.
-          OSError: it cannot be made.
+          OSError: it cannot be made, or there are more names than are looked at (E2BIG).
         """
         if not self._is_shared:
             if create:
@@ -295,6 +295,9 @@ class PrivateDirectory:
                     if found.owner == user and (found.group is None) == private:
                         return name
         if not create:
+            if len(self.entries()) >= _MOST_NAMES:
+                text = f"it has {_MOST_NAMES} names or more; this user's are not the first"
+                raise OSError(errno.E2BIG, text, kind)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), kind)
         made = f"{kind}-{secrets.token_hex(8)}"
         self._make(made, private=private)
