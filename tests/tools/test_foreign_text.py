@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,9 @@ class Liar:
         below = directory / control.DIRECTORY
         below.mkdir(mode=0o700, exist_ok=True)
         self.ends: tuple[Any, Any] | None = None
+        self.is_ready = threading.Event()  # until then no answer is given
+        self.is_ready.set()
+        self.parts: Sequence[str] | None = None  # only these, whatever is wanted
         self._refuse = refuse
         self._name = name
         self._path = below / f"{os.getpid()}-{name}"
@@ -116,7 +119,8 @@ class Liar:
             )
             connection.recv(1)
             return
-        for part in ("process", *wanted):
+        self.is_ready.wait(PATIENCE)
+        for part in ("process", *(wanted if self.parts is None else self.parts)):
             data = hostile(SHAPES[part])
             if part == "connections":
                 data += [{**data[0], "mode": "smc-r"}, {**data[0], "version": 1, "link": None}]
@@ -160,6 +164,29 @@ def test_answers(
         assert "[red]" in done.out
 
 
+@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+def test_answers_without_the_wanted_parts(
+    words: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process is named; the command does not end by a KeyError."""
+    liar.parts = ()
+    done = command_here(capsys, *words, "--directory", str(private))
+    if words[0] in ("stats", "top"):
+        assert (done.code, done.out) == (2, "")
+        assert "gave a damaged answer: it has no statistics" in done.err
+    else:
+        assert (done.code, done.err) == (0, "")
+
+
+def test_a_capture_does_not_go_to_a_terminal(
+    private: Path, liar: Liar, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    done = command_here(capsys, "capture", str(os.getpid()), "-o", "-", "--directory", str(private))
+    assert (done.code, done.out) == (2, "")
+    assert "is no text for a terminal" in done.err
+
+
 @pytest.mark.parametrize("words", [*ASKING, ("capture", "PID", "-o", "-")], ids=" ".join)
 def test_refusals(
     words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
@@ -200,11 +227,13 @@ def test_check(
     options: tuple[str, ...], private: Path, liar: Liar, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server's own view of the connection is what its process says."""
+    liar.is_ready.clear()  # the command may ask before the server has accepted
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, address = server.accept()
             liar.ends = list(connection.getsockname()), list(address)
+            liar.is_ready.set()
             with connection:
                 connection.recv(1)
 

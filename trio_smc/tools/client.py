@@ -163,7 +163,7 @@ def take_snapshots(
         discouraged = set() if silent is None else set(silent.last)
         for inquiry in _query_all(root, names, control.encode({"want": list(want)}), discouraged):
             try:
-                snapshot = _snapshot_untrusted(inquiry)
+                snapshot = _snapshot_untrusted(inquiry, want)
             except (OSError, ProtocolError) as error:
                 problems[inquiry.pid] = f"process {inquiry.pid} {_said(error)}"
                 late = late or isinstance(error, TimeoutError)
@@ -349,8 +349,10 @@ def _register(selector: selectors.BaseSelector, inquiry: _Inquiry) -> None:
         selector.register(inquiry.sock, inquiry.interest, inquiry)
 
 
-def _snapshot_untrusted(inquiry: _Inquiry) -> Snapshot | None:
+def _snapshot_untrusted(inquiry: _Inquiry, want: Sequence[str]) -> Snapshot | None:
     """Return the snapshot in an answer; None if its process is gone.
+
+    A list that was wanted may be missing, as a stack leaves out parts that it does not know.
 
     Raises:
       OSError, ProtocolError: it did not answer, or not as it should.
@@ -365,6 +367,8 @@ def _snapshot_untrusted(inquiry: _Inquiry) -> Snapshot | None:
         length = control.length_untrusted(answer.take(control.HEADER_SIZE), control.REPLY_LIMIT)
         if not _take_untrusted(snapshot, control.decode_untrusted(answer.take(length))):
             break
+    if "statistics" in want and not snapshot.statistics:
+        raise ProtocolError("it has no statistics")
     snapshot.program = _program(inquiry.pid)
     return snapshot
 

@@ -70,6 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Copy what comes."""
+    if options.output == "-" and sys.stdout.isatty():
+        # The bytes of other processes could steer the terminal.
+        raise ToolError("capture: a capture is no text for a terminal; use -o FILE, or a pipe")
     pieces = stream_capture(
         private_directory(options), options.pid, options.stack, options.payload, options.seconds
     )
