@@ -631,6 +631,23 @@ def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> N
     assert not list((tmp_path / "open").iterdir())
 
 
+def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
+    """As the volume of a container may be: the socket is elsewhere, and the program runs."""
+    alone = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    mount = "mount -t tmpfs -o mode=777 none /tmp"
+    if subprocess.run([*alone, "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    look = "import os; print(os.environ['TRIO_SMC_RUN'])"
+    done = subprocess.run(
+        [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c", look],
+        cwd="/", capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env={**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("/var/tmp/trio-smc-run-", "/dev/shm/trio-smc-run-"))
+    assert not Path(done.stdout.strip()).parent.exists()
+
+
 def test_the_longest_chain_of_processes() -> None:
     """Each a child of the one before: the search does not recurse."""
     limit = sys.getrecursionlimit()

@@ -58,6 +58,8 @@ _MAX_UNCLOSED: Final = 256
 _LAST: Final = 2.0
 """Seconds for what was sent before PROGRAM ended."""
 _MAX_KNOWN: Final = 1 << 16
+_PLACES: Final = ("/tmp", "/var/tmp", "/dev/shm")
+"""For the socket's directory.  The /tmp of a container may be a volume without the sticky bit."""
 _MAX_ADDRESS: Final = 107
 """Bytes of the name of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -270,20 +272,20 @@ def _new_directory() -> tuple[str, str]:
     Raises:
       OSError: there is no place where other users could not replace it.
     """
-    problem: OSError = FileNotFoundError(errno.ENOENT, "no directory for temporary files")
-    for place in (tempfile.gettempdir(), "/tmp"):
+    problem: OSError | None = None
+    for place in dict.fromkeys((tempfile.gettempdir(), *_PLACES)):
         try:
             trust_directory(place)
             directory = tempfile.mkdtemp(prefix="trio-smc-run-", dir=place)
         except OSError as error:
-            problem = error
+            problem = problem or error
             continue
         path = os.path.join(directory, secrets.token_urlsafe(16))
         if len(os.fsencode(path)) <= _MAX_ADDRESS:
             return directory, path
         os.rmdir(directory)
         problem = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), place)
-    raise problem
+    raise problem or FileNotFoundError(errno.ENOENT, "no directory for temporary files")
 
 
 def _listener(directory: str, path: str) -> tuple[socket.socket, int]:
