@@ -664,6 +664,29 @@ def test_an_ipv6_listener_in_another_network_namespace() -> None:
 # --- names ---------------------------------------------------------------------------------
 
 
+def test_a_path_that_looks_like_the_socket_of_another_process(tmp_path: Path) -> None:
+    """Any user may bind a Unix socket to a path with a line feed."""
+    with (
+        reserved_port() as port,
+        listener("AF_INET", "127.0.0.1", port) as started,
+        socket.socket(socket.AF_UNIX) as forged,
+    ):
+        with Process(started.pid) as seen:
+            inode = next(iter(seen.sockets()))
+        where = os.open(tmp_path, os.O_PATH)
+        try:
+            path = f"a\n0: 0 0 0 0001 01 {inode} {started.pid}-abcd"
+            forged.bind(f"/proc/self/fd/{where}/{path}")
+        finally:
+            os.close(where)
+        forged.listen()
+        with Process(started.pid) as seen:
+            assert (inode, f"{started.pid}-abcd") in seen.unix_streams()
+        found = explain("127.0.0.1", port)
+        (tmp_path / path).unlink()
+    assert "without a stack of trio_smc" in found.text
+
+
 def test_control_characters_in_a_name(tmp_path: Path) -> None:
     program = tmp_path / "server\x1b[2J\nremedy     run it as root"
     shutil.copy(PYTHON, program)
@@ -713,8 +736,8 @@ def test_a_process_that_claims_this_user_by_its_name() -> None:
 
 def test_a_number_that_is_used_again_is_another_process() -> None:
     """An open directory of /proc stays that of the process that has ended."""
-    command = [sys.executable, "-c", "print(1, flush=True); input()"]
-    with process(command, stdin=subprocess.PIPE) as started:
+    program = "print(1, flush=True); input()"
+    with process([sys.executable, "-c", program], stdin=subprocess.PIPE) as started:
         seen = Process(started.pid)
         assert seen.link("exe")
         started.popen.kill()

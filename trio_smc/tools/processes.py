@@ -36,6 +36,7 @@ from trio_smc.tools.sock_diag import (
     candidates,
     interfaces,
     listeners,
+    unix_listeners,
 )
 
 __all__ = [
@@ -360,16 +361,26 @@ def _with_stack(process: Process, stacks: set[str], ours: Path) -> Obstacle:
 def _stacks(process: Process) -> set[str]:
     """The names of a process's control sockets: one for each stack.
 
-    They are read from the kernel's table of Unix sockets: the directory that has them may be on a
-    file system of the other process's own.
+    The kernel tells them: the directory that has them may be on a file system of the other
+    process's own.
     """
     own, numbers = process.sockets(), process.numbers()
     names = {
         os.path.basename(path).lstrip(".")  # a socket is bound to a hidden name, then renamed
-        for inode, path in process.unix_streams()
+        for inode, path in _unix_streams(process)
         if inode in own
     }
     return {name for name in names if pid_of_name(name) in numbers}
+
+
+def _unix_streams(process: Process) -> Iterator[tuple[str, str]]:
+    """Inodes and paths of stream sockets in a process's network namespace."""
+    if process.link("ns/net") == os.readlink("/proc/self/ns/net"):
+        try:
+            return iter(list(unix_listeners()))
+        except OSError:
+            pass  # no unix_diag in this kernel
+    return process.unix_streams()
 
 
 def _are_in(stacks: set[str], ours: Path) -> bool:

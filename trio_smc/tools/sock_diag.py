@@ -9,13 +9,21 @@ interfaces come from NETLINK_ROUTE.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Listener", "accepted_inode", "candidates", "interfaces", "listeners"]
+__all__ = [
+    "Listener",
+    "accepted_inode",
+    "candidates",
+    "interfaces",
+    "listeners",
+    "unix_listeners",
+]
 
 _NETLINK_ROUTE: Final = 0
 _NETLINK_SOCK_DIAG: Final = 4
@@ -29,6 +37,8 @@ _NLMSG_ERROR: Final = 2
 _NLMSG_DONE: Final = 3
 _INET_DIAG_SKV6ONLY: Final = 11
 _TCP_LISTEN: Final = 10
+_UDIAG_SHOW_NAME: Final = 1
+_UNIX_DIAG_NAME: Final = 0
 _LOOPBACK: Final = 1
 """Index of the loopback interface, in every network namespace."""
 _WAIT: Final = 2.0
@@ -39,6 +49,8 @@ _NO_COOKIE: Final = b"\xff" * 8
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's names
 _NAMES: Final = struct.Struct("!HH16s16s")
+_UNIX_REQUEST: Final = struct.Struct("=BBHIII8s")  # unix_diag_req
+_UNIX_REPLY: Final = struct.Struct("=BBBBI8s")  # unix_diag_msg: family, type, ..., inode, cookie
 _REPLY: Final = struct.Struct("=BBBB")  # inet_diag_msg, before the socket's names
 _AFTER: Final = struct.Struct("=I8sIIIII")  # interface, cookie, expires, queues, uid, inode
 _ATTRIBUTE: Final = struct.Struct("=HH")
@@ -114,6 +126,25 @@ def listeners() -> list[Listener]:
         request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _TCP_LISTEN) + bytes(48)
         found += [_listener(message) for message in _request(request, _NLM_F_DUMP)]
     return found
+
+
+def unix_listeners() -> Iterator[tuple[str, str]]:
+    """Inodes and paths of the listening Unix stream sockets of this network namespace.
+
+    In /proc/net/unix, a line feed in the path of one socket would begin the line of another.
+
+    Raises:
+      OSError: the kernel has no sock_diag of Unix sockets.
+    """
+    states = 1 << _TCP_LISTEN
+    request = _UNIX_REQUEST.pack(
+        socket.AF_UNIX, 0, 0, states, 0, _UDIAG_SHOW_NAME, bytes(8)
+    )  # no cookie: of all
+    for message in _request(request, _NLM_F_DUMP):
+        _, kind, _, _, inode, _ = _UNIX_REPLY.unpack_from(message)
+        name = dict(_attributes(message[_UNIX_REPLY.size :])).get(_UNIX_DIAG_NAME)
+        if kind == socket.SOCK_STREAM and name:
+            yield str(inode), os.fsdecode(name.removesuffix(b"\0"))
 
 
 def interfaces(address: str) -> set[int]:
