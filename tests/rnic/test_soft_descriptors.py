@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import socket
 import threading
@@ -22,6 +24,8 @@ from trio_smc.rnic.memory import QUICK_TO_FREE, Memory, PeerMemory
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.soft.messages import BELL, Register, Revoke
 from trio_smc.rnic.verbs import QpState, RnicError, WcStatus
+
+FALLOC_FL_KEEP_SIZE = 1  # linux/include/uapi/linux/falloc.h
 
 
 @pytest.fixture
@@ -213,6 +217,39 @@ class TestLingering:
             each()
         small.close()
         memory.close()
+
+    @pytest.mark.parametrize("message", ["hello", "register"])
+    def test_memory_with_pages_behind_its_end(
+        self, attacker: Attacker, victim: End, pair: tuple[End, End], message: str
+    ) -> None:
+        """They count neither as its size nor as what was announced, and are freed with it."""
+        fd = behind_its_end(4096)
+        packets = {"hello": attacker.hello(victim), "register": register(1)}
+        sock = attacker.dial(victim) if message == "hello" else attacker.connect(victim)
+        socket.send_fds(sock, [packets[message]], [fd])
+        os.close(fd)
+        closed: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(victim.rnic.intake.closer, "close", closed.extend)
+            patch.setattr(victim.rnic.intake.closer, "run", closed.append)
+            victim.rnic.service()
+            victim.rnic.poll()
+            victim.qp.to_err()
+        assert closed
+        assert ended(sock) or message == "hello"
+        for each in closed:
+            os.close(each) if isinstance(each, int) else each()
+
+
+def behind_its_end(size: int) -> int:
+    """A memfd sealed as a region is, with 64 MiB of pages behind its end."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    length = ctypes.c_long(2 * QUICK_TO_FREE)
+    assert libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), length) == 0
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
 
 
 class TestLack:

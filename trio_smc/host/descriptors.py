@@ -209,8 +209,13 @@ class Closer:
                     self._worker = None
                     return
                 action = self._waiting[0]
-            with contextlib.suppress(OSError):
+            try:
                 action()
+            except OSError:
+                pass
+            except Exception:
+                # The thread must go on: no other is started while it is there.
+                _log.exception("%s: cannot close", self._name)
             del action  # the last reference may be to a socket
             self._waiting.popleft()
 

@@ -25,10 +25,12 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
 from trio_smc.host.overcommit import commit_is_limited
 
-__all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory"]
+__all__ = ["QUICK_TO_FREE", "Memory", "PeerMemory", "is_quick_to_free"]
 
 _ZEROES = memoryview(bytes(64 * 1024))
 QUICK_TO_FREE = 32 << 20  # bytes, in about 2 ms; 2 GiB took 140 ms
+_HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
+_BLOCK = 512  # unit of st_blocks (stat(3type))
 if sys.platform == "linux":  # elsewhere there is no RNIC, and no caller
     import fcntl
 
@@ -39,6 +41,18 @@ if sys.platform == "linux":  # elsewhere there is no RNIC, and no caller
     _mmap.argtypes = [
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
     ]  # fmt: skip
+
+
+def is_quick_to_free(fd: int) -> bool:
+    """True if the last close of a memfd frees little memory.
+
+    A memfd may have pages behind its end: fallocate(2) with FALLOC_FL_KEEP_SIZE allocates them as
+    long as the memfd is not sealed against growing.
+    """
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
+        return False
+    status = os.fstat(fd)
+    return max(status.st_size, status.st_blocks * _BLOCK) <= QUICK_TO_FREE
 
 
 def _address(mapping: mmap.mmap) -> int:
@@ -213,11 +227,14 @@ class PeerMemory:
                 raise ProtocolError("shared memory that is not sealed against shrinking")
             if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
                 raise ProtocolError("shared memory of huge pages")
-            there = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            there = status.st_size
             if not 0 < size <= there:
                 raise ProtocolError("shared memory that is smaller than announced")
-            if not seals & fcntl.F_SEAL_GROW or size != there:
-                # This process may be the last to unmap it, which frees all of its pages.
+            allocated = status.st_blocks * _BLOCK
+            if not seals & fcntl.F_SEAL_GROW or size != there or allocated > size + _HUGE_PAGE:
+                # This process may be the last to unmap it, which frees all of its pages, also
+                # those behind its end.
                 raise ProtocolError("shared memory that is larger than announced")
             return cls(fd, size)
         except (OSError, ValueError, OverflowError) as problem:

@@ -37,7 +37,7 @@ from trio_smc.host.private_directory import (
     is_admitted,
     is_same_user,
 )
-from trio_smc.rnic.memory import QUICK_TO_FREE
+from trio_smc.rnic.memory import is_quick_to_free
 from trio_smc.rnic.verbs import RnicError
 
 if sys.platform == "linux":  # elsewhere nobody comes here
@@ -264,7 +264,7 @@ class Intake:
     def _is_quick(self, fd: int, sender: socket.socket | None) -> bool:
         try:
             if is_memfd(fd):
-                return os.fstat(fd).st_size <= QUICK_TO_FREE
+                return is_quick_to_free(fd)
             return sender is not None and is_anonymous_pipe(fd) and is_same_user(sender)
         except OSError:
             return False
