@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +21,10 @@ from trio_smc import SmcStream, Stack
 from trio_smc.control import protocol as control
 from trio_smc.host import descriptors
 from trio_smc.rendezvous.discovery import messages
+from trio_smc.rendezvous.links import link_demand
+from trio_smc.rnic.soft.contact import Peer
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.soft.regions import PeerRegions
 from trio_smc.tools import client
 from trio_smc.tools.output import ToolError
 
@@ -263,3 +267,98 @@ async def has_two_links(clients: Stack, stream: SmcStream) -> None:
             if len(clients.link_groups[0].links) == 2:
                 return
             await trio.sleep(0.02)
+
+
+class Lack:
+    """Some RNICs cannot map their peers' memory, as where RLIMIT_AS is reached.
+
+    Attributes:
+      lasts: False: they can again.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *rnics: SoftRnic, rings: bool) -> None:
+        self.lasts = True
+        self._rnics = rnics
+        self._rings = rings
+        self._regions: list[PeerRegions] = []
+        self._map = Peer.map_untrusted
+        self._add = PeerRegions.add_untrusted
+        monkeypatch.setattr(Peer, "map_untrusted", self._map_peer)
+
+        def add_untrusted(regions: PeerRegions, *arguments: Any) -> None:
+            self._add_region(regions, *arguments)
+
+        monkeypatch.setattr(PeerRegions, "add_untrusted", add_untrusted)
+
+    def _map_peer(self, rnic: Any, *arguments: Any) -> Peer:
+        if rnic in self._rnics and self._rings:
+            self._refuse()
+        peer = self._map(rnic, *arguments)
+        if rnic in self._rnics:
+            self._regions.append(peer.regions)
+        return peer
+
+    def _add_region(self, regions: PeerRegions, *arguments: Any) -> None:
+        if any(regions is each for each in self._regions):
+            self._refuse()
+        self._add(regions, *arguments)
+
+    def _refuse(self) -> None:
+        if self.lasts:
+            raise OSError(errno.ENOMEM, "injected")
+
+
+@pytest.mark.parametrize("rings", [False, True], ids=["RMBs", "rings"])
+@pytest.mark.parametrize("limited", [0, 1], ids=["server", "client"])
+async def test_a_first_contact_without_memory_for_the_peers_is_tcp(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, limited: int, rings: bool
+) -> None:
+    """The memory may be missing for as long as the process lives."""
+    config = replace(QUICK, directory=runtime_directory / "d")
+    rnics = SoftRnic("soft0"), SoftRnic("soft1")
+    lack = Lack(monkeypatch, rnics[limited], rings=rings)
+    async with (
+        trio_smc.open_stack(replace(config, rnics=rnics[:1])) as server,
+        trio_smc.open_stack(replace(config, rnics=rnics[1:])) as clients,
+        trio.open_nursery() as nursery,
+    ):
+        listeners: Any = await nursery.start(server.serve, echo, 0)
+        port = listeners[0].socket.getsockname()[1]
+        for mode in ("tcp", "tcp", "smc-r"):
+            lack.lasts = mode == "tcp"
+            with trio.fail_after(5):
+                stream = await clients.open_stream("127.0.0.1", port)
+                assert await is_echoed(stream)
+            assert stream.mode == mode
+            if stream.fallback is not None:
+                assert stream.fallback.reason == "out-of-resources"
+            await stream.aclose()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("limited", [1, 3], ids=["server", "client"])
+async def test_a_link_without_memory_for_the_peers_is_added_later(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, limited: int
+) -> None:
+    """Until then no connection is moved to it, where its writes would wait."""
+    monkeypatch.setattr(link_demand, "_FIRST_RETRY", 0.5)
+    config = replace(QUICK, directory=runtime_directory / "d")
+    rnics = tuple(SoftRnic(f"soft{number}") for number in range(4))
+    lack = Lack(monkeypatch, rnics[limited], rings=False)
+    async with (
+        trio_smc.open_stack(replace(config, rnics=rnics[:2])) as server,
+        trio_smc.open_stack(replace(config, rnics=rnics[2:])) as clients,
+        trio.open_nursery() as nursery,
+    ):
+        listeners: Any = await nursery.start(server.serve, echo, 0)
+        port = listeners[0].socket.getsockname()[1]
+        stream = await clients.open_stream("127.0.0.1", port)
+        with trio.move_on_after(1):
+            while True:
+                assert await is_echoed(stream)
+                await trio.sleep(0.01)
+        assert len(clients.link_groups[0].links) == 1
+        lack.lasts = False
+        await has_two_links(clients, stream)
+        await stream.aclose()
+        nursery.cancel_scope.cancel()

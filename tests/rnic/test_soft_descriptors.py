@@ -220,7 +220,7 @@ class TestLingering:
 
     @pytest.mark.parametrize("message", ["hello", "register"])
     def test_memory_with_pages_behind_its_end(
-        self, attacker: Attacker, victim: End, pair: tuple[End, End], message: str
+        self, attacker: Attacker, rnic: SoftRnic, victim: End, pair: tuple[End, End], message: str
     ) -> None:
         """They count neither as its size nor as what was announced, and are freed with it."""
         fd = behind_its_end(4096)
@@ -230,8 +230,8 @@ class TestLingering:
         os.close(fd)
         closed: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(victim.rnic.intake.closer, "close", closed.extend)
-            patch.setattr(victim.rnic.intake.closer, "run", closed.append)
+            patch.setattr(rnic.intake.closer, "close", closed.extend)
+            patch.setattr(rnic.intake.closer, "run", closed.append)
             victim.rnic.service()
             victim.rnic.poll()
             victim.qp.to_err()

@@ -74,6 +74,7 @@ _WAITING = frozenset({"WAITING", "PREPARING", "CONFIRMING_LINK"})
 """Where something may be waited for that does not matter any more elsewhere."""
 _EVENT_OF = {
     GroupFailure.LINK_LOST: "group_failed",
+    GroupFailure.LACK: "group_failed",
     GroupFailure.TIMED_OUT: "llc_timeout",
     GroupFailure.PROTOCOL_ERROR: "llc_error",
 }
@@ -356,8 +357,11 @@ class Negotiation(ABC):
         self._send_decline(self._unable)
 
     def decline_link_failed(self) -> None:
-        """C.2: the path could not be confirmed."""
-        self._send_decline(FallbackReason.LINK_FAILED)
+        """C.2: the path could not be confirmed, or not be used for lack of resources."""
+        lacking = known(self._group).setup.failure is GroupFailure.LACK
+        self._send_decline(
+            FallbackReason.OUT_OF_RESOURCES if lacking else FallbackReason.LINK_FAILED
+        )
 
     def fall_back(self) -> None:
         """Our Decline is out."""
@@ -488,7 +492,8 @@ class Negotiation(ABC):
                 qp_number=peer.qp_number,
                 mtu=peer.qp_mtu,
                 psn=peer.initial_psn,
-            )
+            ),
+            peer.rkey,
         )
         # ADD LINK CONTINUATION will refer to it (3.5.1.6.3).
         group.peer_rmbs.learn_untrusted({link.number: RToken(peer.rkey, peer.rmb_address)})

@@ -452,13 +452,16 @@ class LinkAdding:
             raise ProtocolError("CONFIRM LINK for another link")
         link.peer_user_id = message.link_user_id
         self._setup.past_return()
-        if group.client:
-            try:
+        try:
+            for rkey in group.peer_rmbs.rkeys(link.number):
+                link.check_reach(rkey)
+            if group.client:
                 link.ready_to_send()
-            except RnicError as error:
-                LOGGER.info("%r: %s", link, error)
-                link.machine.send("failed")
-                return
+        except RnicError as error:
+            LOGGER.info("%r: %s", link, error)
+            link.machine.send("failed")
+            return
+        if group.client:
             link.send_llc(self._setup.confirm_link(link, reply=True))
             if link.state != "CONFIRMING":
                 return

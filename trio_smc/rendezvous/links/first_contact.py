@@ -24,6 +24,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Protocol
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.resources import is_lack
 from trio_smc.rendezvous.links.link import Link, PeerQueuePair
 from trio_smc.rendezvous.links.link_set import FIRST_LINK
 from trio_smc.rendezvous.terms import LINK_LIMIT
@@ -51,6 +52,8 @@ class GroupFailure(Enum):
     """Why a first contact failed."""
 
     LINK_LOST = auto()
+    LACK = auto()
+    """This side lacks resources for the link, or to write to the peer's RMB."""
     TIMED_OUT = auto()
     PROTOCOL_ERROR = auto()
 
@@ -84,11 +87,23 @@ class LinkSetup:
         self.max_links: int = group.terms.max_links
         self.failure: GroupFailure = GroupFailure.LINK_LOST
         self.error: ProtocolError | None = None
+        self._rkey = 0  # of the peer's first RMB
 
-    def connect_first(self, peer: PeerQueuePair) -> Link:
-        """Connect the first link; the server's sends CONFIRM LINK.  Raises RnicError."""
+    def connect_first(self, peer: PeerQueuePair, rkey: int) -> Link:
+        """Connect the first link; the server's sends CONFIRM LINK.
+
+        Args:
+          peer: the peer's end.
+          rkey: of the RMB that the peer's CLC message names.
+
+        Raises:
+          RnicError: the link cannot be connected, or for lack of resources (`is_lack`) this side
+            cannot write to the peer's RMB.
+        """
         link = self._group.links[FIRST_LINK]
+        self._rkey = rkey
         link.connect(peer)
+        link.check_reach(self._rkey)
         self._exchange.begin("confirm_link", link)
         if not self._group.client:
             link.send_llc(self.confirm_link(link, reply=False), self._turn_over)
@@ -100,6 +115,8 @@ class LinkSetup:
     def first_link_failed(self, link: Link, error: RnicError) -> None:
         """The first link's queue pair could not be connected."""
         LOGGER.info("%r: %s", self._group, error)
+        if is_lack(error):
+            self.failure = GroupFailure.LACK
         link.machine.send("failed")
 
     def first_contact_timed_out(self) -> None:
@@ -154,11 +171,14 @@ class LinkSetup:
             self.max_links = max(_LEAST_LINKS, min(message.max_links or LINK_LIMIT, LINK_LIMIT))
         if self._group.client:
             self._renumber(link, message.link_number)
-            try:
+        try:
+            link.check_reach(self._rkey)
+            if self._group.client:
                 link.ready_to_send()
-            except RnicError as error:
-                self.first_link_failed(link, error)
-                return False
+        except RnicError as error:
+            self.first_link_failed(link, error)
+            return False
+        if self._group.client:
             link.send_llc(self.confirm_link(link, reply=True), self._turn_over)
         if link.state != "CONFIRMING":
             return False  # the reply could not be sent

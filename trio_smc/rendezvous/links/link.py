@@ -30,6 +30,7 @@ still not known.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -555,6 +556,11 @@ class Link:
     def ready_to_send(self) -> None:
         """To RTS (RFC 7609, 3.5.1.4, 3.5.1.5)."""
         self.qp.to_rts(psn=self.psn)
+
+    def check_reach(self, rkey: int) -> None:
+        """Raise RnicError (`is_lack`) if an RMB of the peer cannot be written to on this link."""
+        if not self.qp.can_reach(rkey):
+            raise RnicError(errno.ENOMEM, "no resources to reach the peer's RMB")
 
     @property
     def idle(self) -> bool:

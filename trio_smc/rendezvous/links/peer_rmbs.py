@@ -111,6 +111,10 @@ class PeerRmbs:
         """Whether every RMB that a connection writes into has an RToken on this link."""
         return all(number in rmb.tokens for rmb in self._rmbs if rmb.elements)
 
+    def rkeys(self, number: int) -> list[int]:
+        """The RKeys of all RMBs on this link."""
+        return [rmb.tokens[number].rkey for rmb in self._rmbs if number in rmb.tokens]
+
     def renumber(self, old: int, new: int) -> None:
         """A link got its number from the server."""
         if old == new:

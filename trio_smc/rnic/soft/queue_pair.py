@@ -232,9 +232,13 @@ class SoftQueuePair(QueuePair):
 
     def can_reach(self, rkey: int) -> bool:
         contact = self._contact
+        if contact.peer is None and self.state is not QpState.ERR:
+            self._rnic.look()  # the ring may be quicker than the sockets
         peer = contact.peer
-        if peer is None or rkey in peer.regions:
-            return True  # also if nothing is known yet
+        if peer is None:
+            return not contact.lacking  # nothing is known yet, or it cannot be mapped
+        if rkey in peer.regions:
+            return True
         contact.hear()
         return rkey in peer.regions or (contact.behind and not contact.lacking)
 
