@@ -259,6 +259,24 @@ class Hostile:
         raise RuntimeError("no number")
 
 
+def _raise(_: object) -> None:
+    raise RuntimeError("no class")
+
+
+# Even `isinstance` cannot ask its objects.
+HostileClass: Any = type("HostileClass", (), {"__class__": property(_raise)})
+
+
+def _raising(kind: type[Any], value: object) -> Any:
+    """An instance of a subclass of ``kind`` whose own methods raise."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no answer")
+
+    names = ("eq", "hash", "le", "lt", "ge", "gt", "len", "repr", "iter", "fspath", "getitem")
+    return type(f"Raising_{kind.__name__}", (kind,), {f"__{name}__": fail for name in names})(value)
+
+
 EXTREMES: dict[str, Any] = {
     "huge": 10**400, "huger": 10**5000, "minus": -(10**400), "minus one": -1, "inf": math.inf,
     "minus inf": -math.inf, "nan": math.nan, "1e308": 1e308, "true in a list": (True,),
@@ -268,6 +286,11 @@ EXTREMES: dict[str, Any] = {
     "empty": "", "escape": "\x1b[2J", "many": ("192.0.2.1",) * 100_000, "nested": NESTED,
     "names": ("x",), "nones": (None,), "pair": (("a\0b", 80),), "surrogates": (("\ud800", 80),),
     "huge port": (("h", 10**400),), "true port": (("h", True),), "long host": (("h" * 10**6, 1),),
+    "raising int": _raising(int, 7), "raising huge int": _raising(int, 10**400),
+    "raising float": _raising(float, 1.5), "raising tuple": _raising(tuple, ("a", 80)),
+    "raising tuples": (_raising(tuple, ("a", "b", "c")),), "raising bytes": _raising(bytes, b"x"),
+    "raising port": (_raising(int, 80.0), _raising(str, "x")), "raising class": HostileClass(),
+    "raising classes": (HostileClass(),), "raising path": _raising(type(Path()), "x"),
     "nul path": Path("a\0b"), "long path": Path("x" * 10**4), "pairs": (("eth0",),),
 }  # fmt: skip
 FINE = {
@@ -363,6 +386,8 @@ async def test_what_is_no_config_is_refused_by_each_call() -> None:
         ("a." * 20_000 + "b = 1", "there is no setting 'a'"),
         ("x = 1 # " + "x" * (1 << 20), "it has more than 1048576 bytes"),
         ('rnics = ["x"]', "rnics: 'x' is neither software:NAME"),
+        ('rnics = ["roce:a:256"]', "rnics: 'roce:a:256' is neither"),
+        ('rnics = ["roce:a:1:999"]', "rnics: 'roce:a:1:999' is neither"),
         ('rnics = ["roce:a:' + "1" * 5000 + '"]', "rnics: "),
         ("rnics = [7]", "rnics: 7 is not a name of an RNIC"),
         ('rnics = ["software:\\u001b[2J"]', "rnics: "),

@@ -274,7 +274,15 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in _field_names():
-            _CHECKS[name](name, getattr(self, name))
+            value = getattr(self, name)
+            try:
+                _CHECKS[name](name, value)
+            except ValueError:
+                raise
+            except Exception as error:
+                # The value's own methods: of a subclass of `int`, `str`, `tuple` or a path.
+                text = f"{name}: {shown(value)} cannot be checked: {type(error).__name__}"
+                raise ValueError(text) from error
 
     def private_directory(self) -> Path:
         """The directory that software RNICs and discovery use."""
@@ -335,13 +343,13 @@ _Check = Callable[[str, object], None]
 
 def shown(value: object) -> str:
     """A wrong value for a message: short, and of any kind and size."""
-    if _is_integer(value) and abs(cast(int, value)) >= 1 << 64:
-        return f"an integer of {cast(int, value).bit_length()} bits"
-    if isinstance(value, str | bytes | bytearray):
-        value = value[:_SHOWN]
-    elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _SHOWN:
-        return f"a {type(value).__name__} of {len(value)} entries"
     try:
+        if _is_integer(value) and abs(cast(int, value)) >= 1 << 64:
+            return f"an integer of {cast(int, value).bit_length()} bits"
+        if isinstance(value, str | bytes | bytearray):
+            value = value[:_SHOWN]
+        elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _SHOWN:
+            return f"a {type(value).__name__} of {len(value)} entries"
         text = ascii(value)
     except Exception:  # of the value's own, or nested too deeply
         return f"a {type(value).__name__}"

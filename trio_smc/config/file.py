@@ -87,6 +87,10 @@ def _frozen(value: Any, depth: int = 0) -> Any:
     return tuple(_frozen(each, depth + 1) for each in value)
 
 
+def _is_byte(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 3 and int(text) < 256
+
+
 def _rnic(text: object) -> Rnic:
     if not isinstance(text, str) or len(text) > _LONGEST_RNIC or not text.isprintable():
         raise ValueError(f"rnics: {shown(text)} is not a name of an RNIC")
@@ -96,7 +100,7 @@ def _rnic(text: object) -> Rnic:
             return SoftRnic(name)
         case "roce", [device, *numbers] if device and len(numbers) <= 2:
             # A port and an index of a GID table have one byte each.
-            if all(each.isascii() and each.isdigit() and len(each) <= 3 for each in numbers):
+            if all(_is_byte(each) for each in numbers):
                 return VerbsRnic(device, *(int(each) for each in numbers))
     wanted = "neither software:NAME nor roce:DEVICE[:PORT[:GID_INDEX]]"
     raise ValueError(f"rnics: {shown(text)} is {wanted}")
