@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import socket
 import struct
 from pathlib import Path
@@ -134,6 +135,91 @@ async def test_too_many_clients(private: Path, monkeypatch: pytest.MonkeyPatch) 
         first.close()
         await trio.testing.wait_all_tasks_blocked()
         await agree(private, server, server.address)
+
+
+async def test_one_user_with_all_places(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user gets its place; users with equally many take none from each other."""
+    users = iter((1, 1, 2, 2))
+    monkeypatch.setattr(publication, "_MAX_CLIENTS", 2)
+    monkeypatch.setattr(publication, "peer_user", lambda _: next(users))
+    async with serving(private) as server, contextlib.AsyncExitStack() as opened:
+        held = []
+        for _ in range(4):
+            client = await opened.enter_async_context(bound())
+            asking = Discovery(private)
+            opened.callback(asking.close)
+            held.append(await announce(asking, client, server.address))
+            await trio.testing.wait_all_tasks_blocked()
+        assert await held[0].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+        assert await held[3].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+        known = server.publication._clients.values()
+        for each in known:
+            server.publication.hear_all(each)
+        assert [each.user for each in known] == [1, 2]
+        assert list(server.publication.claims.pending) == [held[1].key, held[2].key]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(256, 64), (1024, 256), (20_000, 1024), (1, 1), (resource.RLIM_INFINITY, 1024)],
+)
+async def test_clients_leave_descriptors_to_the_program(
+    private: Path, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    async with serving(private) as server:
+        assert server.publication._most_clients == most
+
+
+async def test_a_client_of_a_claim_keeps_its_place(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = iter((1, 1, 2))
+    monkeypatch.setattr(publication, "_MAX_CLIENTS", 2)
+    monkeypatch.setattr(publication, "peer_user", lambda _: next(users))
+    first, second, third = Discovery(private), Discovery(private), Discovery(private)
+    async with (
+        serving(private) as server,
+        bound() as one,
+        bound() as two,
+        bound() as three,
+    ):
+        claimed = await announce(first, one, server.address)
+        await one.connect(server.address)
+        connection, claim = await server.accept()
+        with connection:
+            assert claim is not None
+            idle = await announce(second, two, server.address)
+            await trio.testing.wait_all_tasks_blocked()
+            await announce(third, three, server.address)
+            await trio.testing.wait_all_tasks_blocked()
+            assert await idle.accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+            await both_go(Both(one, claimed, connection, claim))
+    for each in (first, second, third):
+        each.close()
+
+
+async def test_one_user_with_all_announcements(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with places: another user's announcement takes that of the oldest one."""
+    users = iter((1, 2))
+    monkeypatch.setattr(publication, "_MAX_PENDING", 3)
+    monkeypatch.setattr(publication, "peer_user", lambda _: next(users))
+    many, few = Discovery(private), Discovery(private)
+    async with serving(private) as server, contextlib.AsyncExitStack() as opened:
+        held = []
+        for asking in (many, many, many, few, few, many):
+            client = await opened.enter_async_context(bound())
+            held.append(await announce(asking, client, server.address))
+            await trio.testing.wait_all_tasks_blocked()
+            for each in list(server.publication._clients.values()):
+                server.publication.hear_all(each)
+        for refused in (held[0], held[4], held[5]):
+            assert await refused.accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
+        assert list(server.publication.claims.pending) == [each.key for each in held[1:4]]
+    many.close()
+    few.close()
 
 
 async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ short-lived connection as much as two system calls.
 A client of another network namespace asks for a proof before it announces anything.  It gets a TCP
 socket that listens at the very address the client is going to connect to, and says to who connects
 there what nobody else knows.  That socket goes with the client's Unix connection, within seconds.
+
+Unix connections and announcements are counted by user (`trio_smc.rendezvous.discovery.shares`).
+If no place is left, the user that has most of them loses the oldest one to a user that has fewer.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ from trio_smc._base.resources import LACK_ERRORS, is_lack
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer
-from trio_smc.host.private_directory import DirectoryUnusable, is_admitted
+from trio_smc.host.private_directory import DirectoryUnusable, is_admitted, peer_user
 from trio_smc.host.tcp import end_waits, unread_bytes
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.directory import NewSocket
 from trio_smc.rendezvous.discovery.messages import Kind, take
+from trio_smc.rendezvous.discovery.shares import Shares
 from trio_smc.rnic.spinner import NEVER, Spinner
 from trio_smc.wire.clc import EYE_CATCHER
 
@@ -57,6 +61,7 @@ _log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # Unix connections that wait to be let in
 _MAX_CLIENTS = 1024  # Unix connections per publication, each of them a descriptor
+_DESCRIPTOR_SHARE = 4  # and at most the process's limit of descriptors divided by this
 _ACCEPTS_AT_ONCE = 64  # before other tasks have their turn
 _EVENTS_AT_ONCE = 64
 _AT_ONCE = 64  # packets and clients that a claim looks through before other tasks have their turn
@@ -75,10 +80,11 @@ _PENDING_TIMEOUT = 60.0  # from an announcement to the accepted TCP connection, 
 class Client:
     """A client's Unix connection."""
 
-    __slots__ = ("connection", "pending", "probe")
+    __slots__ = ("connection", "pending", "probe", "user")
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection: socket.socket = connection
+        self.user: int = peer_user(connection)
         self.pending: set[bytes] = set()  # what it announced, and nobody claimed
         self.probe: Probe | None = None
 
@@ -316,6 +322,7 @@ class Claims:
 
     def __init__(self) -> None:
         self.pending: dict[bytes, tuple[Announced, float]] = {}
+        self._shares: Shares[bytes] = Shares()  # of the four-tuples in `pending`
         self.taken: dict[bytes, Claim] = {}
 
     def add(self, announced: Announced) -> None:
@@ -328,25 +335,35 @@ class Claims:
                 break
             self.withdrawn(oldest.client, oldest.key)
         if key in self.pending:
-            older, _ = self.pending.pop(key)
-            older.client.pending.discard(key)
+            older, _ = self.pending[key]
+            self._remove(older.client, key)
             if older.client is not client:
                 # Two want one port, and one of them is going to have it: nobody can tell which.
                 for each in (older, announced):
                     each.refuse(FallbackReason.PEER_NOT_CAPABLE)
                 return
         if len(self.pending) >= _MAX_PENDING:
-            announced.refuse(FallbackReason.HANDSHAKE_LIMIT)
-            return
+            loser = self._shares.oldest_of_largest(client.user)
+            refused = announced if loser is None else self.pending[loser][0]
+            refused.refuse(FallbackReason.HANDSHAKE_LIMIT)
+            if loser is None:
+                return
+            self._remove(refused.client, loser)
         self.pending[key] = announced, now + _PENDING_TIMEOUT
         client.pending.add(key)
+        self._shares.add(client.user, key)
+
+    def _remove(self, client: Client, key: bytes) -> None:
+        """An announcement of ``client`` waits no more."""
+        del self.pending[key]
+        client.pending.discard(key)
+        self._shares.remove(client.user, key)
 
     def withdrawn(self, client: Client, key: bytes) -> None:
         """It is plain TCP, or will never be opened; a claim is told."""
         if key in client.pending:
             # Announced after the claim that there may be: somebody has drawn a port that is taken.
-            client.pending.discard(key)
-            del self.pending[key]
+            self._remove(client, key)
             return
         claim = self.taken.get(key)
         if claim is not None and claim.announced.client is client:
@@ -354,11 +371,11 @@ class Claims:
 
     def take(self, key: bytes) -> Announced | None:
         """What was announced waits no more."""
-        found = self.pending.pop(key, None)
+        found = self.pending.get(key)
         if found is None:
             return None
         announced = found[0]
-        announced.client.pending.discard(key)
+        self._remove(announced.client, key)
         return announced
 
     def forget(self, claim: Claim) -> None:
@@ -392,9 +409,8 @@ class Claims:
 
     def lost(self, client: Client) -> None:
         """Nothing it has announced can be claimed any more; claims know already."""
-        for key in client.pending:
-            del self.pending[key]
-        client.pending.clear()
+        for key in list(client.pending):
+            self._remove(client, key)
 
 
 class Publication:
@@ -421,6 +437,8 @@ class Publication:
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
         self._clients: dict[int, Client] = {}  # by descriptor
+        self._shares: Shares[Client] = Shares()
+        self._most_clients = 0  # set by `start`
         self._probes: dict[int, Client] = {}  # by descriptor of the probe's listener
         self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
         self.claims: Claims = Claims()
@@ -538,6 +556,7 @@ class Publication:
             name = "trio_smc same-host discovery"
             nursery.start_soon(self._run, heard, moves, name=name)
             self._listener, self._heard, self._moves = made.listener, heard, moves
+            self._most_clients = _most_clients()
             self._timers.call_later(_NAME_INTERVAL, self._keep_name)
             undo.pop_all()
 
@@ -567,13 +586,11 @@ class Publication:
 
     def _look(self, moves: select.epoll) -> None:
         """Attend to whoever came or went, and to what is due."""
+        waiting = False
         for number, events in moves.poll(0, _EVENTS_AT_ONCE):
             listener = self._listener
             if listener is not None and number == listener.fileno():
-                number = self._accept(listener)
-                if number in LACK_ERRORS and number != errno.EAGAIN:
-                    moves.modify(listener, 0)
-                    self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
+                waiting = True
             elif (client := self._clients.get(number)) is not None:
                 self.hear_all(client)
                 if events & ~select.EPOLLIN:
@@ -583,6 +600,13 @@ class Publication:
                     client.probe.answer()
                 except OSError:
                     self._drop(client)
+        if waiting and self._listener is not None:
+            # Last: a new client may have the number of one that is dropped for it, and the events
+            # above are those of the dropped one.
+            error = self._accept(self._listener)
+            if error in LACK_ERRORS and error != errno.EAGAIN:
+                moves.modify(self._listener, 0)
+                self._timers.call_later(_EXHAUSTED_INTERVAL, self._accept_again)
         self._timers.run_due()
 
     def _accept_again(self) -> None:
@@ -654,14 +678,28 @@ class Publication:
                 return error.errno or errno.EBADF
             connection.setblocking(False)
             client = Client(connection)
-            if len(self._clients) >= _MAX_CLIENTS or not _watch(connection, heard, moves):
+            if not self._has_place(client) or not _watch(connection, heard, moves):
                 self._turn_away(client)
                 continue
+            self._shares.add(client.user, client)
             timer = self._timers.call_later(_ANNOUNCE_TIMEOUT, partial(self._waited_enough, client))
             self._silent[client] = timer
             self._clients[connection.fileno()] = client
             self.hear_all(client)
         return 0
+
+    def _has_place(self, client: Client) -> bool:
+        """True if another client may be let in; the user with most clients may lose one to it."""
+        if len(self._clients) < self._most_clients:
+            return True
+        # The client of a claim may still withdraw, for which it needs its Unix connection.
+        kept = {claim.announced.client for claim in self.claims.taken.values()}
+        loser = self._shares.oldest_of_largest(client.user, kept)
+        if loser is None or not is_admitted(client.connection, self._group):
+            return False
+        loser.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
+        self._drop(loser)
+        return True
 
     def hear_some(self, heard: defaultdict[Client | None, int]) -> int:
         """Take one packet of each client that has sent some; how many, and clients let in.
@@ -751,6 +789,7 @@ class Publication:
         number = client.connection.fileno()
         if self._clients.pop(number, None) is None:
             return
+        self._shares.remove(client.user, client)
         for each in (self._heard, self._moves):
             if each is not None:
                 each.unregister(number)
@@ -764,6 +803,16 @@ class Publication:
             take(client.connection)
         client.tell(messages.refused(FallbackReason.HANDSHAKE_LIMIT))
         self._closer.discard(client.connection)
+
+
+def _most_clients() -> int:
+    """How many Unix connections one listener may have: clients must not use up the descriptors."""
+    import resource  # only Unix has it
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CLIENTS
+    return min(_MAX_CLIENTS, max(limit // _DESCRIPTOR_SHARE, 1))
 
 
 def _watch(connection: socket.socket, heard: select.epoll, moves: select.epoll) -> bool:
