@@ -112,6 +112,26 @@ async def test_a_client_that_says_something_else_is_handed_over(count: int) -> N
         await raw.aclose()
 
 
+@pytest.mark.parametrize("count", range(1, 4))
+async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -> None:
+    """`recv` stops before an urgent byte, and the socket stays readable: no time is spent there."""
+    async with a_listener() as (_, listener):
+        raw = await trio.open_tcp_stream(*address_of(listener))
+        await raw.send_all(clc.EYE_CATCHER[:count])
+        await arrived(raw)
+        await raw.socket.send(b"!", socket.MSG_OOB)
+        await raw.send_all(clc.EYE_CATCHER[count:])
+        with trio.fail_after(PATIENCE):
+            stream = await listener.accept()
+            assert stream.mode is Mode.TCP
+            data = b""
+            while len(data) < len(clc.EYE_CATCHER):
+                data += await stream.receive_some()
+        assert data == clc.EYE_CATCHER
+        await stream.aclose()
+        await raw.aclose()
+
+
 @pytest.mark.rfc("C.6/1", "C.6/2")
 @pytest.mark.parametrize("count", range(4, 8))
 @pytest.mark.parametrize("how", ["eof", "reset", "something else"])

@@ -21,7 +21,7 @@ from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
 )
-from trio_smc.host.tcp import close_with_reset, unread_bytes
+from trio_smc.host.tcp import close_with_reset, has_urgent_byte, unread_bytes
 from trio_smc.rendezvous.discovery.same_host import Search
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
@@ -48,6 +48,7 @@ __all__ = ["Arrival", "HandshakeHost", "established_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _SNIFF: Final = len(clc.EYE_CATCHER)
+_PRESSURE_PAUSE: Final = 0.01  # seconds
 _TCP_CLOSE: Final = 7  # reset
 _TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
 # Of the peer's address, not of the peer.
@@ -407,7 +408,8 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
     """True if the first bytes are a CLC eye catcher; they stay unread.
 
     A client that ends the connection, or its side of it, before that is a TCP client: the
-    application gets the connection with what has come, FIN or reset included.
+    application gets the connection with what has come, FIN or reset included. The same holds for a
+    client that sends an urgent byte within an eye catcher.
 
     Raises _Silent when that cannot be told in time: "assume" is a promise, and a late Proposal
     must never reach an application.
@@ -422,11 +424,18 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 state = _tcp_state(sock)
                 if state == _TCP_CLOSE and not unread_bytes(sock):
                     return False  # a call of recv would take the error from the application
+                before = len(first)
                 first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
                 if not clc.EYE_CATCHER.startswith(first):
                     return False
                 if len(first) < _SNIFF and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
                     return False
+                if len(first) == before:
+                    # Readable, but `recv` stops at an urgent byte: it would do so for ever.
+                    if has_urgent_byte(sock):
+                        return False
+                    # Under memory pressure the kernel reports each byte as readable (tcp_poll).
+                    await trio.sleep(_PRESSURE_PAUSE)
             return True
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)

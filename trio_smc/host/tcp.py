@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import sys
@@ -14,6 +15,7 @@ __all__ = [
     "carried_bytes",
     "close_with_reset",
     "end_waits",
+    "has_urgent_byte",
     "resets_on_close",
     "unread_bytes",
     "unsent_bytes",
@@ -47,6 +49,13 @@ def end_waits(sock: trio.socket.SocketType) -> None:
     """
     if sock.fileno() >= 0:
         trio.lowlevel.notify_closing(sock)
+
+
+def has_urgent_byte(sock: trio.socket.SocketType) -> bool:
+    """True if an urgent byte has arrived and was not received yet (tcp(7), POLLPRI)."""
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLPRI)
+    return any(events & select.POLLPRI for _, events in poll.poll(0))
 
 
 def resets_on_close(sock: trio.socket.SocketType) -> bool:
