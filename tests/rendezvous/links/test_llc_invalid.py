@@ -286,6 +286,25 @@ def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> 
     assert not stage.client.groups
 
 
+def test_add_link_with_the_number_of_a_link_that_the_server_has_just_freed(world: World) -> None:
+    """The reply to DELETE LINK has arrived, and its completion has not: both sides agree."""
+    stage = Stage(world, (2, 2))
+    client = stage.client.record()
+    offer = llc.AddLink(
+        mac=bytes(6), gid=bytes(16), qp_number=9, link_number=2, qp_mtu=5, initial_psn=0
+    ).encode()
+    stage.wire.watch(
+        "C1 DELETE_LINK 2 reply", lambda: stage.client.group.links[1].receive_untrusted(offer)
+    )
+    stage.server.group.delete_link(2)
+    world.settle()
+    sent = [llc.decode_untrusted(data) for kind, way, data in client.messages()
+            if (kind, way) == ("llc", "out")]  # fmt: skip
+    assert any(isinstance(each, llc.AddLink) and each.rejected for each in sent)
+    assert stage.links() == [1]
+    assert stage.works()
+
+
 def test_add_link_without_a_queue_pair_is_an_offer_of_nothing(world: World) -> None:
     """So its number names nothing: it is rejected."""
     stage = Stage(world, (2, 2), connect=False)

@@ -297,14 +297,19 @@ class LinkAdding:
 
         Raises:
           ProtocolError: its number is that of a link of the group.  The server frees a number when
-            both sides have freed the link, so they do not agree on their links (A.3.2, C.7.1).
+            the client has replied to DELETE LINK, so they do not agree on their links (A.3.2,
+            C.7.1).  If such a reply was sent, and its completion is yet to come, they do agree.
         """
         exchange = self._exchange
         self._address.cancel()  # the server gave up what it offered before
         self._setup.our_turn = True
         if exchange.state in ("ADD_LINK_CONTINUATION", "ADD_LINK_CONFIRM"):
             exchange.send("superseded")
-        if message.qp_number and message.link_number in self._group.links:
+        if (
+            message.qp_number
+            and message.link_number in self._group.links
+            and not self._deletion.has_replied(message.link_number)
+        ):
             raise ProtocolError(f"ADD LINK with the number of link {message.link_number}")
         rnic = self._end_for(link, message)
         if rnic is None:

@@ -237,6 +237,11 @@ class LinkDeletion:
         """Whether the server wants the link deleted: it need not be told that it failed."""
         return number in self._told
 
+    def has_replied(self, number: int) -> bool:
+        """True if this client has sent its reply to the server's DELETE LINK of this link, and has
+        not freed the link yet: the server may have."""
+        return number in self._replied
+
     @property
     def links_to_go(self) -> bool:
         """Whether this client has links that it asked to be deleted, or was told to delete."""
