@@ -211,6 +211,23 @@ def test_the_server_ends_a_group(client_has_connections: bool) -> None:
             assert [is_broken(each) for each in call.connections] == [True, True]
 
 
+@pytest.mark.rfc("3.5.4/5", "A.3.4/5", "A.3.4/8")
+@pytest.mark.parametrize("reason", [0x10000, 0x20000, 0x30000, 0x40000, 0xDEADBEEF])
+def test_the_server_gives_the_clients_reason_for_the_end_of_a_group(reason: int) -> None:
+    """A.3.4: the code is the reason of the termination, and the client has named that."""
+    with World() as world:
+        client, server = world.side(), world.side()
+        world.connect(client, server)
+        client.record()
+        link = client.group.links[1]
+        link.send_llc(llc.DeleteLink(all_links=True, reason=reason))
+        world.settle()
+        asked, answer = (data for kind, _, data in client.recorder.messages() if kind == "llc")
+        assert asked[5:9] == answer[5:9] == reason.to_bytes(4, "big")
+        assert not client.groups
+        assert not server.groups
+
+
 @pytest.mark.rfc("3.5.4/2", "3.5.4/5", "3.5.4/6")
 def test_the_client_asks_the_server_to_end_a_group() -> None:
     """3.5.4: the server complies with a DELETE LINK of its own."""

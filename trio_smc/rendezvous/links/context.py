@@ -114,6 +114,9 @@ class Group(GroupData, LinkOwner, Protocol):
     def remove_link(self, number: int) -> None:
         """Both sides agree that the link goes."""
 
+    def delete_all(self, reason: int) -> None:
+        """Comply with the peer's DELETE LINK for the whole group."""
+
 
 class Mover(LinkMover, Protocol):
     """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).

@@ -261,7 +261,7 @@ class LinkDeletion:
         if message.reply:
             self._on_reply(message.link_number)
         elif message.all_links:
-            self._group.timers.in_turn(lambda: self._group.machine.send("delete_all"))
+            self._group.timers.in_turn(lambda: self._group.delete_all(message.reason))
         elif self._group.client:
             self._on_request_from_server(link, message)
         else:

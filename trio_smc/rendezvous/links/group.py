@@ -145,7 +145,7 @@ class LinkGroup:
         self.first_contact: FirstContact | None = None
         self.machine: Machine = Machine(LINK_GROUP, self)
         self._requested = 0
-        self._ending_for = llc.DeleteLinkReason.PROGRAM
+        self._ending_for: int = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
         self._ending: Timer | None = None
         self._termination_link: Link | None = None
@@ -379,6 +379,14 @@ class LinkGroup:
         """End the group in order; its connections end with an error (RFC 7609, 3.5.4)."""
         self._ending_for = reason
         self.machine.send("terminate")
+
+    def delete_all(self, reason: int) -> None:
+        """Comply with the peer's DELETE LINK for the whole group.
+
+        A server's own DELETE LINK gives the client's reason, which is the cause (3.5.4, A.3.4).
+        """
+        self._ending_for = reason
+        self.machine.send("delete_all")
 
     # --- guards ------------------------------------------------------------------------------
 
