@@ -337,6 +337,29 @@ def test_an_abort_counts_before_the_rendezvous_is_over(
     pair.close()
 
 
+@pytest.mark.rfc("A.4/19")
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_an_abort_counts_although_its_turn_comes_later(
+    pair: Pair, lie: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    """If many connections end together, an ending is put off: nothing behind A undoes it."""
+    put_off: list[Callable[[], None]] = []
+    pair.b.in_turn = lambda callback, _: put_off.append(callback)
+    hear(pair.b, message(pair, endings=cdc.ABNORMAL_CLOSE))
+    for sequence, endings in enumerate((0, cdc.SENDING_DONE, cdc.ABNORMAL_CLOSE), 4):
+        hear(
+            pair.b,
+            message(pair, sequence=sequence, producer=lie[0], consumer=lie[1], endings=endings),
+        )
+    assert pair.b.state == "ACTIVE"
+    [callback] = put_off
+    callback()
+    assert pair.b.state == "PROCESSABORT"
+    with pytest.raises(ConnectionResetError):
+        pair.b.receiver.receive(1)
+    closed_at_once(pair)
+
+
 @pytest.mark.rfc("A.4/4", "A.4/14")
 def test_an_abort_in_a_message_that_does_not_count_is_none(pair: Pair) -> None:
     """A.4: an old message is discarded, and of a failover validation only the sequence counts."""

@@ -600,10 +600,12 @@ class Connection:
                 if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
         except ProtocolError as exc:
+            if self._peer_flags & ABNORMAL_CLOSE:
+                return  # behind A, which has not had its turn yet
             self._abort_for(exc)
             raise
         if endings and endings & ~self._peer_flags:
-            self.in_turn(partial(self._on_endings, endings), _ENDED)
+            self._note_endings(endings & ~self._peer_flags)
         wake = self.on_readable
         if arrived and wake is not None:
             self.on_readable = None
@@ -620,21 +622,29 @@ class Connection:
         if not isinstance(exc, MessageMissing):
             self.protocol_error(exc)
 
+    def _note_endings(self, endings: int) -> None:
+        """Note flags when they come, and process them in turn: A implies C, and C implies D."""
+        if endings & ABNORMAL_CLOSE:
+            self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
+        elif endings & CONNECTION_CLOSED:
+            self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
+        elif endings & SENDING_DONE:
+            self._peer_flags |= SENDING_DONE
+        else:
+            return  # reserved bits
+        self.in_turn(partial(self._on_endings, endings), _ENDED)
+
     def _on_endings(self, endings: int) -> None:
         """The first CDC message with these flags: A before C before D; C implies D."""
-        endings &= ~self._peer_flags  # others may have come before its turn
         if self._released:
             return
         if endings & ABNORMAL_CLOSE:
-            self._peer_flags |= ABNORMAL_CLOSE | CONNECTION_CLOSED | SENDING_DONE
             self._errno = errno.ECONNRESET
             self._process("peer_abort")
         elif endings & CONNECTION_CLOSED:
-            self._peer_flags |= CONNECTION_CLOSED | SENDING_DONE
             self.receiver.done = True
             self._process("peer_closed")
         elif endings & SENDING_DONE:
-            self._peer_flags |= SENDING_DONE
             self.receiver.done = True
             self._process("peer_done")
 
