@@ -286,6 +286,7 @@ def test_add_link_with_the_first_links_number_at_first_contact(world: World) -> 
     assert not stage.client.groups
 
 
+@pytest.mark.rfc("C.7.1/messages/13")
 def test_add_link_with_the_number_of_a_link_that_the_server_has_just_freed(world: World) -> None:
     """The reply to DELETE LINK has arrived, and its completion has not: both sides agree."""
     stage = Stage(world, (2, 2))
