@@ -600,10 +600,7 @@ class Connection:
                 if (flags or receiver.watchful) and receiver.flags_untrusted(flags, arrived):
                     self._wake_urgent()
         except ProtocolError as exc:
-            if self._peer_flags & ABNORMAL_CLOSE:
-                return  # behind A, which has not had its turn yet
             self._abort_for(exc)
-            raise
         if endings and endings & ~self._peer_flags:
             self._note_endings(endings & ~self._peer_flags)
         wake = self.on_readable
@@ -619,8 +616,12 @@ class Connection:
             self._wake_writer()
 
     def _abort_for(self, exc: ProtocolError) -> None:
+        """Abort and raise ``exc``, unless it is about a message behind A, whose turn is to come."""
+        if self._peer_flags & ABNORMAL_CLOSE and not self._aborting:
+            return
         if not isinstance(exc, MessageMissing):
             self.protocol_error(exc)
+        raise exc
 
     def _note_endings(self, endings: int) -> None:
         """Note flags when they come, and process them in turn: A implies C, and C implies D."""
