@@ -12,7 +12,7 @@ import trio.testing
 
 import trio_smc
 from tests.api.api_peers import HOST, PATIENCE, check_talk, connect
-from tests.streams.stream_pairs import cancelled_when_it_waits
+from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SoftRnic, Stack
 
 
@@ -162,7 +162,7 @@ async def test_putting_it_back_ends_the_wait() -> None:
 async def test_a_cancelled_drain_stays_a_drain() -> None:
     async with stacks(1) as (client, _, listener):
         stream, accepted = await connect(client, listener)
-        assert await cancelled_when_it_waits(lambda: client.drain_rnic("c0"))
+        assert await cancel_when_blocked(lambda: client.drain_rnic("c0"))
         other, plain = await connect(client, listener)
         assert other.mode is Mode.TCP
         for each in (stream, accepted, other, plain):

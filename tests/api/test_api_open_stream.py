@@ -33,7 +33,7 @@ from tests.api.api_peers import (
     read_to_end,
 )
 from tests.ports import reserved_port
-from tests.streams.stream_pairs import cancelled_when_it_waits
+from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, SmcUnavailable, Stack
 from trio_smc.connecting import connect as _connect
 from trio_smc.connecting import dial as _dial
@@ -177,7 +177,7 @@ async def test_cancelled_while_all_wait(stack: Stack) -> None:
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.2", "127.0.0.3"))
     with reserved_port() as port:
         async with deaf_server("127.0.0.2", port), deaf_server("127.0.0.3", port):
-            assert await cancelled_when_it_waits(
+            assert await cancel_when_blocked(
                 partial(stack.open_stream, "two", port, happy_eyeballs_delay=0.001)
             )
 

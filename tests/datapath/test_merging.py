@@ -11,7 +11,7 @@ import pytest
 from tests.campaigns import datapath as campaign
 from tests.datapath.datapath_pair import Cdc, Pair, Write
 from trio_smc.datapath.connection import Connection
-from trio_smc.streams.socket_options import LEAST_SEND_BUFFER
+from trio_smc.streams.socket_options import MIN_SEND_BUFFER
 
 RING = 16384
 CHUNK = RING // 4
@@ -141,20 +141,20 @@ def test_without_nodelay_a_small_write_waits_for_the_delivery_of_the_one_before(
 
 
 def test_unacknowledged_bytes_are_bounded(pair: Pair) -> None:
-    pair.a.limit_unacknowledged(LEAST_SEND_BUFFER)
+    pair.a.limit_unacknowledged(MIN_SEND_BUFFER)
     woken: list[int] = []
-    assert send(pair, RING) == LEAST_SEND_BUFFER
+    assert send(pair, RING) == MIN_SEND_BUFFER
     pair.a.on_writable = lambda: woken.append(1)
     assert (pair.a.sender.can_send, pair.a.starved) == (False, True)
     pair.ab.deliver()
     pair.ab.complete()
     assert woken == [1]
     assert (pair.a.sender.can_send, pair.a.starved) == (True, False)
-    assert send(pair, RING) == LEAST_SEND_BUFFER
+    assert send(pair, RING) == MIN_SEND_BUFFER
     pair.a.on_writable = lambda: woken.append(2)
     pair.a.limit_unacknowledged(None)
     assert woken == [1, 2], "a waiting writer looks again"
-    assert send(pair, RING) == RING - 2 * LEAST_SEND_BUFFER
+    assert send(pair, RING) == RING - 2 * MIN_SEND_BUFFER
 
 
 def test_a_user_timeout_is_an_abort_of_its_own_kind(pair: Pair) -> None:

@@ -147,7 +147,7 @@ class Actor:
 
     async def hold_for_ever(self) -> None:
         """What a cork holds back is not sent because time is over."""
-        socket_options.HOLD = 1e6  # type: ignore[misc]
+        socket_options.MAX_MERGE_DELAY = 1e6  # type: ignore[misc]
 
     async def clog(self) -> None:
         """Send to a peer that is stopped until its RNIC takes no more."""

@@ -12,7 +12,7 @@ import trio_smc
 from tests.e2e.bytes_by_position import Text
 from tests.e2e.peer import HEADER
 from tests.e2e.processes import Peer, open_peer
-from tests.streams.stream_pairs import HOST, cancelled_when_it_waits
+from tests.streams.stream_pairs import HOST, cancel_when_blocked
 from trio_smc import SmcStream
 
 SEED = 1
@@ -44,7 +44,7 @@ async def test_a_cancelled_send_leaves_its_buffer_alone(peer: Peer) -> None:
         for position in range(MESSAGES):
             await stream.send_all(text[position : position + 1])
         buffer = bytearray(text[MESSAGES:])
-        assert await cancelled_when_it_waits(lambda: stream.send_all(buffer))
+        assert await cancel_when_blocked(lambda: stream.send_all(buffer))
         buffer[:] = bytes(large)
         buffer.clear()
         peer.process.send_signal(signal.SIGCONT)
@@ -58,6 +58,6 @@ async def test_closing_waits_until_the_peer_has_it_all(peer: Peer) -> None:
         stream = await connect_and_stop(peer, len(text))
         for position in range(MESSAGES):
             await stream.send_all(text[position : position + 1])
-        assert await cancelled_when_it_waits(stream.aclose)
+        assert await cancel_when_blocked(stream.aclose)
         peer.process.send_signal(signal.SIGCONT)
         assert await peer.ask("collected", count=1) == {"cases": [7], "errors": []}

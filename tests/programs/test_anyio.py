@@ -18,7 +18,7 @@ from anyio.streams.text import TextStream
 from anyio.streams.tls import TLSAttribute, TLSListener, TLSStream
 
 import trio_smc
-from tests.streams.stream_pairs import cancelled_when_it_waits
+from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc.adapters.anyio import SmcByteListener, SmcByteStream, open_listener, open_stream
 
 HOST = "localhost"
@@ -114,7 +114,7 @@ async def test_two_readers_are_a_busy_resource() -> None:
 
 async def test_a_cancelled_send_does_not_close() -> None:
     async with pair() as (client, server):
-        assert await cancelled_when_it_waits(lambda: client.send(bytes(64 * 2**20)))
+        assert await cancel_when_blocked(lambda: client.send(bytes(64 * 2**20)))
         assert await server.receive()
         await server.send(b"still there")
         assert await client.receive() == b"still there"

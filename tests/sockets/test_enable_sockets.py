@@ -24,7 +24,7 @@ from outcome import Outcome
 from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 
 import trio_smc
-from tests.streams.stream_pairs import cancelled_when_it_waits
+from tests.streams.stream_pairs import cancel_when_blocked
 from trio_smc.sockets.drop_in import DropInSocket
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -93,7 +93,7 @@ async def make_pair(
     return client, ends[0]
 
 
-async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
+async def make_blocked() -> tuple[trio.SocketStream, trio.SocketStream]:
     client, server = await make_pair()
     for sending in (client, server):
 
@@ -101,7 +101,7 @@ async def make_clogged() -> tuple[trio.SocketStream, trio.SocketStream]:
             while True:
                 await sending.socket.send(b"x" * 4096)
 
-        assert await cancelled_when_it_waits(fill)
+        assert await cancel_when_blocked(fill)
     return client, server
 
 
@@ -115,7 +115,7 @@ def test_trios_own_streams_keep_their_contract(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
     trio_smc.enable(dataclasses.replace(SMALL, checkpoints=checkpoints))
-    trio.run(check_half_closeable_stream, make_pair, make_clogged)
+    trio.run(check_half_closeable_stream, make_pair, make_blocked)
 
 
 @pytest.mark.rfc("B/1", "B/2")
@@ -198,7 +198,7 @@ def test_names_and_options_of_both_ends(enabled: None) -> None:
     trio.run(main)
 
 
-def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
+def test_peeking_and_other_ways_to_receive(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
             assert not server.is_readable()
@@ -219,7 +219,7 @@ def test_looking_ahead_and_other_ways_to_receive(enabled: None) -> None:
 def test_shut_for_reading(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, server):
-            await client.send(b"nobody reads this")
+            await client.send(b"never read")
             server.shutdown(stdlib_socket.SHUT_RD)
             assert await server.recv(10) == b""
             await server.send(b"this is read")
@@ -228,7 +228,7 @@ def test_shut_for_reading(enabled: None) -> None:
     trio.run(main)
 
 
-def test_shut_for_reading_while_somebody_reads(enabled: None) -> None:
+def test_shut_for_reading_while_a_task_reads(enabled: None) -> None:
     async def main() -> None:
         for way in ("recv", "receive_some"):
             async with drop_ins() as (client, _):
@@ -279,7 +279,7 @@ def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
             ("close", trio.ClosedResourceError),
             ("shutdown", trio.BrokenResourceError),
         ):
-            client, server = await make_clogged()
+            client, server = await make_blocked()
 
             async def send(
                 client: trio.SocketStream = client, error: type[Exception] = error
@@ -356,7 +356,7 @@ async def turns_of_ten(call: Callable[[bytes], Awaitable[object]]) -> int:
     ("text", "of_sockets"),
     [("", 0), ('checkpoints = "strict"', 10), ('checkpoints = "amortised"', 0)],
 )
-def test_sockets_have_amortised_checkpoints_unless_told(
+def test_sockets_have_amortised_checkpoints_by_default(
     text: str, of_sockets: int, tmp_path: Path
 ) -> None:
     """And streams that a program opens itself have strict ones, in the same process."""
@@ -395,17 +395,17 @@ def test_a_socket_sends_before_it_yields(enabled: None) -> None:
 
     async def main() -> None:
         async with drop_ins() as (client, server):
-            there: list[bool] = []
+            readable: list[bool] = []
 
-            async def look() -> None:
-                there.append(server.is_readable())
+            async def check() -> None:
+                readable.append(server.is_readable())
 
             for _ in range(5):
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(look)  # runs as soon as this task yields
+                    nursery.start_soon(check)  # runs as soon as this task yields
                     await client.send(b"x")
                 await server.recv(1)
-            assert there == [True] * 5
+            assert readable == [True] * 5
 
     trio.run(main)
 
@@ -454,7 +454,7 @@ def test_a_close_without_waiting_still_delivers(enabled: None) -> None:
     trio.run(main)
 
 
-def test_what_a_connection_over_smc_has_not(enabled: None) -> None:
+def test_operations_that_smc_r_does_not_support(enabled: None) -> None:
     async def main() -> None:
         async with drop_ins() as (client, _):
             for attempt in (
@@ -506,7 +506,7 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
     trio.run(main)
 
 
-def test_what_is_not_tcp_stays_as_it_is(enabled: None) -> None:
+def test_other_sockets_stay_as_they_are(enabled: None) -> None:
     async def main() -> None:
         one, other = trio.socket.socketpair()
         with one, other, trio.socket.socket(type=stdlib_socket.SOCK_DGRAM) as datagrams:

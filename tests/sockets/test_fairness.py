@@ -38,13 +38,13 @@ async def read(stream: trio.SocketStream) -> None:
         pass
 
 
-async def ask(stream: trio.SocketStream) -> None:
+async def request(stream: trio.SocketStream) -> None:
     while True:
         await stream.send_all(b"x" * 64)
         await stream.receive_some(64)
 
 
-async def answer(stream: trio.SocketStream) -> None:
+async def echo(stream: trio.SocketStream) -> None:
     while data := await stream.receive_some(64):
         await stream.send_all(data)
 
@@ -59,8 +59,8 @@ async def lateness(size: int) -> list[float]:
                 nursery.start_soon(write, client, size)
                 nursery.start_soon(read, server)
             else:
-                nursery.start_soon(ask, client)
-                nursery.start_soon(answer, server)
+                nursery.start_soon(request, client)
+                nursery.start_soon(echo, server)
         await trio.sleep(0.05)
         for _ in range(TICKS):
             due = trio.current_time() + 0.001

@@ -43,19 +43,19 @@ async def echo(stream: trio.SocketStream) -> None:
         await stream.send_all(data)
 
 
-async def asked(port: int, data: bytes = b"hello") -> bytes:
+async def request(port: int, data: bytes = b"hello") -> bytes:
     async with await trio.open_tcp_stream(LOOPBACK, port) as stream:
         await stream.send_all(data)
         return bytes(await stream.receive_some())
 
 
-def described(error: BaseException | None) -> Any:
+def description(error: BaseException | None) -> Any:
     """What a program can see of an error, without the addresses in it."""
     if error is None:
         return None
-    within = [*map(described, error.exceptions)] if isinstance(error, BaseExceptionGroup) else []
+    within = [*map(description, error.exceptions)] if isinstance(error, BaseExceptionGroup) else []
     text = re.sub(r"\d{4,5}", "PORT", str(error))
-    return type(error), text, getattr(error, "errno", None), within, described(error.__cause__)
+    return type(error), text, getattr(error, "errno", None), within, description(error.__cause__)
 
 
 class Spawned(trio.abc.Instrument):
@@ -119,31 +119,31 @@ def test_names_and_options_go_trios_own_way(run: Any, host: str, options: Any) -
     run("enabled", main)
 
 
-@pytest.mark.parametrize("what", ["nobody listens", "host", "port", "range", "name"])
-def test_what_fails_says_so_in_trios_words(run: Any, what: str) -> None:
+@pytest.mark.parametrize("what", ["no listener", "host", "port", "range", "name"])
+def test_errors_are_trios(run: Any, what: str) -> None:
     async def main() -> Any:
         with trio.socket.socket() as bound:
             await bound.bind((LOOPBACK, 0))
             port = bound.getsockname()[1]
             arguments: dict[str, tuple[Any, Any]] = {
-                "nobody listens": (LOOPBACK, port),
+                "no listener": (LOOPBACK, port),
                 "host": (None, port),
                 "port": (LOOPBACK, str(port)),
                 "range": (LOOPBACK, 1 << 40),
-                "name": ("nobody.invalid", port),
+                "name": ("unknown.invalid", port),
             }
             with pytest.raises(Exception) as caught:  # noqa: PT011
                 await trio.open_tcp_stream(*arguments[what])
-            return described(caught.value)
+            return description(caught.value)
 
     seen = {kind: run(kind, main) for kind in KINDS}
     assert seen["enabled"] == seen["Trio's own"]
-    if what == "nobody listens":
+    if what == "no listener":
         [inner] = seen["enabled"][-1][3]
         assert inner[2] == errno.ECONNREFUSED
 
 
-def test_who_is_cancelled_leaves_no_socket(run: Any) -> None:
+def test_a_cancelled_connect_leaves_no_socket(run: Any) -> None:
     async def main() -> None:
         [listener] = await trio.open_tcp_listeners(0, host=LOOPBACK)
         with trio.CancelScope() as scope:
@@ -157,7 +157,7 @@ def test_who_is_cancelled_leaves_no_socket(run: Any) -> None:
 
 # --- serve_listeners ---------------------------------------------------------------------------
 
-WHO: ContextVar[str] = ContextVar("WHO")
+SERVER: ContextVar[str] = ContextVar("SERVER")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,13 +165,13 @@ def test_handlers_have_the_context_of_their_server(run: Any, kind: str) -> None:
     seen: list[str] = []
 
     async def handler(stream: trio.SocketStream) -> None:
-        seen.append(WHO.get())
-        WHO.set("a handler")  # of its own copy
+        seen.append(SERVER.get())
+        SERVER.set("a handler")  # of its own copy
         await echo(stream)
 
     async def serve(name: str, *, task_status: trio.TaskStatus[Any]) -> None:
         listeners = await trio.open_tcp_listeners(0, host=LOOPBACK)
-        WHO.set(name)
+        SERVER.set(name)
         await trio.serve_listeners(handler, listeners, task_status=task_status)
 
     async def main() -> None:
@@ -180,7 +180,7 @@ def test_handlers_have_the_context_of_their_server(run: Any, kind: str) -> None:
                 [listener] = await nursery.start(serve, name)
                 assert type(listener) is trio.SocketListener
                 for _ in range(2):
-                    assert await asked(listener.socket.getsockname()[1]) == b"hello"
+                    assert await request(listener.socket.getsockname()[1]) == b"hello"
             nursery.cancel_scope.cancel()
 
     run(kind, main)
@@ -214,7 +214,7 @@ def test_a_handler_that_raises_ends_the_server_as_with_trio(run: Any, elsewhere:
                     await stream.send_all(b"x")
                     await trio.sleep_forever()
 
-        return described(await outcome_of(together)), ended
+        return description(await outcome_of(together)), ended
 
     seen = {kind: run(kind, main) for kind in KINDS}
     assert seen["enabled"] == seen["Trio's own"]
@@ -241,7 +241,7 @@ def test_a_stream_that_its_handler_left_open_is_closed(run: Any, kind: str) -> N
     run(kind, main)
 
 
-def test_who_came_before_the_server_is_served(run: Any) -> None:
+def test_a_client_that_connected_before_the_server_started_is_served(run: Any) -> None:
     async def main() -> None:
         [listener] = await trio.open_tcp_listeners(0, host=LOOPBACK)
         port = listener.socket.getsockname()[1]
@@ -251,7 +251,7 @@ def test_who_came_before_the_server_is_served(run: Any) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(trio.serve_listeners, echo, [listener])
                 assert await early.receive_some() == b"early"
-                assert await asked(port) == b"hello"
+                assert await request(port) == b"hello"
                 with pytest.raises(trio.BusyResourceError):
                     await listener.accept()  # there is somebody who accepts
                 nursery.cancel_scope.cancel()
@@ -274,7 +274,7 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
             serve = partial(trio.serve_listeners, echo, [listener], handler_nursery=closed)
             async with trio.open_nursery() as nursery:
 
-                async def ask() -> None:
+                async def read() -> None:
                     async with await trio.open_tcp_stream(LOOPBACK, port) as stream:
                         if early:
                             await wait_all_tasks_blocked()
@@ -284,13 +284,13 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
                 if not early:
                     await nursery.start(serve)
                 with trio.CancelScope(shield=True):
-                    broken.append(await outcome_of(ask))
+                    broken.append(await outcome_of(read))
                 await trio.sleep_forever()
 
         error = await outcome_of(together)
         # In time there is a task to start as soon as TCP has the connection: in its handshake.
         assert [*map(type, broken)] == [trio.BrokenResourceError if early else OSError]
-        return described(error)
+        return description(error)
 
     seen = run("enabled", main)
     while seen[0] is ExceptionGroup:
@@ -318,10 +318,10 @@ def test_a_server_stays_awake_for_the_next_connection_over_smc_r(run: Any, kind:
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
             listener.socket._listener._accept_spin = spin
             port = listener.socket.getsockname()[1]
-            assert await asked(port) == b"hello"
+            assert await request(port) == b"hello"
             await wait_all_tasks_blocked()
             assert len(spin.spins) == (kind == "SMC-R")
-            assert await asked(port) == b"hello"
+            assert await request(port) == b"hello"
             assert all(ready() for ready in spin.spins[:1])
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
@@ -338,12 +338,12 @@ def test_descriptors_that_have_run_out_are_waited_for(
         async with trio.open_nursery() as nursery:
             [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
             port = listener.socket.getsockname()[1]
-            assert await asked(port) == b"hello"
-            ours = listener.socket._listener
-            ours._error = OSError(errno.EMFILE, "too many open files")
-            ours._arrived.set()
+            assert await request(port) == b"hello"
+            smc_listener = listener.socket._listener
+            smc_listener._error = OSError(errno.EMFILE, "too many open files")
+            smc_listener._arrived.set()
             await wait_all_tasks_blocked()
-            assert await asked(port) == b"hello"
+            assert await request(port) == b"hello"
             nursery.cancel_scope.cancel()
 
     run("enabled", main)
@@ -357,7 +357,7 @@ def test_closing_the_listener_ends_the_server(run: Any, kind: str) -> None:
         async def together() -> None:
             async with trio.open_nursery() as nursery:
                 [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host=LOOPBACK))
-                assert await asked(listener.socket.getsockname()[1]) == b"hello"
+                assert await request(listener.socket.getsockname()[1]) == b"hello"
                 await listener.aclose()
 
         error = await outcome_of(together)
@@ -381,9 +381,9 @@ def test_other_listeners_are_served_by_trio_itself(run: Any) -> None:
     async def main() -> None:
         memory = MemoryListener()
         async with trio.open_nursery() as nursery:
-            ours = await trio.open_tcp_listeners(0, host=LOOPBACK)
-            nursery.start_soon(trio.serve_listeners, echo, [memory, *ours])
-            assert await asked(ours[0].socket.getsockname()[1]) == b"hello"
+            tcp = await trio.open_tcp_listeners(0, host=LOOPBACK)
+            nursery.start_soon(trio.serve_listeners, echo, [memory, *tcp])
+            assert await request(tcp[0].socket.getsockname()[1]) == b"hello"
             one, other = memory_stream_pair()
             await memory.send.send(other)
             await one.send_all(b"by memory")

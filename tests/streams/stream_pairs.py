@@ -86,11 +86,11 @@ async def _fill_tcp(stream: SmcStream) -> None:
         while True:
             await stream.socket.send(bytes(1 << 16), stdlib_socket.MSG_EOR)
 
-    assert await cancelled_when_it_waits(fill)
+    assert await cancel_when_blocked(fill)
     stream.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1)
 
 
-async def cancelled_when_it_waits(call: Callable[[], Awaitable[object]]) -> bool:
+async def cancel_when_blocked(call: Callable[[], Awaitable[object]]) -> bool:
     """Make a call and cancel it once all tasks have waited for a moment; whether it still ran.
 
     Cancelled after some time, it may have done nothing yet: the machine may be busy.

@@ -29,7 +29,7 @@ MUCH = 10 * SMALL_RING
 ENDED = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 Send = Callable[[Any], Awaitable[object]]
-Leave = Callable[[Any], Awaitable[object]]
+Close = Callable[[Any], Awaitable[object]]
 
 
 async def _when_it_might_not_block(stream: Any) -> None:
@@ -77,7 +77,7 @@ async def _read_shut(stream: Any) -> None:
     stream.close()
 
 
-LEAVES: dict[str, Leave] = {
+CLOSES: dict[str, Close] = {
     "aclose": lambda it: it.aclose(),
     "cancelled": _cancelled,
     "forceful": _forceful,
@@ -109,10 +109,10 @@ async def serving(
 
 @pytest.mark.rfc("4.8.1/7")
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
-@pytest.mark.parametrize("leave", LEAVES)
+@pytest.mark.parametrize("close", CLOSES)
 @pytest.mark.parametrize("send", SENDS)
-async def test_the_peer_half_closes_reads_once_and_goes(
-    send: str, leave: str, checkpoints: str
+async def test_the_peer_half_closes_reads_once_and_closes(
+    send: str, close: str, checkpoints: str
 ) -> None:
     ended = trio.Event()
 
@@ -129,7 +129,7 @@ async def test_the_peer_half_closes_reads_once_and_goes(
             await stream.send_all(b"x")
             await stream.send_eof()
             await (stream.wait_urgent() if "urgent" in send else stream.receive_some())
-            await LEAVES[leave](stream)
+            await CLOSES[close](stream)
             await ended.wait()
 
 
@@ -185,7 +185,7 @@ async def test_nothing_is_waited_for_behind_the_end_of_both_directions(reading: 
 
 
 @pytest.mark.parametrize("send", ["bytes", "buffer", "urgent", "might not block"])
-async def test_links_fail_while_it_waits(send: str) -> None:
+async def test_links_fail_while_a_sender_waits(send: str) -> None:
     """The connection moves to another link, where the peer's end comes, too (4.6)."""
     rnics = [[SoftRnic(f"{side}{number}") for number in range(2)] for side in "sc"]
     ended = trio.Event()

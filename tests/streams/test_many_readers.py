@@ -30,7 +30,7 @@ async def echo(stream: SmcStream) -> None:
         await stream.send_all(data)
 
 
-async def ask(stream: SmcStream) -> None:
+async def request(stream: SmcStream) -> None:
     for number in range(ROUNDS):
         await stream.send_all(bytes([number]))
         assert await stream.receive_some() == bytes([number])
@@ -49,7 +49,7 @@ async def test_requests_of_many_tasks_hardly_need_the_eventfd() -> None:
                 before = stack.runtime.pump.wakeups
                 async with trio.open_nursery() as clients:
                     for here, _ in pairs:
-                        clients.start_soon(ask, here)
+                        clients.start_soon(request, here)
                 assert stack.runtime.pump.wakeups - before < ROUNDS // 2
                 await trio.testing.wait_all_tasks_blocked()
                 assert stack.runtime.pump.woken == 0

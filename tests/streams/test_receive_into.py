@@ -63,7 +63,7 @@ async def test_the_same_bytes_as_receive_some(
     assert await b.receive_some_into(bytearray(1)) == 0
 
 
-async def test_only_what_came_is_written(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_only_received_bytes_are_written(pair: tuple[SmcStream, SmcStream]) -> None:
     a, b = pair
     await a.send_all(b"abc")
     buffer = bytearray(b"-" * 10)
@@ -83,7 +83,7 @@ async def test_buffers_of_every_kind(pair: tuple[SmcStream, SmcStream]) -> None:
             assert bytes(memoryview(buffer).cast("B")[:8]) == b"12345678"
 
 
-async def test_buffers_that_are_none(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_unsuitable_buffers(pair: tuple[SmcStream, SmcStream]) -> None:
     a, b = pair
     await a.send_all(b"x")
     with pytest.raises(ValueError, match="empty"):
@@ -97,7 +97,7 @@ async def test_buffers_that_are_none(pair: tuple[SmcStream, SmcStream]) -> None:
     assert await b.receive_some() == b"x"
 
 
-async def test_cancelled_it_takes_nothing(pair: tuple[SmcStream, SmcStream]) -> None:
+async def test_a_cancelled_call_takes_nothing(pair: tuple[SmcStream, SmcStream]) -> None:
     a, b = pair
     buffer = bytearray(4)
     with trio.move_on_after(0.01) as scope:

@@ -132,7 +132,7 @@ async def test_options_without_meaning_are_kept_and_returned(
     pair: tuple[RdmaStream, RdmaStream],
 ) -> None:
     client, _ = pair
-    kept = [row.key for row in OPTIONS if row.owner is Owner.NOBODY]
+    kept = [row.key for row in OPTIONS if row.owner is Owner.KEPT]
     assert kept
     for number, key in enumerate(filter(None, kept)):
         before = client.socket.getsockopt(*key)
@@ -237,7 +237,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
     client, server = pair
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == SMALL_RING, "what the peer's element holds"
     client.setsockopt(SOL, socket.SO_SNDBUF, 1)
-    assert client.getsockopt(SOL, socket.SO_SNDBUF) == options_module.LEAST_SEND_BUFFER
+    assert client.getsockopt(SOL, socket.SO_SNDBUF) == options_module.MIN_SEND_BUFFER
     client.setsockopt(SOL, socket.SO_SNDBUF, 5000)
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == 5000
     most = 0
@@ -261,7 +261,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
 @pytest.fixture
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that were put off come by something else than time."""
-    monkeypatch.setattr(options_module, "HOLD", NEVER)
+    monkeypatch.setattr(options_module, "MAX_MERGE_DELAY", NEVER)
 
 
 @pytest.mark.rfc("4.5.2/3")
@@ -291,7 +291,7 @@ async def test_a_cork_holds_until_it_is_pulled(
 async def test_a_cork_holds_for_a_bounded_time(
     pair: tuple[RdmaStream, RdmaStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options_module, "HOLD", 0.01)
+    monkeypatch.setattr(options_module, "MAX_MERGE_DELAY", 0.01)
     client, server = pair
     client.setsockopt(TCP, socket.TCP_CORK, 1)
     for word in (b"one", b"two"):
@@ -409,7 +409,7 @@ async def test_keepalive_probes_of_tcp_are_not_closer_than_a_bound(
         for seconds in (1, 500):
             client.setsockopt(TCP, option, seconds)
             assert client.getsockopt(TCP, option) == seconds
-            least = options_module.LEAST_TCP_KEEPALIVE
+            least = options_module.MIN_TCP_KEEPALIVE
             assert client.socket.getsockopt(TCP, option) == max(seconds, least)
         with pytest.raises(OSError, match="Invalid") as caught:
             client.setsockopt(TCP, option, 0)
@@ -516,7 +516,7 @@ async def test_closing_with_linger_on_is_no_reset(pair: tuple[RdmaStream, RdmaSt
 # --- user timeout ------------------------------------------------------------------------------
 
 
-async def test_a_send_that_nobody_reads_times_out(smc: Pairs) -> None:
+async def test_a_send_that_the_peer_does_not_read_times_out(smc: Pairs) -> None:
     client, server = await smc.clogged()
     client.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 50)
     with trio.fail_after(10), pytest.raises(trio.BrokenResourceError) as caught:
@@ -530,7 +530,7 @@ async def test_a_send_that_nobody_reads_times_out(smc: Pairs) -> None:
         await stream.aclose()
 
 
-class Group:
+class UnusedGroup:
     """A link group that nobody asks anything."""
 
     def keep_alive(self, user: object, seconds: float | None) -> None:
@@ -545,7 +545,7 @@ class Clocked:
         self.now = 0.0
         self.timers = Timers(lambda: self.now, lambda: None)
         self.tcp = socket.socket()
-        options = StreamOptions(self.pair.a, Group(), self.tcp, self.timers, None)  # type: ignore[arg-type]
+        options = StreamOptions(self.pair.a, UnusedGroup(), self.tcp, self.timers, None)  # type: ignore[arg-type]
         options.set(TCP, socket.TCP_USER_TIMEOUT, milliseconds, None)
         assert options.get(TCP, socket.TCP_USER_TIMEOUT) == milliseconds
 
@@ -572,7 +572,7 @@ def clocked() -> Iterator[Clocked]:
     made.close()
 
 
-def test_the_user_timeout_does_not_mind_idle_time(clocked: Clocked) -> None:
+def test_the_user_timeout_ignores_idle_time(clocked: Clocked) -> None:
     clocked.wait(1000)
     clocked.pair.a.send(memoryview(b"x"))
     clocked.wait(9)
@@ -581,7 +581,7 @@ def test_the_user_timeout_does_not_mind_idle_time(clocked: Clocked) -> None:
     assert clocked.state == "ACTIVE"
 
 
-def test_the_user_timeout_wants_deliveries(clocked: Clocked) -> None:
+def test_the_user_timeout_needs_deliveries(clocked: Clocked) -> None:
     a = clocked.pair.a
     for _ in range(5):
         a.send(memoryview(b"x"))
@@ -597,7 +597,7 @@ def test_the_user_timeout_wants_deliveries(clocked: Clocked) -> None:
     assert isinstance(a.error, TimeoutError)
 
 
-def test_the_user_timeout_wants_a_window_when_a_task_waits_for_one(clocked: Clocked) -> None:
+def test_the_user_timeout_needs_a_window_while_a_task_waits_for_one(clocked: Clocked) -> None:
     a, b = clocked.pair.connections
     a.send(memoryview(bytes(clocked.pair.size[1])))
     clocked.pair.settle()
@@ -622,7 +622,7 @@ def test_turning_the_user_timeout_off_ends_the_watch() -> None:
     try:
         clocked.pair.a.send(memoryview(b"x"))
         clocked.wait(0.5)
-        options = StreamOptions(clocked.pair.a, Group(), clocked.tcp, clocked.timers, None)  # type: ignore[arg-type]
+        options = StreamOptions(clocked.pair.a, UnusedGroup(), clocked.tcp, clocked.timers, None)  # type: ignore[arg-type]
         options.set(TCP, socket.TCP_USER_TIMEOUT, 100, None)
         options.set(TCP, socket.TCP_USER_TIMEOUT, 0, None)
         clocked.wait(0.4)

@@ -49,7 +49,7 @@ class Echoing:
     def pump(self) -> Pump:
         return pump_of(self.pairs.server)
 
-    async def ask(self, data: bytes = b"x") -> None:
+    async def request(self, data: bytes = b"x") -> None:
         await self.here.send_all(data)
         assert await read(self.here, len(data)) == data
 
@@ -57,7 +57,7 @@ class Echoing:
         with trio.fail_after(PATIENCE):
             while self.pump.machine.state != "SOLO":
                 await trio.sleep(PAUSE)
-                await self.ask()
+                await self.request()
             await trio.testing.wait_all_tasks_blocked()
         assert not await is_hooked(self.pump)
 
@@ -97,7 +97,7 @@ async def test_requests_are_answered(checkpoints: str) -> None:
         before = pump.passes
         for number in range(100):
             await trio.sleep(PAUSE)
-            await connection.ask(b"%d" % number)
+            await connection.request(b"%d" % number)
         assert pump.machine.state == "SOLO"
         assert 100 <= pump.passes - before <= 110, "each wait is counted, and nothing else"
         await trio.testing.wait_all_tasks_blocked()
@@ -123,14 +123,14 @@ async def test_a_reader_that_finds_only_completions_for_others_lets_them_run(
             return await wait(reader, **how)
 
         monkeypatch.setattr(SoloReader, "wait", find_something)
-        await connection.ask()
+        await connection.request()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
             while finds:
                 await trio.lowlevel.checkpoint()
             nursery.cancel_scope.cancel()
         assert len(turns) > 15
-        await connection.ask()
+        await connection.request()
 
 
 async def test_much_data() -> None:
@@ -140,7 +140,7 @@ async def test_much_data() -> None:
             nursery.start_soon(connection.here.send_all, data)
             assert await read(connection.here, len(data)) == data
         await connection.until_solo()
-        await connection.ask()
+        await connection.request()
 
 
 @pytest.mark.parametrize("checkpoints", ["strict", "amortised"])
@@ -197,7 +197,7 @@ async def test_rare_waits_do_not_make_a_reader_solo(monkeypatch: pytest.MonkeyPa
         connection.pump.resume_hooks()
         for _ in range(3 * SOLO_AFTER_WAITS):
             await trio.sleep(PAUSE)
-            await connection.ask()
+            await connection.request()
             assert connection.pump.machine.state != "SOLO"
         monkeypatch.setattr(solo, "MAX_GAP", PATIENCE)
         await connection.until_solo()
@@ -245,7 +245,7 @@ async def test_two_tasks_on_one_stream() -> None:
             await connection.there.send_all(b"b")
             assert await read(connection.here, 2) == b"ab"
         assert connection.pump.machine.state == "SOLO"
-        await connection.ask()
+        await connection.request()
 
 
 async def test_a_task_that_sends_now_and_then_does_not_end_solo_mode(
@@ -341,8 +341,8 @@ async def test_the_watchdog_does_not_wake_an_idle_server(
         await trio.sleep(50 * PAUSE)
         assert passes.count - before <= 5
         monkeypatch.setattr(solo, "WATCHDOG_INTERVAL", PATIENCE)
-        await connection.ask()
-        await connection.ask()
+        await connection.request()
+        await connection.request()
 
 
 @pytest.mark.parametrize("how", ["close", "shut down", "the peer closes"])

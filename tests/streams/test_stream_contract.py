@@ -18,7 +18,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 from tests.streams.stream_pairs import (
     SMALL_RING,
     Pairs,
-    cancelled_when_it_waits,
+    cancel_when_blocked,
     close_both,
     open_pairs,
     read,
@@ -49,13 +49,13 @@ async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.Monkey
         await check_half_closeable_stream(pairs.make, pairs.clogged)
 
 
-async def test_what_is_clogged_stays_so() -> None:
+async def test_a_blocked_stream_stays_blocked() -> None:
     """Also when the kernel has probed TCP's window, as it does on a machine that pauses."""
     async with open_pairs(tcp_config()) as pairs:
         pair = await pairs.clogged()
         await trio.sleep(0.5)
         for stream in pair:
-            assert await cancelled_when_it_waits(partial(stream.send_all, b"x"))
+            assert await cancel_when_blocked(partial(stream.send_all, b"x"))
         for stream in pair:
             await trio.aclose_forcefully(stream)
 
@@ -97,7 +97,7 @@ async def test_parameters_by_keyword(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, -(1 << 70)])
-async def test_a_size_that_is_no_size(pairs: Pairs, wrong: int) -> None:
+async def test_sizes_out_of_range(pairs: Pairs, wrong: int) -> None:
     a, b = pair = await pairs.make()
     await a.send_all(b"x")
     with pytest.raises(ValueError, match="max_bytes"):
@@ -107,7 +107,7 @@ async def test_a_size_that_is_no_size(pairs: Pairs, wrong: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.5, "1", b"1"])
-async def test_a_size_that_is_no_integer(pairs: Pairs, wrong: object) -> None:
+async def test_sizes_of_a_wrong_type(pairs: Pairs, wrong: object) -> None:
     _, b = pair = await pairs.make()
     with pytest.raises(TypeError):
         await b.receive_some(wrong)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ async def test_data_of_every_kind(smc: Pairs, what: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["text", None, 7, [1, 2]])
-async def test_data_that_is_none(pairs: Pairs, wrong: object) -> None:
+async def test_data_of_a_wrong_type(pairs: Pairs, wrong: object) -> None:
     a, b = pair = await pairs.make()
     with pytest.raises(TypeError):
         await a.send_all(wrong)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ async def test_a_large_buffer_may_change_after_a_cancelled_send() -> None:
 async def check_cancelled_send(pairs: Pairs, size: int) -> None:
     a, b = await pairs.make()
     buffer = bytearray(b"\x01" * size)
-    assert await cancelled_when_it_waits(lambda: a.send_all(buffer))
+    assert await cancel_when_blocked(lambda: a.send_all(buffer))
     buffer[:] = b"\x02" * len(buffer)
     buffer.clear()
     await aclose_in_background(a, b)
@@ -245,7 +245,7 @@ def _senders(stream: SmcStream) -> dict[str, Callable[[], Awaitable[object]]]:
 
 @pytest.mark.parametrize("first", ["send_all", "wait"])
 @pytest.mark.parametrize("second", ["send_all", "empty send_all", "wait", "send_eof"])
-async def test_two_senders_are_told(pairs: Pairs, first: str, second: str) -> None:
+async def test_a_second_sender_is_refused(pairs: Pairs, first: str, second: str) -> None:
     a, b = pair = await pairs.clogged()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_senders(a)[first])
@@ -259,7 +259,7 @@ async def test_two_senders_are_told(pairs: Pairs, first: str, second: str) -> No
     await close_both(pair)
 
 
-async def test_two_receivers_are_told(pairs: Pairs) -> None:
+async def test_a_second_receiver_is_refused(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     got: list[bytes | bytearray] = []
 
@@ -276,22 +276,22 @@ async def test_two_receivers_are_told(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_a_send_during_a_half_close_is_told(pairs: Pairs) -> None:
+async def test_a_send_during_a_half_close_is_refused(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
-    told: list[str] = []
+    refused: list[str] = []
 
     async def call(name: str) -> None:
         try:
             await _senders(a)[name]()
         except trio.BusyResourceError:
-            told.append(name)
+            refused.append(name)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
     # Whichever came second; a send that need not yield is over when the half close begins.
-    assert len(told) == 1 or (not told and pairs.client.config.checkpoints == "amortised")
-    assert await b.receive_some() == (b"" if told == ["send_all"] else b"x")
+    assert len(refused) == 1 or (not refused and pairs.client.config.checkpoints == "amortised")
+    assert await b.receive_some() == (b"" if refused == ["send_all"] else b"x")
     await close_both(pair)
 
 
@@ -308,7 +308,7 @@ async def test_sending_and_receiving_at_once_is_fine(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "abort", "aclose cancelled"])
-async def test_own_close_is_closed_everywhere(pairs: Pairs, how: str) -> None:
+async def test_every_call_fails_after_a_close(pairs: Pairs, how: str) -> None:
     a, b = await pairs.make()
     await end(a, how)
     for _ in range(2):
@@ -358,10 +358,10 @@ async def read_all_there_is(stream: SmcStream) -> None:
         while True:
             await stream.receive_some()
 
-    assert await cancelled_when_it_waits(read_for_ever)
+    assert await cancel_when_blocked(read_for_ever)
 
 
-async def test_a_cancelled_close_still_says_goodbye(pairs: Pairs) -> None:
+async def test_a_cancelled_close_still_ends_the_stream(pairs: Pairs) -> None:
     a, b = await pairs.make()
     await a.send_all(b"last words")
     with trio.CancelScope() as scope:
@@ -517,10 +517,10 @@ async def test_a_loop_of_calls_lets_others_run(pairs: Pairs) -> None:
 async def test_a_forgotten_stream_warns_and_loses_nothing(pairs: Pairs) -> None:
     made, b = await pairs.make()
     await made.send_all(b"x")
-    forgotten = [made]
+    dropped = [made]
     del made
     with pytest.warns(ResourceWarning):
-        _forget(forgotten)
+        _drop(dropped)
     with trio.fail_after(10):
         assert await read(b, 1) == b"x"
         assert await b.receive_some() == b""
@@ -532,15 +532,15 @@ async def test_a_forgotten_stream_with_unread_data_is_reset(pairs: Pairs) -> Non
     await made.send_all(b"x")
     await b.send_all(b"unread")
     await wait_all_tasks_blocked()
-    forgotten = [made]
+    dropped = [made]
     del made
     with pytest.warns(ResourceWarning):
-        _forget(forgotten)
+        _drop(dropped)
     with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
         await read(b, 2)
     await b.aclose()
 
 
-def _forget(streams: list[SmcStream]) -> None:
+def _drop(streams: list[SmcStream]) -> None:
     streams.clear()
     gc.collect()

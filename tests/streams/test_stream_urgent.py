@@ -13,7 +13,7 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 from tests.streams.stream_pairs import (
     SMALL_RING,
     Pairs,
-    cancelled_when_it_waits,
+    cancel_when_blocked,
     close_both,
     open_pairs,
     read,
@@ -80,7 +80,7 @@ async def test_both_ways_and_often(pairs: Pairs) -> None:
     await close_both(pair)
 
 
-async def test_a_byte_for_one_who_waits(pairs: Pairs) -> None:
+async def test_an_urgent_byte_ends_a_wait(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     seen: list[object] = []
 
@@ -166,7 +166,7 @@ async def test_writes_wait_for_the_acknowledgement(smc: Pairs) -> None:
 async def test_a_cancelled_urgent_send_leaves_nothing_urgent(smc: Pairs) -> None:
     a, b = pair = await smc.make()
     await a.send_all(bytes(SMALL_RING - 3))
-    assert await cancelled_when_it_waits(lambda: a.send_urgent(b"abcdef!"))
+    assert await cancel_when_blocked(lambda: a.send_urgent(b"abcdef!"))
     assert await read(b, SMALL_RING) == bytes(SMALL_RING - 3) + b"abc"
     await a.send_all(b"x")
     assert await read(b, 1) == b"x"
@@ -228,7 +228,7 @@ WAITS: dict[str, Callable[[SmcStream], Awaitable[object]]] = {
 }
 
 
-async def expect(error: type[Exception], call: Callable[[], Awaitable[object]]) -> None:
+async def raises(error: type[Exception], call: Callable[[], Awaitable[object]]) -> None:
     with pytest.raises(error):
         await call()
 
@@ -248,11 +248,11 @@ async def test_one_task_at_a_time(pairs: Pairs, wait: str) -> None:
 
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("how", ["aclose", "abort"])
-async def test_closing_wakes_who_waits(pairs: Pairs, wait: str, how: str) -> None:
+async def test_closing_wakes_waiting_tasks(pairs: Pairs, wait: str, how: str) -> None:
     _, b = pair = await pairs.make()
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(expect, trio.ClosedResourceError, lambda: WAITS[wait](b))
+            nursery.start_soon(raises, trio.ClosedResourceError, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
             if how == "aclose":
                 await b.aclose()
@@ -270,10 +270,10 @@ async def test_the_peers_end_ends_the_wait(pairs: Pairs, wait: str) -> None:
     a, b = pair = await pairs.make()
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(expect, trio.EndOfChannel, lambda: WAITS[wait](b))
+            nursery.start_soon(raises, trio.EndOfChannel, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
             await a.send_eof()
-        await expect(trio.EndOfChannel, lambda: WAITS[wait](b))
+        await raises(trio.EndOfChannel, lambda: WAITS[wait](b))
     await b.send_urgent(b"still!")
     assert await a.receive_urgent() == b"!"
     assert await read(a, 5) == b"still"
@@ -285,10 +285,10 @@ async def test_the_peers_abort_ends_the_wait(pairs: Pairs, wait: str) -> None:
     a, b = pair = await pairs.make()
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(expect, trio.BrokenResourceError, lambda: WAITS[wait](b))
+            nursery.start_soon(raises, trio.BrokenResourceError, lambda: WAITS[wait](b))
             await wait_all_tasks_blocked(0.01)
             a.abort()
-        await expect(trio.BrokenResourceError, lambda: WAITS[wait](b))
+        await raises(trio.BrokenResourceError, lambda: WAITS[wait](b))
         with pytest.raises(trio.BrokenResourceError):
             await b.send_urgent(b"!")
     await close_both(pair)
@@ -330,7 +330,7 @@ async def test_tcp_sends_one_urgent_byte() -> None:
         await close_both(pair)
 
 
-async def test_tcp_tells_what_is_pending_when_it_is_asked() -> None:
+async def test_tcp_reports_pending_data_only_at_a_call() -> None:
     """The kernel wakes nobody for the announcement, which it gets with a probe of the window."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()

@@ -280,23 +280,23 @@ class Waiting:
     def standing(self) -> tuple[object, ...]:
         return sorted(self.kinds), self.it.it.messenger.produced, self.it.it.receiver.consumed
 
-    def check_possible(self, told: str) -> None:
+    def check_possible(self, description: str) -> None:
         """The event that each call waits for can still come."""
         core = self.it.it
         receiver, sender = core.receiver, core.sender
         if "writes" in self.kinds:
-            assert sender.sendable or (sender.borrowed and core.channel is not None), told
+            assert sender.sendable or (sender.borrowed and core.channel is not None), description
         if "reads" in self.kinds:
-            assert not receiver.done, told
-            assert receiver.error is None, told
-            assert not self.it.read_shut, told
-            assert not self.it.endpoint.closed_by_user, told
+            assert not receiver.done, description
+            assert receiver.error is None, description
+            assert not self.it.read_shut, description
+            assert not self.it.endpoint.closed_by_user, description
         if "urgent" in self.kinds:
-            assert not receiver.urgent_over, told
+            assert not receiver.urgent_over, description
         if "ends" in self.kinds:
-            assert core.ending, told
-            assert self.it.host.timer is not None, told
-        assert not self.kinds or core.state != "CLOSED", told
+            assert core.ending, description
+            assert self.it.host.timer is not None, description
+        assert not self.kinds or core.state != "CLOSED", description
 
 
 @asynccontextmanager
@@ -325,12 +325,12 @@ async def test_no_event_leaves_a_task_waiting_for_what_cannot_happen(
                     before = set(now.kinds)
                     happens(it)
                     await wait_all_tasks_blocked()
-                    told = f"{path} {event}: {now.kinds} in {it.it.state}"
+                    description = f"{path} {event}: {now.kinds} in {it.it.state}"
                     left = now.standing()
-                    now.check_possible(told)
+                    now.check_possible(description)
                     it.it.wake_all()
                     await wait_all_tasks_blocked()
-                    assert now.standing() == left, f"a wakeup was forgotten: {told}"
+                    assert now.standing() == left, f"a wakeup was forgotten: {description}"
                     ended += len(before) - len(now.kinds)
     assert ended > 20, "no call has ever waited"
     assert seen == {(s, e) for s in CONNECTION.states if s != "INIT" for e in EVENTS}
@@ -349,8 +349,8 @@ async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
                 replay.hold(it.it, lambda left=left: left.append(True))  # type: ignore[misc]
                 waited += not left
                 happens(it)
-                told = f"{path} {event}: in {it.it.state}"
-                assert left or it.it.channel is not None, told
+                description = f"{path} {event}: in {it.it.state}"
+                assert left or it.it.channel is not None, description
                 it.complete()
-                assert left == [True], told
+                assert left == [True], description
     assert waited > 20, "no connection has ever had anything in flight"

@@ -26,16 +26,16 @@ __all__ = ["SmcBackend", "SmcNetworkStream"]
 
 @contextmanager
 def _httpcore_errors(
-    seconds: float | None, late: type[Exception], broken: type[Exception]
+    seconds: float | None, timeout_error: type[Exception], failure: type[Exception]
 ) -> Iterator[None]:
     """Bound a block and raise httpcore's exceptions instead of Trio's."""
     try:
         with trio.fail_after(math.inf if seconds is None else seconds):
             yield
     except trio.TooSlowError as error:
-        raise late(str(error)) from error
+        raise timeout_error(str(error)) from error
     except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
-        raise broken(str(error)) from error
+        raise failure(str(error)) from error
 
 
 class SmcNetworkStream(httpcore.AsyncNetworkStream):

@@ -29,13 +29,13 @@ def _httpx_errors(request: httpx.Request) -> Iterator[None]:
     except Exception as error:
         # The two libraries share the names of their exceptions.
         for kind in type(error).__mro__:
-            same = getattr(httpx, kind.__name__, None)
+            counterpart = getattr(httpx, kind.__name__, None)
             if (
-                isinstance(same, type)
-                and issubclass(same, httpx.TransportError)
+                isinstance(counterpart, type)
+                and issubclass(counterpart, httpx.TransportError)
                 and kind.__module__.startswith("httpcore")
             ):
-                raise same(str(error), request=request) from error
+                raise counterpart(str(error), request=request) from error
         raise
 
 

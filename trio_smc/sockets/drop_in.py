@@ -39,7 +39,7 @@ from trio_smc.connecting.connect import connect_socket
 from trio_smc.connecting.listener import Incoming, SmcListener
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
-from trio_smc.streams.stream import flat
+from trio_smc.streams.stream import byte_view
 from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _NOT_FOR_SEND: Final = ~(_NO_SIGNAL | _DONT_WAIT | _OUT_OF_BAND)
 _STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
 
-def _of_socket(error: Exception) -> OSError:
+def _as_socket_error(error: Exception) -> OSError:
     """An error of a stream as that of a socket."""
     if isinstance(error, trio.ClosedResourceError):
         return os_error(errno.EBADF)
@@ -84,7 +84,7 @@ def unsupported() -> NoReturn:
 
 LOGGER = logging.getLogger("trio_smc")
 
-_LATE_PORT: Final = (
+_NO_PORT_AT_BIND: Final = (
     stdlib_socket.IPPROTO_IP,
     getattr(stdlib_socket, "IP_BIND_ADDRESS_NO_PORT", 24),
 )
@@ -115,13 +115,13 @@ class DropInSocket(trio.socket.SocketType):
         self._listening = listening
         self._publishing: trio.Lock | None = None
         self._write_shut = self._closed = False
-        self._late_port = 0
-        self._ended: stdlib_socket.socket | None = None
+        self._no_port_at_bind = 0
+        self._eof_socket: stdlib_socket.socket | None = None
         self.stream: SmcStream | None = None
         self._rdma: RdmaStream | None = None
         self._tcp: TcpStream | None = None
         if stream is not None:
-            self._take(stream)
+            self._attach_stream(stream)
 
     def __repr__(self) -> str:
         return f"<DropInSocket {self.stream or self.plain!r}>"
@@ -165,21 +165,21 @@ class DropInSocket(trio.socket.SocketType):
         number = self.plain.fileno()
         if number >= 0 or self._rdma is None:
             return number
-        if self._ended is None:
-            self._ended, other = stdlib_socket.socketpair()
+        if self._eof_socket is None:
+            self._eof_socket, other = stdlib_socket.socketpair()
             other.close()
-        return self._ended.fileno()
+        return self._eof_socket.fileno()
 
     def getsockname(self) -> Any:
         """The local address."""
-        return self._named.getsockname()
+        return self._name_source.getsockname()
 
     def getpeername(self) -> Any:
         """The peer's address."""
-        return self._named.getpeername()
+        return self._name_source.getpeername()
 
     @property
-    def _named(self) -> Any:
+    def _name_source(self) -> Any:
         """Who knows the names: TCP may be gone while this socket is open."""
         return self.plain if self._rdma is None or self._closed else self._rdma.socket
 
@@ -193,8 +193,8 @@ class DropInSocket(trio.socket.SocketType):
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None) -> Any:
         """As `SmcStream.getsockopt`."""
-        if buflen is None and (level, optname) == _LATE_PORT:
-            return self._late_port
+        if buflen is None and (level, optname) == _NO_PORT_AT_BIND:
+            return self._no_port_at_bind
         if self._rdma is not None:
             return self._rdma.getsockopt(level, optname, buflen or 0)
         if buflen is None:
@@ -207,9 +207,9 @@ class DropInSocket(trio.socket.SocketType):
         """As `SmcStream.setsockopt`."""
         if self._rdma is not None:
             self._rdma.setsockopt(level, optname, value, optlen)
-        elif (level, optname) == _LATE_PORT:
+        elif (level, optname) == _NO_PORT_AT_BIND:
             # Only kept: a client on this host announces its port before it connects.
-            self._late_port = int(bool(integer(value)))
+            self._no_port_at_bind = int(bool(integer(value)))
         else:
             plain: Any = self.plain
             more = () if optlen is None else (optlen,)
@@ -231,7 +231,7 @@ class DropInSocket(trio.socket.SocketType):
                 return await rdma.receive_some(buflen)
             return await self._recv(rdma, buflen, flags & ~_DONT_WAIT)
         except _STREAM_ERRORS as error:
-            raise _of_socket(error) from error
+            raise _as_socket_error(error) from error
 
     @staticmethod
     async def _recv(rdma: RdmaStream, buflen: int, flags: int) -> bytes:
@@ -253,7 +253,7 @@ class DropInSocket(trio.socket.SocketType):
                     try:
                         return await self._rdma.receive_some_into(place)
                     except _STREAM_ERRORS as error:
-                        raise _of_socket(error) from error
+                        raise _as_socket_error(error) from error
             data = await self.recv(wanted, flags)
             view[: len(data)] = data
         return len(data)
@@ -295,7 +295,7 @@ class DropInSocket(trio.socket.SocketType):
             return await self.plain.send(data, flags)
         if self._write_shut:
             raise os_error(errno.EPIPE)
-        view = flat(data)
+        view = byte_view(data)
         try:
             if not flags:
                 return await rdma.send_some(view)
@@ -306,7 +306,7 @@ class DropInSocket(trio.socket.SocketType):
                 return len(view)
             return await rdma.send_some(view)
         except _STREAM_ERRORS as error:
-            raise _of_socket(error) from error
+            raise _as_socket_error(error) from error
 
     async def sendto(self, *arguments: Any) -> int:
         """As `socket.socket.sendto`; a connected socket takes no destination."""
@@ -334,9 +334,9 @@ class DropInSocket(trio.socket.SocketType):
         try:
             await self._rdma.wait_send_all_might_not_block()
         except _STREAM_ERRORS as error:
-            raise _of_socket(error) from error
+            raise _as_socket_error(error) from error
 
-    def carry(self, stream: trio.SocketStream) -> None:
+    def bind_fast_path(self, stream: trio.SocketStream) -> None:
         """Let a stream that was made of this socket hand its data calls to the SMC-R stream.
 
         A `trio.SocketStream` of its own would translate each error twice, and take views and
@@ -344,11 +344,11 @@ class DropInSocket(trio.socket.SocketType):
         """
         rdma = self._rdma
         if rdma is not None:
-            ours: Any = stream
-            ours.send_all = rdma.send_all
-            ours.receive_some = rdma.receive_some
-            ours.wait_send_all_might_not_block = rdma.wait_send_all_might_not_block
-            ours.send_eof = self._send_eof
+            target: Any = stream
+            target.send_all = rdma.send_all
+            target.receive_some = rdma.receive_some
+            target.wait_send_all_might_not_block = rdma.wait_send_all_might_not_block
+            target.send_eof = self._send_eof
 
     async def _send_eof(self) -> None:
         assert self._rdma is not None
@@ -377,16 +377,16 @@ class DropInSocket(trio.socket.SocketType):
         if stack is not None and not stack.runtime.closing:
             self._listener = SmcListener(stack.runtime, self.plain, _config_of(stack))
             return
-        trio.lowlevel.spawn_system_task(self._publish, context=copy_context())
+        trio.lowlevel.spawn_system_task(self._publish_in_background, context=copy_context())
 
-    async def _publish(self) -> None:
+    async def _publish_in_background(self) -> None:
         try:
-            await self._published()
+            await self._ensure_published()
         except Exception as error:
             # In a system task anything would end the whole run; `accept` meets it again.
             LOGGER.debug("%r is not published: %s", self, error)
 
-    async def _published(self) -> SmcListener:
+    async def _ensure_published(self) -> SmcListener:
         if self._listener is not None:
             return self._listener
         if self._publishing is None:
@@ -404,12 +404,12 @@ class DropInSocket(trio.socket.SocketType):
         if not self._listening:
             return await self.plain.accept()  # which says what is wrong
         try:
-            stream = await (await self._published()).accept()
+            stream = await (await self._ensure_published()).accept()
         except _STREAM_ERRORS as error:
-            raise _of_socket(error) from error
-        return self.over(stream)
+            raise _as_socket_error(error) from error
+        return self.wrap_stream(stream)
 
-    def over(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
+    def wrap_stream(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
         """As `accept` gives it: the socket of a stream that came here, and the peer's address."""
         sock: Any = stream.socket
         if isinstance(stream, TcpStream):
@@ -420,11 +420,11 @@ class DropInSocket(trio.socket.SocketType):
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         """`accept` for one who goes on accepting: ``take`` is called for each connection at once,
-        and starts a task that waits for the stream, which `over` makes a socket of."""
+        and starts a task that waits for the stream, which `wrap_stream` makes a socket of."""
         try:
-            await (await self._published()).hand_out(take)
+            await (await self._ensure_published()).hand_out(take)
         except _STREAM_ERRORS as error:
-            raise _of_socket(error) from error
+            raise _as_socket_error(error) from error
 
     async def connect(self, address: Any) -> None:
         """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
@@ -446,17 +446,19 @@ class DropInSocket(trio.socket.SocketType):
         stack = await self._find_stack()
         stack.runtime.check_usable()
         config = _config_of(stack)
-        self._take(await connect_socket(stack.runtime, self.plain, resolved, config, self._sock))
+        self._attach_stream(
+            await connect_socket(stack.runtime, self.plain, resolved, config, self._sock)
+        )
 
-    def _take(self, stream: SmcStream) -> None:
+    def _attach_stream(self, stream: SmcStream) -> None:
         """It is connected."""
         self.stream = stream
         if isinstance(stream, TcpStream):
             self._tcp = stream
             # For speed, the plain socket's own; closing it is counted here.
-            ours: Any = self
-            ours.send, ours.recv = self.plain.send, self.plain.recv
-            ours.recv_into = self.plain.recv_into
+            target: Any = self
+            target.send, target.recv = self.plain.send, self.plain.recv
+            target.recv_into = self.plain.recv_into
         elif isinstance(stream, RdmaStream):
             self._rdma = stream
 
@@ -474,7 +476,7 @@ class DropInSocket(trio.socket.SocketType):
                 else:
                     self._rdma.shut_down_writing()
             except _STREAM_ERRORS as error:
-                raise _of_socket(error) from error
+                raise _as_socket_error(error) from error
             self._write_shut = True
         if flag != stdlib_socket.SHUT_WR:
             self._rdma.shut_down_reading()
@@ -482,8 +484,8 @@ class DropInSocket(trio.socket.SocketType):
     def close(self) -> None:
         """Close; what was sent still arrives."""
         self._closed = True
-        if self._ended is not None:
-            self._ended.close()
+        if self._eof_socket is not None:
+            self._eof_socket.close()
         if self._listener is not None:
             self._listener.close()
         elif self._rdma is not None:
@@ -504,7 +506,7 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is not None or self._listener is not None:
             unsupported()
         if self._tcp is not None:
-            self._tcp.leave()
+            self._tcp.release_stream()
         return self.plain.detach()
 
     def dup(self) -> trio.socket.SocketType:

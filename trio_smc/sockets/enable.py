@@ -73,11 +73,11 @@ def enable(config: Config | None = None) -> None:
         set_default_config(config)
     if not _originals:
         for module, name in _RUNS:
-            _replace(module, name, _with_factory(getattr(module, name)))
-        _replace(trio.socket, "from_stdlib_socket", _from_stdlib_socket)
-        _replace(trio.SocketStream, "__init__", _init_and_carry(trio.SocketStream.__init__))
-        _replace(trio, "open_tcp_stream", _without_a_race(trio.open_tcp_stream))
-        _replace(trio, "serve_listeners", _handed_out(trio.serve_listeners))
+            _patch(module, name, _with_factory(getattr(module, name)))
+        _patch(trio.socket, "from_stdlib_socket", _from_stdlib_socket)
+        _patch(trio.SocketStream, "__init__", _with_fast_path(trio.SocketStream.__init__))
+        _patch(trio, "open_tcp_stream", _without_nursery(trio.open_tcp_stream))
+        _patch(trio, "serve_listeners", _with_hand_out(trio.serve_listeners))
     if trio.lowlevel.in_trio_run():
         trio.socket.set_custom_socket_factory(_FACTORY)
 
@@ -92,9 +92,9 @@ def disable() -> None:
         trio.socket.set_custom_socket_factory(None)
 
 
-def _replace(module: Any, name: str, ours: Any) -> None:
+def _patch(module: Any, name: str, replacement: Any) -> None:
     _originals[module, name] = getattr(module, name)
-    setattr(module, name, ours)
+    setattr(module, name, replacement)
 
 
 def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,11 +122,11 @@ def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
     return _FACTORY.wrap(sock)
 
 
-def _without_a_race(
+def _without_nursery(
     open_tcp_stream: Callable[..., Awaitable[trio.SocketStream]],
 ) -> Callable[..., Awaitable[trio.SocketStream]]:
     @wraps(open_tcp_stream)
-    async def open_tcp_stream_at_once(
+    async def open_tcp_stream_directly(
         host: str | bytes, port: int, **options: Any
     ) -> trio.SocketStream:
         targets: Sequence[Target] = ()
@@ -155,19 +155,19 @@ def _without_a_race(
             sock.close()
             raise
 
-    return open_tcp_stream_at_once
+    return open_tcp_stream_directly
 
 
-def _handed_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _with_hand_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(serve_listeners)
-    async def serve_handed_out(
+    async def serve_by_hand_out(
         handler: _Handler,
         listeners: list[Any],
         *,
         handler_nursery: trio.Nursery | None = None,
         task_status: trio.TaskStatus[list[Any]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        if not listeners or not all(_hands_out(each) for each in listeners):
+        if not listeners or not all(_is_drop_in_listener(each) for each in listeners):
             await serve_listeners(
                 handler, listeners, handler_nursery=handler_nursery, task_status=task_status
             )
@@ -177,10 +177,10 @@ def _handed_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[...,
                 nursery.start_soon(_serve, listener, handler_nursery or nursery, handler)
             task_status.started(listeners)
 
-    return serve_handed_out
+    return serve_by_hand_out
 
 
-def _hands_out(listener: object) -> bool:
+def _is_drop_in_listener(listener: object) -> bool:
     return type(listener) is trio.SocketListener and isinstance(listener.socket, DropInSocket)
 
 
@@ -210,7 +210,7 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
     made = await incoming.stream()
     if made is None:
         return
-    accepted, _ = listening.over(made)
+    accepted, _ = listening.wrap_stream(made)
     stream = trio.SocketStream(accepted)
     try:
         await handler(stream)
@@ -220,11 +220,11 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
         await incoming.served()
 
 
-def _init_and_carry(init: Callable[..., None]) -> Callable[..., None]:
+def _with_fast_path(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def __init__(self: trio.SocketStream, socket: trio.socket.SocketType) -> None:  # noqa: N807
         init(self, socket)
         if isinstance(socket, DropInSocket):
-            socket.carry(self)
+            socket.bind_fast_path(self)
 
     return __init__

@@ -27,14 +27,14 @@ from trio_smc._base.statistics import StreamStatistics
 from trio_smc.streams.parking import Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
-    OVER,
+    NO_MORE_URGENT,
     SmcSocket,
     SmcStream,
     UrgentState,
-    flat,
-    inline_error,
-    some_bytes,
-    writable,
+    byte_view,
+    nonempty_byte_view,
+    urgent_inline_error,
+    writable_byte_view,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.budget import Budget
     from trio_smc.streams.group_views import LinkGroupView
-    from trio_smc.streams.socket_options import Inherited, KeptAlive
+    from trio_smc.streams.socket_options import Inherited, KeepaliveGroup
 
 __all__ = [
     "RdmaStream",
@@ -77,7 +77,7 @@ class StreamEndpoint(Protocol):
     """The connection was closed because its stack was left."""
 
     @property
-    def group(self) -> KeptAlive:
+    def group(self) -> KeepaliveGroup:
         """The connection's link group."""
 
     def forgotten(self) -> None:
@@ -166,7 +166,7 @@ class RdmaStream(SmcStream):
         with self._sending:
             await _check_cancelled()
             self._check_open_for_sending()
-            parked = await self._send_view(some_bytes(data), urgent=True)
+            parked = await self._send_view(nonempty_byte_view(data), urgent=True)
             await self._parking.turn_over(parked)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -198,7 +198,7 @@ class RdmaStream(SmcStream):
                     raise self._translated(error) from error
                 if sent < len(data):
                     parked = await self._send_view(memoryview(data), sent)
-            elif view := flat(data):
+            elif view := byte_view(data):
                 parked = await self._send_view(view)
             else:
                 self._check_sendable()
@@ -362,7 +362,7 @@ class RdmaStream(SmcStream):
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
-        with writable(buffer) as view:
+        with writable_byte_view(buffer) as view:
             return await self._receive(lambda: self._receiver.receive_into(view), 0)
 
     async def peek_some(self, max_bytes: int) -> bytes:
@@ -421,7 +421,7 @@ class RdmaStream(SmcStream):
                         return "present"
                 if self._receiver.urgent_over:
                     self._translating(self._receiver.receive_urgent)  # raises if it failed
-                    raise trio.EndOfChannel(OVER)
+                    raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
             raise trio.ClosedResourceError("the stream was closed")
 
@@ -431,12 +431,12 @@ class RdmaStream(SmcStream):
             await trio.lowlevel.checkpoint()
             while not self._closed:
                 if self._receiver.urgent_inline:
-                    raise inline_error()
+                    raise urgent_inline_error()
                 byte = self._translating(self._receiver.receive_urgent)
                 if byte is not None:
                     return bytes((byte,))
                 if self._receiver.urgent_over:
-                    raise trio.EndOfChannel(OVER)
+                    raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
             raise trio.ClosedResourceError("the stream was closed")
 
@@ -453,13 +453,13 @@ class RdmaStream(SmcStream):
         if self._closed:
             await trio.lowlevel.checkpoint()
             return
-        patience = self._begin_ending()
+        linger = self._begin_ending()
         parked = False
         try:
-            if patience is None:
+            if linger is None:
                 parked = await self._wait_for_end()
             else:
-                with trio.move_on_after(patience):
+                with trio.move_on_after(linger):
                     parked = await self._wait_for_end()
         finally:
             if not parked:
@@ -476,13 +476,13 @@ class RdmaStream(SmcStream):
             self._begin_ending()
 
     def _begin_ending(self) -> int | None:
-        patience = self._options.linger
-        self._endpoint.lingers = patience is not None
-        if patience == 0:
+        linger = self._options.linger
+        self._endpoint.lingers = linger is not None
+        if linger == 0:
             self.abort()
         else:
             self._close_now()
-        return patience
+        return linger
 
     async def _wait_for_end(self) -> bool:
         parked = False

@@ -19,7 +19,8 @@ the stream is closed; options are accepted and returned until then, as a reset s
 Corked, or with TCP_NODELAY off, small writes go into the peer's RMBE at once and only the CDC
 message that tells of them is put off: until the cork is pulled, or until what was told of before
 has arrived (Nagle's algorithm).  Both end with a chunk's worth of data, with the window or the
-send buffer full, with the stream's end, and after `HOLD` seconds at the latest (RFC 7609, 4.5.2).
+send buffer full, with the stream's end, and after `MAX_MERGE_DELAY` seconds at the latest (RFC
+7609, 4.5.2).
 
 Keepalive asks the link group to test idle links sooner, which serves all their connections, and
 lets the TCP connection send probes of its own, not too many (4.5.3).
@@ -51,34 +52,34 @@ if TYPE_CHECKING:
     from trio_smc.datapath.connection import Connection
 
 __all__ = [
-    "HOLD",
-    "LEAST_SEND_BUFFER",
-    "LEAST_TCP_KEEPALIVE",
+    "MAX_MERGE_DELAY",
+    "MIN_SEND_BUFFER",
+    "MIN_TCP_KEEPALIVE",
     "OPTIONS",
     "SNDBUF_LOCKED",
     "Inherited",
-    "KeptAlive",
+    "KeepaliveGroup",
     "Key",
     "Option",
     "Owner",
     "StreamOptions",
     "inherited",
+    "int_or_bytes",
     "integer",
-    "plain",
     "receive_buffer_for",
     "render",
 ]
 
 
-HOLD: Final = 0.2
+MAX_MERGE_DELAY: Final = 0.2
 """Seconds that the CDC message of a small write is put off at most."""
-LEAST_TCP_KEEPALIVE: Final = 10
+MIN_TCP_KEEPALIVE: Final = 10
 """Seconds; TCP probes for keepalive are sent no closer (RFC 7609, 4.5.3): links are tested."""
-LEAST_SEND_BUFFER: Final = 4096
+MIN_SEND_BUFFER: Final = 4096
 """Bytes; a smaller SO_SNDBUF is taken for this."""
 
 _LINGER: Final = struct.Struct("ii")
-_LONGEST_CHECK: Final = 1.0
+_MAX_CHECK_INTERVAL: Final = 1.0
 _INT_MAX: Final = 2**31 - 1
 
 _Flush = Callable[[], None]
@@ -87,7 +88,7 @@ Key = tuple[int, int]
 """Level and number of an option."""
 
 
-def plain(value: int | Buffer | None) -> int | bytes:
+def int_or_bytes(value: int | Buffer | None) -> int | bytes:
     """A value as it is kept: an int or bytes.
 
     Raises:
@@ -112,7 +113,7 @@ class Owner(StrEnum):
     DATA_PATH = "data path"
     KEEPALIVE = "links and TCP"
     CLOSING = "closing"
-    NOBODY = "kept"
+    KEPT = "kept"
     REFUSED = "refused"
     TCP = "TCP connection"
 
@@ -145,7 +146,7 @@ class Option:
         return None if number is None else (getattr(socket, self.level), number)
 
 
-class KeptAlive(Protocol):
+class KeepaliveGroup(Protocol):
     """What keepalive wants of a link group."""
 
     def keep_alive(self, user: Connection, seconds: float | None) -> None:
@@ -163,14 +164,14 @@ class StreamOptions:
     """
 
     __slots__ = (
-        "_core", "_corked", "_flush_later", "_group", "_hold_timer", "_kept", "_nodelay",
-        "_progress", "_sock", "_timers", "_user_timeout", "_watch",
+        "_core", "_corked", "_flush_later", "_group", "_merge_timer", "_kept", "_nodelay",
+        "_progress", "_sock", "_timers", "_user_timeout", "_progress_timer",
     )  # fmt: skip
 
     def __init__(
         self,
         core: Connection,
-        group: KeptAlive,
+        group: KeepaliveGroup,
         sock: trio.socket.SocketType,
         timers: Timers,
         flush_later: _FlushLater | None,
@@ -183,9 +184,9 @@ class StreamOptions:
         self._kept: dict[Key, int | bytes] = {}
         self._nodelay = True  # as Trio has it
         self._corked = False
-        self._hold_timer: Timer | None = None
+        self._merge_timer: Timer | None = None
         self._user_timeout = 0  # milliseconds
-        self._watch: Timer | None = None
+        self._progress_timer: Timer | None = None
         self._progress = ((0, 0.0), (0, 0.0))
 
     def set(self, level: int, option: int, value: int | Buffer | None, length: int | None) -> None:
@@ -201,8 +202,8 @@ class StreamOptions:
             self._set_tcp(level, option, value, length)
         elif row.owner is Owner.REFUSED:
             raise OSError(errno.EOPNOTSUPP, f"{row.name} cannot be had over SMC-R")
-        elif row.owner is Owner.NOBODY:
-            self._keep((level, option), plain(value))
+        elif row.owner is Owner.KEPT:
+            self._keep_value((level, option), int_or_bytes(value))
         elif row.owner is Owner.CLOSING:
             self._set_tcp(level, option, value, length)
         elif row.write is None:
@@ -214,11 +215,11 @@ class StreamOptions:
         """As `trio.SocketStream.getsockopt`.  Raises OSError."""
         row = _BY_KEY.get((level, option))
         if row is not None and row.read is not None:
-            return _as_wanted(row.read(self), buffersize)
+            return _in_requested_form(row.read(self), buffersize)
         kept = self._kept.get((level, option))
-        if kept is not None and (row is None or row.owner is Owner.NOBODY or self._tcp_gone):
-            return _as_wanted(kept, buffersize)
-        if self._tcp_gone:
+        if kept is not None and (row is None or row.owner is Owner.KEPT or self._tcp_closed):
+            return _in_requested_form(kept, buffersize)
+        if self._tcp_closed:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         if buffersize:
             return self._sock.getsockopt(level, option, buffersize)
@@ -227,7 +228,7 @@ class StreamOptions:
     @property
     def linger(self) -> int | None:
         """SO_LINGER: how many seconds `aclose` may wait, 0: abort; None: it is off."""
-        if self._tcp_gone:
+        if self._tcp_closed:
             return None
         on, seconds = _LINGER.unpack(
             self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.size)
@@ -237,21 +238,21 @@ class StreamOptions:
     # --- the TCP connection ------------------------------------------------------------------
 
     @property
-    def _tcp_gone(self) -> bool:
+    def _tcp_closed(self) -> bool:
         return self._sock.fileno() < 0
 
     def _set_tcp(
         self, level: int, option: int, value: int | Buffer | None, length: int | None
     ) -> None:
-        if self._tcp_gone:
-            self._keep((level, option), plain(value))
+        if self._tcp_closed:
+            self._keep_value((level, option), int_or_bytes(value))
         elif value is not None:
             self._sock.setsockopt(level, option, value)
         else:
             assert length is not None
             self._sock.setsockopt(level, option, None, length)
 
-    def _keep(self, key: Key, value: int | bytes) -> None:
+    def _keep_value(self, key: Key, value: int | bytes) -> None:
         self._kept[key] = value
 
     def inherit(self, found: Inherited) -> None:
@@ -277,7 +278,7 @@ class StreamOptions:
     def set_send_buffer(self, value: int) -> None:
         """Bound unacknowledged bytes."""
         # Negative numbers are the kernel's "as much as there may be".
-        limit = max(LEAST_SEND_BUFFER, value) if value >= 0 else None
+        limit = max(MIN_SEND_BUFFER, value) if value >= 0 else None
         self._core.limit_unacknowledged(limit)
 
     def send_buffer(self) -> int:
@@ -308,20 +309,20 @@ class StreamOptions:
     def _apply_merging(self) -> None:
         core = self._core
         if self._corked:
-            core.sender.merge_messages(self._hold, corked=True)
+            core.sender.merge_messages(self._delay, corked=True)
         elif self._nodelay:
             core.sender.merge_messages(self._flush_later)
         else:
-            core.sender.merge_messages(self._hold_until_delivered, when_delivered=True)
+            core.sender.merge_messages(self._delay_until_delivered, when_delivered=True)
 
-    def _hold(self, flush: _Flush) -> None:
-        if self._hold_timer is not None:
-            self._hold_timer.cancel()
-        self._hold_timer = self._timers.call_later(HOLD, flush)
+    def _delay(self, flush: _Flush) -> None:
+        if self._merge_timer is not None:
+            self._merge_timer.cancel()
+        self._merge_timer = self._timers.call_later(MAX_MERGE_DELAY, flush)
 
-    def _hold_until_delivered(self, flush: _Flush) -> None:
+    def _delay_until_delivered(self, flush: _Flush) -> None:
         if not self._core.sender.quiet:
-            self._hold(flush)
+            self._delay(flush)
         elif self._flush_later is not None:
             self._flush_later(flush)
         else:
@@ -340,10 +341,10 @@ class StreamOptions:
 
     def set_keepalive(self, value: int) -> None:
         """SO_KEEPALIVE."""
-        self._keep((socket.SOL_SOCKET, socket.SO_KEEPALIVE), int(bool(value)))
+        self._keep_value((socket.SOL_SOCKET, socket.SO_KEEPALIVE), int(bool(value)))
         self._set_tcp(socket.SOL_SOCKET, socket.SO_KEEPALIVE, value, None)
-        self._set_floored(socket.TCP_KEEPIDLE, self.keepalive_time(socket.TCP_KEEPIDLE))
-        self._set_floored(socket.TCP_KEEPINTVL, self.keepalive_time(socket.TCP_KEEPINTVL))
+        self._set_tcp_time(socket.TCP_KEEPIDLE, self.keepalive_time(socket.TCP_KEEPIDLE))
+        self._set_tcp_time(socket.TCP_KEEPINTVL, self.keepalive_time(socket.TCP_KEEPINTVL))
         self._apply_keepalive()
 
     def keepalive(self) -> int:
@@ -356,22 +357,22 @@ class StreamOptions:
         """TCP_KEEPIDLE or TCP_KEEPINTVL."""
         # As asked first, for the kernel to say whether it is a time at all.
         self._set_tcp(socket.IPPROTO_TCP, option, seconds, None)
-        self._keep((socket.IPPROTO_TCP, option), seconds)
-        self._set_floored(option, seconds)
+        self._keep_value((socket.IPPROTO_TCP, option), seconds)
+        self._set_tcp_time(option, seconds)
         self._apply_keepalive()
 
     def keepalive_time(self, option: int) -> int:
         """Seconds: what was asked for, else the system's."""
         key = (socket.IPPROTO_TCP, option)
         if key not in self._kept:
-            self._keep(key, 0 if self._tcp_gone else self._sock.getsockopt(*key))
+            self._keep_value(key, 0 if self._tcp_closed else self._sock.getsockopt(*key))
         value = self._kept[key]
         assert isinstance(value, int)
         return value
 
-    def _set_floored(self, option: int, seconds: int) -> None:
-        if seconds < LEAST_TCP_KEEPALIVE and not self._tcp_gone:
-            self._sock.setsockopt(socket.IPPROTO_TCP, option, LEAST_TCP_KEEPALIVE)
+    def _set_tcp_time(self, option: int, seconds: int) -> None:
+        if seconds < MIN_TCP_KEEPALIVE and not self._tcp_closed:
+            self._sock.setsockopt(socket.IPPROTO_TCP, option, MIN_TCP_KEEPALIVE)
 
     def _apply_keepalive(self) -> None:
         if self._core.state != "CLOSED":
@@ -385,22 +386,22 @@ class StreamOptions:
         if milliseconds < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._user_timeout = milliseconds
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+            self._progress_timer = None
         if milliseconds:
             now = self._timers.now()
             self._progress = ((-1, now), (-1, now))
-            self._look()
+            self._check_progress()
 
     def user_timeout(self) -> int:
         """Milliseconds."""
         return self._user_timeout
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Compare with the last look: the hot path keeps no times for this."""
         core = self._core
-        self._watch = None
+        self._progress_timer = None
         if core.state == "CLOSED":
             return
         now = self._timers.now()
@@ -411,16 +412,18 @@ class StreamOptions:
         if not core.starved or core.sender.bytes_sent != posted[0]:
             posted = (core.sender.bytes_sent, now)
         self._progress = (arrived, posted)
-        patience = self._user_timeout / 1000
-        if now - min(arrived[1], posted[1]) >= patience:
+        limit = self._user_timeout / 1000
+        if now - min(arrived[1], posted[1]) >= limit:
             core.user_timeout()
             return
-        self._watch = self._timers.call_later(min(patience / 4, _LONGEST_CHECK), self._look)
+        self._progress_timer = self._timers.call_later(
+            min(limit / 4, _MAX_CHECK_INTERVAL), self._check_progress
+        )
 
 
 def integer(value: int | Buffer | None) -> int:
     """What the kernel reads as an int.  Raises OSError (EINVAL) when there are too few bytes."""
-    kept = plain(value)
+    kept = int_or_bytes(value)
     if isinstance(kept, int):
         return kept
     if len(kept) < _INT.size:
@@ -428,29 +431,29 @@ def integer(value: int | Buffer | None) -> int:
     return int(_INT.unpack_from(kept)[0])
 
 
-def _as_wanted(value: int | bytes, buffersize: int) -> int | bytes:
+def _in_requested_form(value: int | bytes, buffersize: int) -> int | bytes:
     """As socket.getsockopt returns it: an int, or with a buffer size its bytes."""
     if not buffersize:
         return value if isinstance(value, int) else _INT.unpack(value[:4].ljust(4, b"\0"))[0]
     return (_INT.pack(value) if isinstance(value, int) else value)[:buffersize]
 
 
-def _error(options: StreamOptions) -> int:
+def _connection_error(options: StreamOptions) -> int:
     error = options._core.error
     return 0 if error is None else error.errno or 0
 
 
-def _kept(level: str, names: str, meaning: str) -> Iterator[Option]:
+def _kept_rows(level: str, names: str, meaning: str) -> Iterator[Option]:
     for name in names.split():
-        yield Option(level=level, name=name, owner=Owner.NOBODY, meaning=meaning)
+        yield Option(level=level, name=name, owner=Owner.KEPT, meaning=meaning)
 
 
-def _of_tcp(level: str, names: str, meaning: str) -> Iterator[Option]:
+def _tcp_rows(level: str, names: str, meaning: str) -> Iterator[Option]:
     for name in names.split():
         yield Option(level=level, name=name, owner=Owner.TCP, meaning=meaning)
 
 
-def _time(name: str) -> dict[str, Any]:
+def _keepalive_time_entries(name: str) -> dict[str, Any]:
     """Row entries of TCP_KEEPIDLE and TCP_KEEPINTVL."""
     number = getattr(socket, name, 0)
     return {
@@ -473,7 +476,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="SOL_SOCKET", name="SO_SNDBUF", owner=Owner.DATA_PATH,
         meaning=f"The most bytes that are posted and not yet acknowledged by the RNIC, at least "
-        f"{LEAST_SEND_BUFFER}: this stream's share of the send ring where the RNIC needs one. "
+        f"{MIN_SEND_BUFFER}: this stream's share of the send ring where the RNIC needs one. "
         "Unset: as many as the peer's RMB element holds. Returned as it was set, not doubled.",
         write=StreamOptions.set_send_buffer, read=StreamOptions.send_buffer,
     ),
@@ -481,14 +484,14 @@ OPTIONS: Final[tuple[Option, ...]] = (
         level="IPPROTO_TCP", name="TCP_NODELAY", owner=Owner.DATA_PATH,
         meaning="On by default: the peer is told of every write at once. Off: of small writes "
         "when what it was told of before has arrived, with a quarter of its RMB element full, or "
-        f"after {HOLD} s.",
+        f"after {MAX_MERGE_DELAY} s.",
         write=StreamOptions.set_nodelay, read=StreamOptions.nodelay,
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_CORK", owner=Owner.DATA_PATH,
         meaning="On: the peer is told of small writes together: when it is turned off, with a "
-        f"quarter of the peer's RMB element full, at the stream's end, or after {HOLD} s. "
-        "Setting TCP_NODELAY tells it now.",
+        f"quarter of the peer's RMB element full, at the stream's end, or after {MAX_MERGE_DELAY} "
+        "s. Setting TCP_NODELAY tells it now.",
         write=StreamOptions.set_cork, read=StreamOptions.cork,
     ),
     Option(
@@ -507,7 +510,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="SOL_SOCKET", name="SO_ERROR", owner=Owner.DATA_PATH,
         meaning="Read: the error number that ended the connection, else 0. It stays.",
-        read=_error,
+        read=_connection_error,
     ),
     Option(
         level="SOL_SOCKET", name="SO_KEEPALIVE", owner=Owner.KEEPALIVE,
@@ -520,15 +523,15 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="IPPROTO_TCP", owner=Owner.KEEPALIVE,
         meaning="Seconds a link may be idle before it is tested. For the probes of the TCP "
-        f"connection at least {LEAST_TCP_KEEPALIVE}.",
-        **_time("TCP_KEEPIDLE"),
+        f"connection at least {MIN_TCP_KEEPALIVE}.",
+        **_keepalive_time_entries("TCP_KEEPIDLE"),
     ),
     Option(
         level="IPPROTO_TCP", owner=Owner.KEEPALIVE,
         meaning="Seconds between unanswered probes of the TCP connection, at least "
-        f"{LEAST_TCP_KEEPALIVE} there. An unanswered TEST LINK ends a link after "
+        f"{MIN_TCP_KEEPALIVE} there. An unanswered TEST LINK ends a link after "
         "Config.test_link_timeout.",
-        **_time("TCP_KEEPINTVL"),
+        **_keepalive_time_entries("TCP_KEEPINTVL"),
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_KEEPCNT", owner=Owner.TCP,
@@ -540,11 +543,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "their way. On with 0 s: it aborts the connection. On with n s: it waits for at most n "
         "seconds; what is left is finished in the background.",
     ),
-    *_kept(
+    *_kept_rows(
         "SOL_SOCKET", "SO_RCVLOWAT SO_SNDLOWAT SO_RCVTIMEO SO_SNDTIMEO",
         "No meaning: tasks wait in Trio, not in the kernel.",
     ),
-    *_kept(
+    *_kept_rows(
         "IPPROTO_TCP", "TCP_QUICKACK TCP_NOTSENT_LOWAT TCP_MAXSEG TCP_WINDOW_CLAMP "
         "TCP_CONGESTION",
         "No meaning: SMC-R has no segments, acknowledgements or congestion control of its own.",
@@ -557,12 +560,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
         level="IPPROTO_TCP", name="TCP_REPAIR", number=19, owner=Owner.REFUSED,
         meaning="EOPNOTSUPP: the stream's state is not that of the TCP connection.",
     ),
-    *_of_tcp(
+    *_tcp_rows(
         "SOL_SOCKET", "SO_PRIORITY SO_MARK SO_BINDTODEVICE",
         "Of the packets of the TCP connection.",
     ),
-    *_of_tcp("IPPROTO_IP", "IP_TOS IP_TTL", "Of the packets of the TCP connection."),
-    *_of_tcp("IPPROTO_TCP", "TCP_INFO", "What the kernel knows of the TCP connection."),
+    *_tcp_rows("IPPROTO_IP", "IP_TOS IP_TTL", "Of the packets of the TCP connection."),
+    *_tcp_rows("IPPROTO_TCP", "TCP_INFO", "What the kernel knows of the TCP connection."),
 )  # fmt: skip
 """Every option that has a meaning of its own, or none, on an SMC-R stream."""
 
@@ -625,9 +628,9 @@ def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
     if sys.platform != "linux":
         return Inherited(0, 0, 0)  # every connection is TCP
     return Inherited(
-        _get(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-        _get(sock, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
-        _get(sock, socket.SOL_SOCKET, _SO_BUF_LOCK),
+        _option_or_zero(sock, socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        _option_or_zero(sock, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+        _option_or_zero(sock, socket.SOL_SOCKET, _SO_BUF_LOCK),
     )
 
 
@@ -649,7 +652,7 @@ def receive_buffer_for(
     return config.receive_buffer_for(kind)
 
 
-def _get(sock: trio.socket.SocketType | socket.socket, level: int, option: int) -> int:
+def _option_or_zero(sock: trio.socket.SocketType | socket.socket, level: int, option: int) -> int:
     try:
         return sock.getsockopt(level, option)
     except OSError:

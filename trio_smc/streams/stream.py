@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from trio_smc.streams.group_views import LinkGroupView
 
 __all__ = [
-    "OVER",
+    "NO_MORE_URGENT",
     "SmcSocket",
     "SmcStream",
     "UrgentState",
-    "flat",
-    "inline_error",
-    "some_bytes",
-    "writable",
+    "byte_view",
+    "nonempty_byte_view",
+    "urgent_inline_error",
+    "writable_byte_view",
 ]
 
 
@@ -249,7 +249,7 @@ class SmcStream(HalfCloseableStream):
         return f"<{type(self).__name__} {self.mode}>"
 
 
-def flat(data: Buffer) -> memoryview:
+def byte_view(data: Buffer) -> memoryview:
     """A view of ``data`` as single bytes."""
     view = memoryview(data)
     if view.format != "B" or view.ndim != 1 or not view.c_contiguous:
@@ -257,7 +257,7 @@ def flat(data: Buffer) -> memoryview:
     return view
 
 
-def writable(buffer: Buffer) -> memoryview:
+def writable_byte_view(buffer: Buffer) -> memoryview:
     """A view of ``buffer`` as single bytes, at least one."""
     view = memoryview(buffer).cast("B")
     if view.readonly:
@@ -267,18 +267,18 @@ def writable(buffer: Buffer) -> memoryview:
     return view
 
 
-def some_bytes(data: bytes | bytearray | memoryview) -> memoryview:
-    """`flat`, but not empty: what urgent data has to be."""
-    view = flat(data)
+def nonempty_byte_view(data: bytes | bytearray | memoryview) -> memoryview:
+    """`byte_view`, but not empty: what urgent data has to be."""
+    view = byte_view(data)
     if not view:
         raise ValueError("at least one byte is urgent")
     return view
 
 
-def inline_error() -> OSError:
+def urgent_inline_error() -> OSError:
     """Of `SmcStream.receive_urgent` where urgent data stays in the stream."""
     return OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: urgent data stays in the stream")
 
 
 UrgentState = Literal["pending", "present"]
-OVER: Final = "no urgent data will come: the peer has ended its side"
+NO_MORE_URGENT: Final = "no urgent data will come: the peer has ended its side"

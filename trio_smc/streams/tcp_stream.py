@@ -14,7 +14,14 @@ import trio
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
-from trio_smc.streams.stream import OVER, SmcStream, UrgentState, inline_error, some_bytes, writable
+from trio_smc.streams.stream import (
+    NO_MORE_URGENT,
+    SmcStream,
+    UrgentState,
+    nonempty_byte_view,
+    urgent_inline_error,
+    writable_byte_view,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +44,7 @@ class TcpStream(SmcStream):
     Args:
       sock: the TCP connection, whose handshake is over.
       fallback: why it stays TCP.
-      ended: called once, before the socket is closed or given away.
+      on_release: called once, before the socket is closed or given away.
       accepted: of a server, the peer's address as ``accept`` gave it.
       spoke: CLC messages went over it.
       urgent_inline: as `Config.urgent_inline`.
@@ -51,7 +58,7 @@ class TcpStream(SmcStream):
         self,
         sock: trio.socket.SocketType,
         fallback: Fallback,
-        ended: Callable[[TcpStream], None],
+        on_release: Callable[[TcpStream], None],
         *,
         accepted: Any = None,
         spoke: bool = False,
@@ -60,11 +67,11 @@ class TcpStream(SmcStream):
         self.socket = sock
         self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
-        self._ended: Callable[[TcpStream], None] | None = ended
+        self._on_release: Callable[[TcpStream], None] | None = on_release
         self._urgent = TcpUrgent(sock, urgent_inline)
         # Its CLC messages, which are nobody's data.
-        self._handshake = _carried(sock) if spoke else (0, 0)
-        self._carried = self._handshake
+        self._handshake_bytes = _bytes_so_far(sock) if spoke else (0, 0)
+        self._carried = self._handshake_bytes
 
     @cached_property
     def _stream(self) -> trio.SocketStream:
@@ -92,12 +99,12 @@ class TcpStream(SmcStream):
 
     async def receive_some_into(self, buffer: Buffer) -> int:
         """As `trio.socket.SocketType.recv_into`, with a stream's errors."""
-        with writable(buffer) as view, as_stream_errors(self.socket):
+        with writable_byte_view(buffer) as view, as_stream_errors(self.socket):
             return await self.socket.recv_into(view)
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """By MSG_OOB."""
-        await self._urgent.send(self._stream, some_bytes(data))
+        await self._urgent.send(self._stream, nonempty_byte_view(data))
 
     async def wait_urgent(self) -> UrgentState:
         """Wait for the exceptional condition of the socket."""
@@ -109,7 +116,7 @@ class TcpStream(SmcStream):
 
     async def aclose(self) -> None:
         """As `trio.SocketStream.aclose`."""
-        self.leave()
+        self.release_stream()
         await self._stream.aclose()
 
     def statistics(self) -> StreamStatistics:
@@ -121,15 +128,15 @@ class TcpStream(SmcStream):
         """Bytes sent and received, without those of the handshake."""
         with contextlib.suppress(OSError):  # closed: what was counted last
             self._carried = carried_bytes(self.socket)
-        (sent, received), (sent_before, received_before) = self._carried, self._handshake
+        (sent, received), (sent_before, received_before) = self._carried, self._handshake_bytes
         return sent - sent_before, received - received_before
 
-    def leave(self) -> None:
+    def release_stream(self) -> None:
         """Before the socket is closed, or its descriptor given away.  Idempotent."""
-        self._urgent.closing()
-        if self._ended is not None:
-            ended, self._ended = self._ended, None
-            ended(self)
+        self._urgent.wake_waiter()
+        if self._on_release is not None:
+            on_release, self._on_release = self._on_release, None
+            on_release(self)
 
     def setsockopt(
         self, level: int, option: int, value: int | Buffer | None, length: int | None = None
@@ -151,16 +158,16 @@ class TcpStream(SmcStream):
 
     def close(self) -> None:
         """As close(2)."""
-        self.leave()
+        self.release_stream()
         self.socket.close()
 
     def abort(self) -> None:
         """Close with RST."""
-        self.leave()
+        self.release_stream()
         close_with_reset(self.socket)
 
 
-def _carried(sock: trio.socket.SocketType) -> tuple[int, int]:
+def _bytes_so_far(sock: trio.socket.SocketType) -> tuple[int, int]:
     """Bytes sent, and bytes received that have been taken from the socket, so far."""
     try:
         sent, received = carried_bytes(sock)
@@ -173,8 +180,8 @@ def _carried(sock: trio.socket.SocketType) -> tuple[int, int]:
 trio.SocketStream.register(TcpStream)
 
 
-_LOOK: Final = stdlib_socket.MSG_OOB | stdlib_socket.MSG_DONTWAIT
-_FAILED: Final = select.EPOLLERR | select.EPOLLHUP
+_URGENT_NOW: Final = stdlib_socket.MSG_OOB | stdlib_socket.MSG_DONTWAIT
+_FAILURE_EVENTS: Final = select.EPOLLERR | select.EPOLLHUP
 
 
 class TcpUrgent:
@@ -198,7 +205,7 @@ class TcpUrgent:
         """Whether an urgent byte waits to be sent."""
         return self._sending
 
-    def closing(self) -> None:
+    def wake_waiter(self) -> None:
         """Call before the socket is closed: wakes whoever waits."""
         if self._epoll is not None:
             trio.lowlevel.notify_closing(self._epoll.fileno())
@@ -219,29 +226,29 @@ class TcpUrgent:
     async def wait(self) -> UrgentState:
         """Wait until the kernel has the urgent byte, or knows that one is coming."""
         await trio.lowlevel.checkpoint()
-        with self._watching() as epoll:
+        with self._open_epoll() as epoll:
             while True:
-                if self._present(epoll):
+                if self._is_present(epoll):
                     return "present"
-                if not self._inline() and self._receive(stdlib_socket.MSG_PEEK) == "pending":
+                if not self._is_inline() and self._receive_now(stdlib_socket.MSG_PEEK) == "pending":
                     return "pending"
-                await self._sleep(epoll)
+                await self._wait_for_event(epoll)
 
     async def receive(self) -> bytes:
         """Receive the urgent byte, waiting for it."""
         await trio.lowlevel.checkpoint()
-        with self._watching() as epoll:
+        with self._open_epoll() as epoll:
             while True:
-                if self._inline():
-                    raise inline_error()
-                found = self._receive()
-                if isinstance(found, bytes):
-                    return found
-                if not self._present(epoll):
-                    await self._sleep(epoll)
+                if self._is_inline():
+                    raise urgent_inline_error()
+                byte = self._receive_now()
+                if isinstance(byte, bytes):
+                    return byte
+                if not self._is_present(epoll):
+                    await self._wait_for_event(epoll)
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[select.epoll]:
+    def _open_epoll(self) -> Iterator[select.epoll]:
         if self._epoll is not None:
             raise trio.BusyResourceError("another task waits for urgent data on this stream")
         if self._sock.fileno() < 0:
@@ -255,30 +262,30 @@ class TcpUrgent:
                 self._epoll = None
 
     @staticmethod
-    async def _sleep(epoll: select.epoll) -> None:
+    async def _wait_for_event(epoll: select.epoll) -> None:
         await trio.lowlevel.wait_readable(epoll.fileno())
 
     @staticmethod
-    def _present(epoll: select.epoll) -> bool:
+    def _is_present(epoll: select.epoll) -> bool:
         """Whether the byte is there; raises when it can never be."""
         for _, events in epoll.poll(0):
             if events & select.EPOLLPRI:
                 return True
-            if events & _FAILED:
+            if events & _FAILURE_EVENTS:
                 # Not asked what: the one who reads or writes has to learn it.
                 raise trio.BrokenResourceError("the connection is broken")
-            raise trio.EndOfChannel(OVER)
+            raise trio.EndOfChannel(NO_MORE_URGENT)
         return False
 
-    def _inline(self) -> bool:
+    def _is_inline(self) -> bool:
         return bool(self._sock.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE))
 
-    def _receive(self, flags: int = 0) -> bytes | Literal["pending", "none"]:
+    def _receive_now(self, flags: int = 0) -> bytes | Literal["pending", "none"]:
         """Ask the kernel for the byte."""
         # Trio's recv would wait for data that is not urgent.
         raw = stdlib_socket.socket(fileno=self._sock.fileno())
         try:
-            return raw.recv(1, _LOOK | flags) or "none"
+            return raw.recv(1, _URGENT_NOW | flags) or "none"
         except BlockingIOError:
             return "pending"
         except OSError as error:
