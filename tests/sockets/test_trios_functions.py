@@ -348,7 +348,7 @@ def test_descriptors_that_have_run_out_are_waited_for(
 
     run("enabled", main)
     [record] = [each for each in caplog.records if each.name == "trio.serve_listeners"]
-    assert record.getMessage().startswith("accept: EMFILE; again in 0.1 s")
+    assert record.getMessage().startswith("cannot accept: EMFILE; retrying in 0.1 s")
 
 
 @pytest.mark.parametrize("kind", KINDS)

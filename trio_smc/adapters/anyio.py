@@ -1,8 +1,8 @@
-"""SMC-R for programs written against AnyIO; they have to run on its Trio backend.
+"""SMC-R for AnyIO programs, on the Trio backend.
 
-`open_stream` and `open_listener` stand where `anyio.connect_tcp` and `anyio.create_tcp_listener`
-stood; what they return is an `anyio.abc.ByteStream` and an `anyio.abc.Listener`, so TLS
-(`anyio.streams.tls`), buffering and text streams go on top as usual.
+`open_stream` and `open_listener` replace `anyio.connect_tcp` and `anyio.create_tcp_listener`.  They
+return an `anyio.abc.ByteStream` and an `anyio.abc.Listener`, so that TLS (`anyio.streams.tls`),
+buffered and text streams work on top.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trio_smc._base.resources import LACK_ERRORS
 
 __all__ = ["SmcByteListener", "SmcByteStream", "open_listener", "open_stream"]
 
-# After these `accept` is worth another try, when descriptors or memory may be back.
+# After these errors `accept` is retried, because descriptors or memory may become free.
 _CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
 _CAPACITY_PAUSE: Final = 0.1
 
@@ -40,13 +40,13 @@ def _anyio_errors(action: str) -> Iterator[None]:
 
 
 class SmcByteStream(ByteStream):
-    """An `SmcStream` as AnyIO has them.
+    """An `SmcStream` with the interface of AnyIO.
 
-    Its `extra_attributes` are those of `anyio.abc.SocketAttribute` but ``raw_socket``: no data
-    goes through the socket while the mode is "smc-r".
+    The `extra_attributes` are those of `anyio.abc.SocketAttribute` except ``raw_socket``, because
+    the socket carries no data while the mode is "smc-r".
 
     Attributes:
-      stream: the stream underneath, with its `mode` and `fallback`.
+      stream: the wrapped stream, with its `mode` and `fallback`.
     """
 
     def __init__(self, stream: trio_smc.SmcStream) -> None:
@@ -56,7 +56,7 @@ class SmcByteStream(ByteStream):
         """Receive at least one byte and at most ``max_bytes``.
 
         Raises:
-          anyio.EndOfStream: the peer will send nothing more.
+          anyio.EndOfStream: the peer has ended the stream.
           anyio.BrokenResourceError: the connection failed.
           anyio.ClosedResourceError: this side closed the stream.
           anyio.BusyResourceError: another task is receiving.
@@ -80,12 +80,12 @@ class SmcByteStream(ByteStream):
             await self.stream.send_all(item)
 
     async def send_eof(self) -> None:
-        """Tell the peer that nothing more will be sent; receiving goes on.  Idempotent."""
+        """End this side of the stream; receiving stays possible.  Idempotent."""
         with _anyio_errors("writing to"):
             await self.stream.send_eof()
 
     async def aclose(self) -> None:
-        """Close, as `SmcStream.aclose` does; under cancellation too."""
+        """Close, as `SmcStream.aclose` does; also if the caller is cancelled."""
         await self.stream.aclose()
 
     @property
@@ -101,10 +101,10 @@ class SmcByteStream(ByteStream):
 
 
 class SmcByteListener(Listener[SmcByteStream]):
-    """An `SmcListener` as AnyIO has them.
+    """An `SmcListener` with the interface of AnyIO.
 
     Attributes:
-      listener: the listener underneath.
+      listener: the wrapped listener.
     """
 
     def __init__(self, listener: trio_smc.SmcListener) -> None:
@@ -113,13 +113,13 @@ class SmcByteListener(Listener[SmcByteStream]):
     async def serve(
         self, handler: Callable[[SmcByteStream], Any], task_group: TaskGroup | None = None
     ) -> None:
-        """Accept connections for ever and start ``handler(stream)`` for each.
+        """Accept connections until the listener is closed, and start ``handler(stream)`` for each.
 
-        As with all AnyIO listeners, the handler closes its stream.
+        The handler must close its stream, as with every listener of AnyIO.
 
         Args:
           handler: an async function.
-          task_group: where handlers run; None: one of this call's own.
+          task_group: runs the handlers; None: a new task group.
 
         Raises:
           anyio.ClosedResourceError: the listener was closed.
@@ -139,7 +139,7 @@ class SmcByteListener(Listener[SmcByteStream]):
                     task_group.start_soon(handler, SmcByteStream(stream))
 
     async def aclose(self) -> None:
-        """Stop accepting; what was accepted goes on."""
+        """Stop accepting; accepted connections continue."""
         await self.listener.aclose()
 
     @property
@@ -181,7 +181,7 @@ async def open_listener(
 ) -> MultiListener[SmcByteStream]:
     """Listen, as `trio_smc.open_listeners` does, with the same arguments and errors.
 
-    Returns one listener for all the addresses; ``.listeners`` has them one by one.
+    Returns one listener for all addresses; ``.listeners`` has one listener for each address.
     """
     listeners = await trio_smc.open_listeners(port, host=host, backlog=backlog, config=config)
     return MultiListener([SmcByteListener(listener) for listener in listeners])

@@ -1,8 +1,8 @@
-"""SMC-R under httpcore, the transport of httpx.
+"""SMC-R for httpcore, the transport of httpx.
 
     pool = httpcore.AsyncConnectionPool(network_backend=SmcBackend())
 
-HTTP/1, h2 and TLS are httpcore's own matter.  For httpx see `trio_smc.adapters.httpx`.
+httpcore itself handles HTTP/1, HTTP/2 and TLS.  For httpx see `trio_smc.adapters.httpx`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SmcBackend", "SmcNetworkStream"]
 def _httpcore_errors(
     seconds: float | None, timeout_error: type[Exception], failure: type[Exception]
 ) -> Iterator[None]:
-    """Bound a block and raise httpcore's exceptions instead of Trio's."""
+    """Limit the time of a block, and raise the exceptions of httpcore instead of Trio's."""
     try:
         with trio.fail_after(math.inf if seconds is None else seconds):
             yield
@@ -39,10 +39,10 @@ def _httpcore_errors(
 
 
 class SmcNetworkStream(httpcore.AsyncNetworkStream):
-    """A connection as httpcore wants it: with timeouts, and TLS on demand.
+    """A connection with the interface of httpcore: with timeouts, and TLS on request.
 
     Attributes:
-      transport: the stream that carries the bytes, with its `mode` and `fallback`.
+      transport: the `SmcStream`, with its `mode` and `fallback`.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class SmcNetworkStream(httpcore.AsyncNetworkStream):
         """Receive at most ``max_bytes``; b"" at the end.  ``timeout`` in seconds.
 
         Raises:
-          httpcore.ReadTimeout, httpcore.ReadError: nothing came in time; the connection failed.
+          httpcore.ReadTimeout: no data arrived in time.
+          httpcore.ReadError: the connection failed.
         """
         with _httpcore_errors(timeout, httpcore.ReadTimeout, httpcore.ReadError):
             return bytes(await self._stream.receive_some(max_bytes))
@@ -67,7 +68,8 @@ class SmcNetworkStream(httpcore.AsyncNetworkStream):
         """Send all of ``buffer``.  ``timeout`` in seconds.
 
         Raises:
-          httpcore.WriteTimeout, httpcore.WriteError: not all went in time; the connection failed.
+          httpcore.WriteTimeout: not all data was sent in time.
+          httpcore.WriteError: the connection failed.
         """
         with _httpcore_errors(timeout, httpcore.WriteTimeout, httpcore.WriteError):
             await self._stream.send_all(buffer)
@@ -82,10 +84,11 @@ class SmcNetworkStream(httpcore.AsyncNetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> SmcNetworkStream:
-        """Put TLS on this connection; it is closed when that fails.  ``timeout`` in seconds.
+        """Start TLS on this connection; a failure closes it.  ``timeout`` in seconds.
 
         Raises:
-          httpcore.ConnectTimeout, httpcore.ConnectError: no handshake in time; it failed.
+          httpcore.ConnectTimeout: the handshake did not finish in time.
+          httpcore.ConnectError: the handshake failed.
         """
         tls = trio.SSLStream(
             self._stream, ssl_context, server_hostname=server_hostname, https_compatible=True
@@ -99,9 +102,9 @@ class SmcNetworkStream(httpcore.AsyncNetworkStream):
         return SmcNetworkStream(self.transport, tls)
 
     def get_extra_info(self, info: str) -> Any:
-        """What httpcore's own streams tell, and ``"smc_stream"``, the stream underneath.
+        """The same items as the streams of httpcore, and ``"smc_stream"``, the `SmcStream`.
 
-        The ``"ssl_object"`` is Trio's SSLStream, which has the same methods for asking.
+        The ``"ssl_object"`` is Trio's SSLStream, which has the same methods to query TLS.
         """
         match info:
             case "ssl_object":
@@ -120,10 +123,10 @@ class SmcNetworkStream(httpcore.AsyncNetworkStream):
 
 
 class SmcBackend(httpcore.AsyncNetworkBackend):
-    """Connects by `trio_smc.open_stream`.
+    """A backend that connects with `trio_smc.open_stream`.
 
     Args:
-      config: for the connections of this backend; None: the stack's.
+      config: settings of the connections; None: those of the stack.
     """
 
     def __init__(self, config: trio_smc.Config | None = None) -> None:
@@ -140,7 +143,8 @@ class SmcBackend(httpcore.AsyncNetworkBackend):
         """Connect.  ``timeout`` in seconds; ``socket_options`` as for `socket.setsockopt`.
 
         Raises:
-          httpcore.ConnectTimeout, httpcore.ConnectError: no connection in time; none at all.
+          httpcore.ConnectTimeout: no connection was established in time.
+          httpcore.ConnectError: the connection failed.
         """
         with _httpcore_errors(timeout, httpcore.ConnectTimeout, httpcore.ConnectError):
             stream = await trio_smc.open_stream(
@@ -160,8 +164,8 @@ class SmcBackend(httpcore.AsyncNetworkBackend):
         timeout: float | None = None,  # noqa: ASYNC109
         socket_options: Iterable[SOCKET_OPTION] | None = None,
     ) -> SmcNetworkStream:
-        """SMC-R starts from a TCP connection: always httpcore.UnsupportedProtocol."""
-        raise httpcore.UnsupportedProtocol("SMC-R starts from a TCP connection")
+        """Raise httpcore.UnsupportedProtocol, because SMC-R needs a TCP connection."""
+        raise httpcore.UnsupportedProtocol("SMC-R needs a TCP connection, not a Unix socket")
 
     async def sleep(self, seconds: float) -> None:
         """Sleep."""

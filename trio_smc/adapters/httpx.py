@@ -1,4 +1,4 @@
-"""SMC-R under httpx:
+"""SMC-R for httpx:
 
 async with httpx.AsyncClient(transport=SmcTransport()) as client:
     await client.get("http://localhost:8000/")
@@ -27,7 +27,7 @@ def _httpx_errors(request: httpx.Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The two libraries share the names of their exceptions.
+        # The exceptions of both libraries have the same names.
         for kind in type(error).__mro__:
             counterpart = getattr(httpx, kind.__name__, None)
             if (
@@ -54,17 +54,16 @@ class _Body(httpx.AsyncByteStream):
 
 
 class SmcTransport(httpx.AsyncBaseTransport):
-    """Requests over pooled SMC-R connections; over TCP, where a server does not speak SMC-R.
+    """Sends requests over pooled SMC-R connections, or over TCP if the server has no SMC-R.
 
-    A response's ``extensions["network_stream"].get_extra_info("smc_stream")`` is the `SmcStream`
-    it came by.
+    ``extensions["network_stream"].get_extra_info("smc_stream")`` of a response is its `SmcStream`.
 
     Args:
       ssl_context: for https; None: `ssl.create_default_context`.
-      http1: speak HTTP/1.1.
-      http2: speak HTTP/2 where the server does (over TLS, or when ``http1`` is False).
+      http1: allow HTTP/1.1.
+      http2: allow HTTP/2 (over TLS if the server supports it, or if ``http1`` is False).
       limits: of the pool, as for `httpx.AsyncClient`.
-      config: for the connections of this transport; None: the stack's.
+      config: settings of the connections; None: those of the stack.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Sockets of unmodified programs that may become SMC-R: `enable()` and the drop-in socket."""
+"""`enable()` and the drop-in socket: SMC-R for unmodified programs."""

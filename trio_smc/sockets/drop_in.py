@@ -1,23 +1,25 @@
-"""The drop-in socket: a `trio.socket.SocketType` whose bytes may travel over SMC-R.
+"""The drop-in socket: a `trio.socket.SocketType` whose connection may be SMC-R.
 
 Theory of operation
 -------------------
-`enable` makes `trio.socket.socket` return a `DropInSocket` for TCP, by way of the socket factory
-here.  It starts as the plain socket that it wraps: options, bind and listen go there.  `connect`
-runs the handshake of `open_stream` on it, and `accept` hands out what an `SmcListener` accepted;
-from then on it has a stream.  While that is plain TCP, it is the plain socket again.  Over SMC-R
-bytes go through the stream, and only names and options through the plain socket.
+`enable` installs the socket factory of this module, so that `trio.socket.socket` returns a
+`DropInSocket` for TCP.  A drop-in socket wraps a plain socket, which handles options, bind and
+listen.  `connect` runs the handshake of `open_stream` on the plain socket; `accept` returns a
+connection that an `SmcListener` accepted.  From then on the drop-in socket has a stream.  If the
+stream is plain TCP, all calls go to the plain socket.  Over SMC-R, data calls go to the stream, and
+only names and options come from the plain socket.
 
-A socket and a stream differ in a few ways, and this takes the socket's side: `send` may send a
-part; errors are OSErrors with a number; closing is no coroutine, so it cannot wait for the peer;
-after SHUT_RD everything is at its end.  `listen` is no coroutine either, while to publish a
-listener takes some; a task of the stack does that, and `accept` waits for it.
+Where a socket and a stream differ, the drop-in socket behaves as a socket: `send` may send a part
+of the data; errors are OSErrors with a number; `close` is synchronous, so it cannot wait for the
+peer; after SHUT_RD every read is at the end of the stream.  `listen` is synchronous too, but a
+listener is published asynchronously: a task of the stack publishes it, and `accept` waits for that
+task.
 
-Programs written for TCP seldom rely on each call being a full checkpoint, and it costs much of what
-a call does: where nobody set `Config.checkpoints` these sockets have amortised ones.
+Programs for TCP seldom need a full checkpoint in every call, and a checkpoint takes a large part of
+the time of a call.  So these sockets have amortised checkpoints unless `Config.checkpoints` is set.
 
-What has no meaning over SMC-R raises OSError (EOPNOTSUPP): ancillary data, a destination address,
-`detach` and `dup`.
+Operations without a meaning over SMC-R raise OSError (EOPNOTSUPP): ancillary data, a destination
+address, `detach` and `dup`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ _STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
 
 
 def _as_socket_error(error: Exception) -> OSError:
-    """An error of a stream as that of a socket."""
+    """The OSError of a socket for an error of a stream."""
     if isinstance(error, trio.ClosedResourceError):
         return os_error(errno.EBADF)
     return os_error(getattr(error.__cause__, "errno", None) or errno.ECONNRESET)
@@ -93,11 +95,11 @@ FindStack = Callable[[], Awaitable["Stack"]]
 
 
 class DropInSocket(trio.socket.SocketType):
-    """A socket of TCP whose connection may be SMC-R.
+    """A TCP socket whose connection may be SMC-R.
 
     Attributes:
-      plain: the TCP socket itself.
-      stream: the connection, once it is connected; its `mode` and `fallback` say how.
+      plain: the TCP socket.
+      stream: the connection, with its `mode` and `fallback`; None before it is established.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class DropInSocket(trio.socket.SocketType):
 
     @property
     def _sock(self) -> stdlib_socket.socket:
-        # AnyIO looks here for the raw socket.
+        # AnyIO takes the raw socket from this attribute.
         plain: Any = self.plain
         return plain._sock  # type: ignore[no-any-return]
 
@@ -151,14 +153,14 @@ class DropInSocket(trio.socket.SocketType):
 
     @property
     def did_shutdown_SHUT_WR(self) -> bool:  # noqa: N802 - Trio's name
-        """Whether `shutdown` ended this side's sending."""
+        """True if `shutdown` has ended sending."""
         return self._write_shut or self.plain.did_shutdown_SHUT_WR
 
     def fileno(self) -> int:
-        """The TCP socket's descriptor; -1 once closed.
+        """The descriptor of the TCP socket; -1 after `close`.
 
-        The TCP connection ends with the SMC-R connection, which may be before the program closes
-        its socket.  Until then there has to be a descriptor, which shows the end of a stream.
+        The TCP connection ends together with the SMC-R connection, maybe before the program closes
+        its socket.  Then this is the descriptor of a substitute, a socket at the end of its stream.
         """
         if self._closed:
             return -1
@@ -180,7 +182,7 @@ class DropInSocket(trio.socket.SocketType):
 
     @property
     def _name_source(self) -> Any:
-        """Who knows the names: TCP may be gone while this socket is open."""
+        """The object with the names: TCP may end while this socket is open."""
         return self.plain if self._rdma is None or self._closed else self._rdma.socket
 
     def get_inheritable(self) -> bool:
@@ -208,7 +210,7 @@ class DropInSocket(trio.socket.SocketType):
         if self._rdma is not None:
             self._rdma.setsockopt(level, optname, value, optlen)
         elif (level, optname) == _NO_PORT_AT_BIND:
-            # Only kept: a client on this host announces its port before it connects.
+            # Only stored: a client on this host needs its port before it connects, to announce it.
             self._no_port_at_bind = int(bool(integer(value)))
         else:
             plain: Any = self.plain
@@ -216,13 +218,13 @@ class DropInSocket(trio.socket.SocketType):
             plain.setsockopt(level, optname, value, *more)
 
     def is_readable(self) -> bool:
-        """Whether `recv` would return or raise at once."""
+        """True if `recv` would return or raise at once."""
         return self._rdma.is_readable() if self._rdma is not None else self.plain.is_readable()
 
     # --- data --------------------------------------------------------------------------------
 
     async def recv(self, buflen: int, flags: int = 0, /) -> bytes:
-        """As `socket.socket.recv`; MSG_PEEK is the only flag."""
+        """As `socket.socket.recv`; the only flag with an effect is MSG_PEEK."""
         rdma = self._rdma
         if rdma is None:
             return await self.plain.recv(buflen, flags)
@@ -259,7 +261,7 @@ class DropInSocket(trio.socket.SocketType):
         return len(data)
 
     async def recvfrom(self, bufsize: int, flags: int = 0, /) -> tuple[bytes, Any]:
-        """As `socket.socket.recvfrom`: of a connected socket, without an address."""
+        """As `socket.socket.recvfrom` of a connected socket: the address is None."""
         if self._rdma is None:
             return await self.plain.recvfrom(bufsize, flags)
         return await self.recv(bufsize, flags), None
@@ -271,7 +273,7 @@ class DropInSocket(trio.socket.SocketType):
         return await self.recv_into(buffer, nbytes, flags), None
 
     async def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        """As `socket.socket.recvmsg`; there is never any ancillary data."""
+        """As `socket.socket.recvmsg`, without ancillary data."""
         if self._rdma is None:
             return await self.plain.recvmsg(bufsize, ancbufsize, flags)
         return await self.recv(bufsize, flags), [], 0, None
@@ -289,7 +291,7 @@ class DropInSocket(trio.socket.SocketType):
         return len(data), [], 0, None
 
     async def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """As `socket.socket.send`: at least one byte, and as many as there is room for."""
+        """As `socket.socket.send`: sends at least one byte, and as many as there is room for."""
         rdma = self._rdma
         if rdma is None:
             return await self.plain.send(data, flags)
@@ -309,7 +311,7 @@ class DropInSocket(trio.socket.SocketType):
             raise _as_socket_error(error) from error
 
     async def sendto(self, *arguments: Any) -> int:
-        """As `socket.socket.sendto`; a connected socket takes no destination."""
+        """As `socket.socket.sendto` of a connected socket: an address is an error."""
         if self._rdma is None:
             return await self.plain.sendto(*arguments)
         if arguments[-1] is not None:
@@ -327,7 +329,7 @@ class DropInSocket(trio.socket.SocketType):
         return await self.sendto(b"".join(buffers), flags, address)
 
     async def wait_writable(self) -> None:
-        """Wait until `send` might send something (`trio.SocketStream` asks)."""
+        """Wait until `send` might send something; `trio.SocketStream` calls this."""
         if self._rdma is None:
             await cast(Any, self.plain).wait_writable()
             return
@@ -337,10 +339,10 @@ class DropInSocket(trio.socket.SocketType):
             raise _as_socket_error(error) from error
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
-        """Let a stream that was made of this socket hand its data calls to the SMC-R stream.
+        """Connect the data methods of a `trio.SocketStream` directly to the SMC-R stream.
 
-        A `trio.SocketStream` of its own would translate each error twice, and take views and
-        locks for what the SMC-R stream does, too.  Closing stays the socket's affair.
+        Without this each error would be translated twice, and each call would take its locks and
+        views twice.  Closing still goes through the socket.
         """
         rdma = self._rdma
         if rdma is not None:
@@ -355,22 +357,23 @@ class DropInSocket(trio.socket.SocketType):
         await self._rdma.send_eof()
         self._write_shut = True
 
-    # --- life --------------------------------------------------------------------------------
+    # --- connecting and closing --------------------------------------------------------------
 
     async def bind(self, address: Any) -> None:
         """As `socket.socket.bind`."""
         await self.plain.bind(address)
-        with suppress(OSError):  # `accept` or `connect` says so
+        with suppress(OSError):  # `accept` or `connect` raises it again
             self._stack = await self._find_stack()
 
     def listen(self, backlog: int = min(stdlib_socket.SOMAXCONN, 128)) -> None:
         """As `socket.socket.listen`.
 
-        Peers learn of it at once when it was bound before, else as soon as a stack is found.
+        The listener is published at once if `bind` has found a stack, and otherwise as soon as a
+        stack is found.
         """
         stack = self._stack if self._listener is None else None
         if stack is not None and not stack.runtime.closing:
-            # Only before it listens can it be asked to answer the TCP option.
+            # The TCP option can be enabled only on a socket that does not listen yet.
             stack.runtime.offer_option(stack.config, self.plain)
         self.plain.listen(backlog)
         self._listening = True
@@ -383,8 +386,8 @@ class DropInSocket(trio.socket.SocketType):
         try:
             await self._ensure_published()
         except Exception as error:
-            # In a system task anything would end the whole run; `accept` meets it again.
-            LOGGER.debug("%r is not published: %s", self, error)
+            # An error in a system task would end the whole run; `accept` raises this one again.
+            LOGGER.debug("cannot publish %r: %s", self, error)
 
     async def _ensure_published(self) -> SmcListener:
         if self._listener is not None:
@@ -400,9 +403,9 @@ class DropInSocket(trio.socket.SocketType):
         return self._listener
 
     async def accept(self) -> tuple[trio.socket.SocketType, Any]:
-        """A connection whose handshake is done, and the peer's address."""
+        """A connection after its handshake, and the peer's address."""
         if not self._listening:
-            return await self.plain.accept()  # which says what is wrong
+            return await self.plain.accept()  # raises the right error
         try:
             stream = await (await self._ensure_published()).accept()
         except _STREAM_ERRORS as error:
@@ -410,38 +413,41 @@ class DropInSocket(trio.socket.SocketType):
         return self.wrap_stream(stream)
 
     def wrap_stream(self, stream: SmcStream) -> tuple[DropInSocket, Any]:
-        """As `accept` gives it: the socket of a stream that came here, and the peer's address."""
+        """The result of `accept` for an accepted stream: its socket, and the peer's address."""
         sock: Any = stream.socket
         if isinstance(stream, TcpStream):
-            name = stream.accepted  # the peer may have reset the connection since
+            name = stream.accepted  # `getpeername` fails if the peer has reset the connection
         else:
             name, sock = sock.getpeername(), sock._sock
         return DropInSocket(sock, self._find_stack, stream), name
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
-        """`accept` for one who goes on accepting: ``take`` is called for each connection at once,
-        and starts a task that waits for the stream, which `wrap_stream` makes a socket of."""
+        """Accept connections in a loop.
+
+        ``take`` is called for each connection at once.  It must start a task, which waits for the
+        stream and passes it to `wrap_stream`.
+        """
         try:
             await (await self._ensure_published()).hand_out(take)
         except _STREAM_ERRORS as error:
             raise _as_socket_error(error) from error
 
     async def connect(self, address: Any) -> None:
-        """Connect and run the handshake; the socket is plain TCP afterwards if it must be."""
+        """Connect and run the handshake; after a fallback the socket is plain TCP."""
         if self.stream is not None or self._listening:
-            await self.plain.connect(address)  # which says what is wrong
+            await self.plain.connect(address)  # raises the right error
             return
         try:
             plain: Any = self.plain
             await self.connect_to(await plain._resolve_address_nocp(address, local=False))
         except trio.Cancelled:
-            self.close()  # as Trio does, wherever it was cancelled
+            self.close()  # as Trio does, at every point of the call
             raise
 
     async def connect_to(self, resolved: Any) -> None:
-        """`connect` of a new socket, to an address that need not be looked up.
+        """Connect a new socket to an address that needs no lookup.
 
-        Whoever calls it closes the socket when it raises.
+        If this raises, the caller must close the socket.
         """
         stack = await self._find_stack()
         stack.runtime.check_usable()
@@ -451,11 +457,11 @@ class DropInSocket(trio.socket.SocketType):
         )
 
     def _attach_stream(self, stream: SmcStream) -> None:
-        """It is connected."""
+        """Use ``stream`` for the connection from now on."""
         self.stream = stream
         if isinstance(stream, TcpStream):
             self._tcp = stream
-            # For speed, the plain socket's own; closing it is counted here.
+            # Bound to the plain socket for speed; `close` stays, because it is counted.
             target: Any = self
             target.send, target.recv = self.plain.send, self.plain.recv
             target.recv_into = self.plain.recv_into
@@ -482,7 +488,7 @@ class DropInSocket(trio.socket.SocketType):
             self._rdma.shut_down_reading()
 
     def close(self) -> None:
-        """Close; what was sent still arrives."""
+        """Close; data already sent still arrives."""
         self._closed = True
         if self._eof_socket is not None:
             self._eof_socket.close()
@@ -499,10 +505,10 @@ class DropInSocket(trio.socket.SocketType):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what makes two of one ---------------------------------------------------------------
+    # --- descriptors -------------------------------------------------------------------------
 
     def detach(self) -> int:
-        """Give the descriptor away: of plain TCP only."""
+        """As `socket.socket.detach`; only for plain TCP."""
         if self._rdma is not None or self._listener is not None:
             unsupported()
         if self._tcp is not None:
@@ -510,7 +516,7 @@ class DropInSocket(trio.socket.SocketType):
         return self.plain.detach()
 
     def dup(self) -> trio.socket.SocketType:
-        """A second socket for the same connection: of plain TCP only."""
+        """As `socket.socket.dup`; only for plain TCP."""
         if self._rdma is not None:
             unsupported()
         return self.plain.dup()
@@ -520,7 +526,7 @@ _configs: Final[WeakKeyDictionary[Stack, Config]] = WeakKeyDictionary()
 
 
 def _config_of(stack: Stack) -> Config:
-    """The stack's settings; checkpoints are amortised unless somebody set them."""
+    """The stack's settings; with amortised checkpoints unless `Config.checkpoints` is set."""
     config = _configs.get(stack)
     if config is None:
         config = stack.config
@@ -534,13 +540,13 @@ def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
 
 
-# Trio's own, taken before `enable` puts another in its place.
+# Trio's function, looked up before `enable` replaces it.
 _make_plain: Final = trio.socket.from_stdlib_socket
 _TCP: Final = {0, stdlib_socket.IPPROTO_TCP}
 
 
 def _is_tcp(family: int, kind: int, protocol: int) -> bool:
-    """Whether such a socket is one of TCP's."""
+    """True if these are the parameters of a TCP socket."""
     return (
         family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6)
         and kind & 0xF == stdlib_socket.SOCK_STREAM
@@ -549,10 +555,10 @@ def _is_tcp(family: int, kind: int, protocol: int) -> bool:
 
 
 class DropInFactory(trio.abc.SocketFactory):
-    """What `trio.socket.set_custom_socket_factory` takes.
+    """The factory for `trio.socket.set_custom_socket_factory`.
 
     Args:
-      find_stack: which stack new connections and listeners use.
+      find_stack: returns the stack for new connections and listeners.
     """
 
     def __init__(self, find_stack: FindStack) -> None:
@@ -561,7 +567,7 @@ class DropInFactory(trio.abc.SocketFactory):
     def socket(
         self, family: int | None = None, type: int | None = None, proto: int | None = None
     ) -> trio.socket.SocketType:
-        """A new socket: a drop-in socket for TCP, Trio's own for anything else."""
+        """Create a drop-in socket for TCP, or a socket of Trio for other protocols."""
         family = stdlib_socket.AF_INET if family is None else family
         type = stdlib_socket.SOCK_STREAM if type is None else type
         proto = 0 if proto is None else proto
@@ -569,9 +575,9 @@ class DropInFactory(trio.abc.SocketFactory):
         return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
 
     def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
-        """What stands for ``sock`` in Trio: see `trio.socket.from_stdlib_socket`.
+        """As `trio.socket.from_stdlib_socket`, with a drop-in socket for TCP.
 
-        A connected socket stays what it is: its handshake was or is somebody else's.
+        A connected socket stays a plain one: another part of the program runs its handshake.
         """
         plain = _make_plain(sock)
         if not _is_tcp(sock.family, sock.type, sock.proto) or _is_connected(sock):

@@ -1,24 +1,25 @@
-"""`enable`: programs that know nothing of SMC-R get it.
+"""`enable`: SMC-R for programs that were written for TCP.
 
 Theory of operation
 -------------------
-Trio has a hook of its own: a socket factory, set in a run, is asked for every socket that
-`trio.socket.socket` makes, and so by `trio.open_tcp_stream`, `trio.serve_tcp`, AnyIO's
-`connect_tcp` and all that is built on them.  It is a setting of one run, so the functions that
-start runs are wrapped to make it in each.  Sockets that come from the standard library pass through
-`trio.socket.from_stdlib_socket` (hypercorn's and AnyIO's listeners do); it is wrapped too.  And a
-`trio.SocketStream` that is made of a socket over SMC-R makes its data calls there.
+Trio has a hook for this: a socket factory, set inside a run, creates every socket of
+`trio.socket.socket`, and so those of `trio.open_tcp_stream`, `trio.serve_tcp`, AnyIO's
+`connect_tcp`, and everything built on them.  The factory is a setting of one run.  So `enable`
+wraps the functions that start a run, and each run sets the factory.  Sockets of the standard
+library enter Trio through `trio.socket.from_stdlib_socket` (as the listeners of hypercorn and AnyIO
+do), which is wrapped, too.  A `trio.SocketStream` of an SMC-R socket calls the SMC-R stream
+directly.
 
-`trio.open_tcp_stream` races the addresses of a name against each other, in a nursery, a task and a
-cancel scope for each.  An address needs no race; without one, a connection with one request takes
-a fourth less time.  And `trio.serve_listeners` (`trio.serve_tcp`, hypercorn) has each accepted
-connection go from one task to the next; with our sockets the handler's task begins with the
-handshake.
+`trio.open_tcp_stream` tries the addresses of a name in parallel, with a nursery, and a task and a
+cancel scope for each address.  A single address needs none of these; without them a connection with
+one request takes a quarter less time.  `trio.serve_listeners` (used by `trio.serve_tcp` and
+hypercorn) passes each accepted connection from one task to another; for drop-in sockets the
+handler's task starts with the handshake.
 
-What is not reached: a name that a module took from Trio before `enable` (``from trio import run``
-or ``from trio.socket import from_stdlib_socket``; with `trio.open_tcp_stream` only the shorter way
-is lost), sockets that were made before, and bytes moved past Trio, by the standard library's
-sockets themselves.
+Not covered: a name that a module imported from Trio before `enable` (``from trio import run`` or
+``from trio.socket import from_stdlib_socket``; for `trio.open_tcp_stream` only the shorter way is
+lost), sockets that were created before `enable`, and data that bypasses Trio through sockets of the
+standard library.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ _originals: dict[tuple[Any, str], Any] = {}
 
 
 def enable(config: Config | None = None) -> None:
-    """Let every TCP connection of Trio and AnyIO programs in this process use SMC-R where it can.
+    """Use SMC-R, where possible, for all TCP connections of Trio and AnyIO in this process.
 
-    To be called before the program runs, or inside a run for that run and later ones.  Sockets
-    made from then on are affected.  Outside of `open_stack` they use the default stack.  Calling
-    it again changes the settings for runs that begin afterwards.  Where `Config.checkpoints` is
-    left at None these sockets have amortised checkpoints.
+    Call this before the program runs, or inside a run for that run and later ones.  It affects
+    sockets that are created afterwards.  Outside of `open_stack` they use the default stack.  A
+    second call changes the settings for runs that start afterwards.  If `Config.checkpoints` is
+    None, these sockets have amortised checkpoints.
 
     Args:
-      config: the default stack's settings; None: leave them as they are.
+      config: the settings of the default stack; None: do not change them.
     """
     if config is not None:
         set_default_config(config)
@@ -83,7 +84,7 @@ def enable(config: Config | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo `enable`: for sockets made from now on, in this run and in later ones."""
+    """Undo `enable` for sockets that are created from now on, in this run and in later ones."""
     for (module, name), original in _originals.items():
         setattr(module, name, original)
     _originals.clear()
@@ -98,7 +99,7 @@ def _patch(module: Any, name: str, replacement: Any) -> None:
 
 
 def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
-    """``start``, which runs an async function, with the factory set in that run."""
+    """Wrap ``start``, which starts a run, so that the run sets the factory."""
 
     @wraps(start)
     def start_with_factory(
@@ -106,7 +107,7 @@ def _with_factory(start: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         @wraps(async_fn)
         async def main(*args: Any) -> Any:
-            # A program with a factory of its own, as one of tests, keeps it.
+            # A factory that the program has set already, for example in a test, stays.
             theirs = trio.socket.set_custom_socket_factory(_FACTORY)
             if theirs is not None:
                 trio.socket.set_custom_socket_factory(theirs)
@@ -130,7 +131,7 @@ def _without_nursery(
         host: str | bytes, port: int, **options: Any
     ) -> trio.SocketStream:
         targets: Sequence[Target] = ()
-        # What it refuses it says itself.
+        # Trio's function rejects invalid arguments.
         if not options and type(port) is int and type(host) in (str, bytes):
             with suppress(OSError, UnicodeError, OverflowError):
                 targets = numeric_targets(host, port)
@@ -149,7 +150,7 @@ def _without_nursery(
             sock.close()
             name = host if isinstance(host, str) else host.decode("ascii")
             name = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-            failure = f"all attempts to connect to {name} failed"  # Trio's words
+            failure = f"all attempts to connect to {name} failed"  # as Trio's message
             raise OSError(failure) from ExceptionGroup(failure, [error])
         except BaseException:
             sock.close()
@@ -185,9 +186,9 @@ def _is_drop_in_listener(listener: object) -> bool:
 
 
 async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: _Handler) -> None:
-    """Run the handler for each connection; errors as `trio.serve_listeners` has them."""
+    """Run the handler for each connection, with the errors of `trio.serve_listeners`."""
     sock: Any = listener.socket
-    context = copy_context()  # the server's, which its handlers are to have
+    context = copy_context()  # handlers have the context of the server
 
     def take(incoming: Incoming) -> None:
         context.run(nursery.start_soon, _handle, sock, incoming, handler)
@@ -202,7 +203,7 @@ async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: 
                 if error.errno not in CAPACITY_ERRORS:
                     raise
                 name = errno.errorcode[error.errno]
-                _LOGGER.exception("accept: %s; again in %s s", name, CAPACITY_PAUSE)
+                _LOGGER.exception("cannot accept: %s; retrying in %s s", name, CAPACITY_PAUSE)
                 await trio.sleep(CAPACITY_PAUSE)
 
 
@@ -215,7 +216,7 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
     try:
         await handler(stream)
     finally:
-        accepted.close()  # as `trio.aclose_forcefully` does, in more steps
+        accepted.close()  # like `trio.aclose_forcefully`, in fewer steps
     if made.mode is Mode.SMC_R:
         await incoming.served()
 

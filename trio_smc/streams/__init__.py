@@ -1,1 +1,1 @@
-"""What users hold: streams, socket options, views of connections and link groups."""
+"""Streams, their socket options, and the views of connections and link groups."""

@@ -1,7 +1,7 @@
-"""What users see of connections: a read-only view of each, SMC-R and TCP alike.
+"""Views of connections for users, read-only, over SMC-R and TCP alike.
 
-As the views of link groups, one holds a reference to what it shows and reads everything when
-asked.  Nothing here is on the way of data.
+Like a view of a link group, a view of a connection holds a reference to its core and reads every
+value on access.  The data path does not use views.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ _TCP_STATES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionCursors:
-    """Where an SMC-R connection stands, in bytes since it began (RFC 7609, 4.3).
+    """The cursors of an SMC-R connection, in bytes since its start (RFC 7609, 4.3).
 
     Attributes:
       produced: written into the peer's RMBE.
-      delivered: of these, known to have arrived there.
-      taken: of these, taken by the peer's application, as far as it told.
-      window: what may still be written before the peer takes more.
-      peer_ring: bytes that the peer's RMBE holds.
+      delivered: of these, acknowledged by the RNIC.
+      taken: of these, consumed by the peer's application, according to the peer's last message.
+      window: may still be written before the peer consumes more.
+      peer_ring: capacity of the peer's RMBE.
       received: arrived in this side's RMBE.
-      consumed: of these, taken by the application.
-      ring: bytes that this side's RMBE holds.
-      sequence_sent, sequence_received: of the last CDC message completed, and received (4.6.1).
-      alert_token: names the connection in CDC messages to this side (A.4).
+      consumed: of these, consumed by the application.
+      ring: capacity of this side's RMBE.
+      sequence_sent, sequence_received: numbers of the last CDC message completed, and received
+        (4.6.1).
+      alert_token: identifies the connection in CDC messages to this side (A.4).
     """
 
     produced: int
@@ -74,9 +75,9 @@ class ConnectionCursors:
 
 
 class ConnectionView(ABC):
-    """One connection of a stack, as it is now; of `Stack.connections`.
+    """The current state of one connection of a stack; from `Stack.connections`.
 
-    Closing connections are there too, until nothing is left to do for them.  Two views of one
+    A connection that is closing has a view until its close has finished.  Two views of the same
     connection are equal.
     """
 
@@ -85,13 +86,13 @@ class ConnectionView(ABC):
     @property
     @abstractmethod
     def mode(self) -> Mode:
-        """How its bytes travel."""
+        """The protocol of the connection."""
 
     @property
     @abstractmethod
     def state(self) -> str:
-        """Over SMC-R the state as RFC 7609, 4.8 names it ("ACTIVE", "PEERCLOSEWAIT1"; INIT is a
-        handshake that is not finished); else the state of the TCP connection ("ESTABLISHED")."""
+        """Over SMC-R the state of RFC 7609, 4.8 ("ACTIVE", "PEERCLOSEWAIT1"; INIT during the
+        handshake); over TCP the state of the TCP connection ("ESTABLISHED")."""
 
     @property
     def fallback(self) -> Fallback | None:
@@ -100,12 +101,12 @@ class ConnectionView(ABC):
 
     @property
     def local_address(self) -> tuple[str, int] | None:
-        """Address and port of this side; None before and after the TCP connection is known."""
+        """Address and port of this side; None if there is no TCP connection yet, or no longer."""
         return socket_name(self._socket(), "getsockname")
 
     @property
     def peer_address(self) -> tuple[str, int] | None:
-        """Address and port of the other side; None as `local_address`."""
+        """Address and port of the peer; None in the same cases as `local_address`."""
         return socket_name(self._socket(), "getpeername")
 
     @property
@@ -115,23 +116,23 @@ class ConnectionView(ABC):
 
     @property
     def link(self) -> LinkView | None:
-        """The link this side sends on; None over TCP, and while there is none."""
+        """The link that this side sends on; None over TCP, and if the connection has no link."""
         return None
 
     @property
     @abstractmethod
     def send_queue(self) -> int:
-        """Bytes sent that the peer has not taken, as far as this side knows: over SMC-R its
-        application, over TCP its system."""
+        """Bytes sent, and not known to be consumed by the peer's application (SMC-R) or received
+        by the peer's system (TCP)."""
 
     @property
     @abstractmethod
     def receive_queue(self) -> int:
-        """Bytes that arrived and were not received by the application."""
+        """Bytes that have arrived, and that the application has not received."""
 
     @property
     def cursors(self) -> ConnectionCursors | None:
-        """Where it stands; None over TCP, and before the peer's RMBE is known."""
+        """The cursors; None over TCP, and before the peer's RMBE is known."""
         return None
 
     @abstractmethod
@@ -140,14 +141,14 @@ class ConnectionView(ABC):
 
     @abstractmethod
     def _socket(self) -> trio.socket.SocketType | None:
-        """The TCP connection, while it is known."""
+        """The TCP connection, or None."""
 
     def __repr__(self) -> str:
         return f"<connection {self.mode} {self.state} to {self.peer_address}>"
 
 
 class RdmaConnectionView(View[Endpoint], ConnectionView):
-    """A connection whose bytes travel by RDMA writes."""
+    """A view of a connection over SMC-R."""
 
     __slots__ = ("_group",)
 
@@ -208,7 +209,7 @@ class RdmaConnectionView(View[Endpoint], ConnectionView):
 
 
 class TcpConnectionView(View[TcpStream], ConnectionView):
-    """A connection that stays plain TCP."""
+    """A view of a connection over plain TCP."""
 
     __slots__ = ()
 
@@ -246,7 +247,7 @@ class TcpConnectionView(View[TcpStream], ConnectionView):
 def socket_name(
     sock: trio.socket.SocketType | SmcSocket | None, which: Literal["getsockname", "getpeername"]
 ) -> tuple[str, int] | None:
-    """Address and port of one end; None when the socket is closed or not connected."""
+    """Address and port of one end; None if the socket is closed or not connected."""
     if sock is not None:
         with contextlib.suppress(OSError):
             name = getattr(sock, which)()
@@ -255,7 +256,7 @@ def socket_name(
 
 
 def _queue(measure: Callable[[trio.socket.SocketType], int], sock: trio.socket.SocketType) -> int:
-    """Bytes in a queue of a TCP socket; 0 when it is closed."""
+    """Bytes in a queue of a TCP socket; 0 if the socket is closed."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return measure(sock)

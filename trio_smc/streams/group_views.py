@@ -1,7 +1,7 @@
-"""What users see of link groups: read-only views.
+"""Views of link groups for users, read-only.
 
-A view holds one reference to the core it shows and reads everything from it when asked, so it is
-always up to date and costs nothing before.  Two views of one thing are equal.
+A view holds one reference to its core and reads every value on access.  So a view is always up to
+date, and costs nothing while it is not used.  Two views of the same core are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Core = TypeVar("_Core")
 
 
 class View(Generic[_Core]):
-    """What users see of one thing inside; equal to any other view of the same."""
+    """A read-only view of a core; equal to every other view of the same core."""
 
     __slots__ = ("_core",)
 
@@ -41,13 +41,13 @@ class View(Generic[_Core]):
 
 
 class LinkView(View[Link]):
-    """One link of a group, as it is now."""
+    """The current state of one link of a group."""
 
     __slots__ = ()
 
     @property
     def number(self) -> int:
-        """The number the server gave it, unique within the group (RFC 7609, 3.5.1.5)."""
+        """The number, unique within the group; the server assigns it (RFC 7609, 3.5.1.5)."""
         return self._core.number
 
     @property
@@ -72,7 +72,7 @@ class LinkView(View[Link]):
 
     @property
     def connections(self) -> int:
-        """How many connections send on the link, closing ones included."""
+        """Number of connections that send on the link, including those that are closing."""
         return self._core.load
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class LinkView(View[Link]):
 
 
 class RmbView(View[Rmb]):
-    """One RMB of this side, as it is now."""
+    """The current state of one RMB of this side."""
 
     __slots__ = ()
 
@@ -91,12 +91,12 @@ class RmbView(View[Rmb]):
 
     @property
     def elements(self) -> int:
-        """How many elements it has, 1 to 255."""
+        """Number of elements, 1 to 255."""
         return len(self._core.elements)
 
     @property
     def in_use(self) -> int:
-        """How many of them serve a connection."""
+        """Number of elements that belong to a connection."""
         return self._core.in_use
 
     def __repr__(self) -> str:
@@ -104,10 +104,10 @@ class RmbView(View[Rmb]):
 
 
 class LinkGroupView(View[LinkGroup]):
-    """A link group of a stack (RFC 7609, 2.2): everything shared by its connections to one peer.
+    """A link group (RFC 7609, 2.2): the links and RMBs that connections to one peer share.
 
-    A read-only view, from `Stack.link_groups` or `SmcStream.link_group`; it may outlive the
-    group, whose `state` is "GONE" then.
+    A read-only view, from `Stack.link_groups` or `SmcStream.link_group`.  The view may outlive the
+    group; its `state` is then "GONE".
     """
 
     __slots__ = ("_check",)
@@ -118,7 +118,7 @@ class LinkGroupView(View[LinkGroup]):
 
     @property
     def role(self) -> Literal["client", "server"]:
-        """Which side of the first TCP connection this stack was."""
+        """The role of this stack in the first TCP connection of the group."""
         return "client" if self._core.client else "server"
 
     @property
@@ -128,32 +128,32 @@ class LinkGroupView(View[LinkGroup]):
 
     @property
     def version(self) -> int:
-        """Of SMC-R: 1, or 2 where both sides have a UEID in common (`Config.ueids`)."""
+        """The version of SMC-R: 2 if the sides have a common UEID (`Config.ueids`), otherwise 1."""
         return self._core.terms.version
 
     @property
     def release(self) -> int:
-        """Of version 2: 0 or 1; 0 in version 1."""
+        """The release of version 2: 0 or 1; always 0 in version 1."""
         return self._core.terms.release
 
     @property
     def ueid(self) -> str | None:
-        """By which the two sides speak version 2; None in version 1."""
+        """The common UEID of the two sides in version 2; None in version 1."""
         return eid_name(self._core.terms.eid) or None
 
     @property
     def direct(self) -> bool:
-        """Whether the two sides' RNICs reach each other without a gateway, as version 1 has it."""
+        """True if the RNICs of both sides reach each other without a gateway, as in version 1."""
         return self._core.terms.direct
 
     @property
     def agreed(self) -> Agreed:
-        """These four, as `StackStatistics` and `StackEvent` have them."""
+        """The four values above, as in `StackStatistics` and `StackEvent`."""
         return self._core.agreed
 
     @property
     def kind(self) -> LinkGroupKind:
-        """Single, asymmetric or symmetric link group."""
+        """Single, asymmetric or symmetric."""
         return self._core.kind
 
     @property
@@ -166,7 +166,7 @@ class LinkGroupView(View[LinkGroup]):
 
     @property
     def links(self) -> tuple[LinkView, ...]:
-        """The links that are not down, by number."""
+        """The links that are not DOWN, ordered by number."""
         links = sorted(self._core.links.items())
         return tuple(LinkView(core) for _, core in links if core.state != "DOWN")
 
@@ -178,20 +178,21 @@ class LinkGroupView(View[LinkGroup]):
         return tuple(RmbView(rmb) for rmb in self._core.own_rmbs.pool.rmbs)
 
     def delete_link(self, number: int) -> None:
-        """Delete one link in order; a client asks its server to (RFC 7609, 3.5.5.1.3, 3.5.5.1.4).
+        """Delete one link in order; a client requests this from its server (RFC 7609, 3.5.5.1.3,
+        3.5.5.1.4).
 
-        The peer gets reason 0x00020000, "operator initiated" (A.3.4): the link works, and the
-        caller takes it out of use.
+        The message to the peer has reason 0x00020000, "operator initiated" (A.3.4), because the
+        link works, and the caller takes it out of service.
 
-        A group whose last link is deleted ends, and its connections are reset.  Returns at once;
-        does nothing while a request of this side to delete a link is under way.
+        If this is the last link, the group ends, and its connections are reset.  The method returns
+        at once.  If a request of this side to delete a link is pending, there is no effect.
 
         Args:
-          number: of a link in `links`.
+          number: number of a link in `links`.
 
         Raises:
           ValueError: the group has no such link.
-          RuntimeError: called in a forked child.
+          RuntimeError: the caller is a forked child process.
         """
         self._check()
         if all(link.number != number for link in self.links):
@@ -199,16 +200,14 @@ class LinkGroupView(View[LinkGroup]):
         self._core.delete_link(number)
 
     def terminate(self) -> None:
-        """End the group in order: its connections are reset, then its links are deleted.
+        """End the group in order: reset its connections, then delete its links (RFC 7609, 3.5.4).
 
-        The peer gets reason 0x00030000, "program initiated" (A.3.4), as for a group that was
-        idle or whose stack closes: the program is done with it.
-
-        New connections to the peer form a new group.  Returns at once; idempotent (RFC 7609,
-        3.5.4).
+        The message to the peer has reason 0x00030000, "program initiated" (A.3.4), like that for an
+        idle group or at the close of a stack.  New connections to the peer form a new group.  The
+        method returns at once, and is idempotent.
 
         Raises:
-          RuntimeError: called in a forked child.
+          RuntimeError: the caller is a forked child process.
         """
         self._check()
         self._core.terminate()

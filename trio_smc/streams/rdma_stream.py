@@ -213,7 +213,7 @@ class RdmaStream(SmcStream):
         """Send at least one byte of ``view`` (format "B"), and as many as there is room for.
 
         Returns:
-          How many bytes were sent; 0 only for an empty view.  If it is cancelled, none were.
+          The number of bytes sent; 0 only for an empty view.  A cancelled call sends none.
 
         Raises:
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
@@ -290,7 +290,7 @@ class RdmaStream(SmcStream):
             await self._parking.turn_over(parked)
 
     async def send_eof(self) -> None:
-        """Tell the peer that nothing more will be sent (RFC 7609, 4.8.1); idempotent."""
+        """End this side of the stream (RFC 7609, 4.8.1); receiving stays possible.  Idempotent."""
         with self._sending:
             await trio.lowlevel.checkpoint()
         self.shut_down_writing()
@@ -361,12 +361,12 @@ class RdmaStream(SmcStream):
             receiving.taken = False
 
     async def receive_some_into(self, buffer: Buffer) -> int:
-        """Receive into a buffer of the caller's own; see `SmcStream.receive_some_into`."""
+        """Receive into a buffer of the caller; see `SmcStream.receive_some_into`."""
         with writable_byte_view(buffer) as view:
             return await self._receive(lambda: self._receiver.receive_into(view), 0)
 
     async def peek_some(self, max_bytes: int) -> bytes:
-        """What `receive_some` would return, without consuming it; same errors."""
+        """Return the same data as `receive_some`, with the same errors, without consuming it."""
         return await self._receive(lambda: self._receiver.peek(max_bytes), b"")
 
     async def _receive(self, take: Callable[[], _Taken], empty: _Taken) -> _Taken:
@@ -386,8 +386,8 @@ class RdmaStream(SmcStream):
             return taken
 
     def _end_of_reading(self, empty: _Taken) -> _Taken:
-        """What a reader gets after this side shut down reading: ``empty``, or an error if this side
-        closed the stream."""
+        """The result for a reader after this side shut down reading: ``empty``, or an error if this
+        side closed the stream."""
         self._check_open()
         return empty
 
@@ -443,12 +443,12 @@ class RdmaStream(SmcStream):
     # --- ending ----------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close: what was sent still arrives, then the peer sees the end (RFC 7609, 4.8.1).
+        """Close: data already sent still arrives, then the peer sees the end (RFC 7609, 4.8.1).
 
-        Returns when own data and the end have reached the peer's memory, so that this process may
-        exit at once; not when the peer has closed too.
-        With unread data the connection is reset instead.  Under cancellation it still closes.
-        SO_LINGER bounds the wait; with 0 s it makes this an `abort`.
+        Returns when this side's data and end have reached the peer's memory, so that this process
+        may exit at once; the peer may close later.  If there is unread data, the connection is
+        reset instead.  A cancelled call still closes the stream.  SO_LINGER limits the wait; with
+        0 s the connection is aborted.
         """
         if self._closed:
             await trio.lowlevel.checkpoint()
@@ -466,7 +466,7 @@ class RdmaStream(SmcStream):
                 await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """`aclose` without the wait: what was sent still arrives.  Idempotent."""
+        """`aclose` without the wait: data already sent still arrives.  Idempotent."""
         if not self._closed:
             self._close_now()
 
@@ -518,7 +518,7 @@ class RdmaStream(SmcStream):
     def setsockopt(
         self, level: int, option: int, value: int | Buffer | None, length: int | None = None
     ) -> None:
-        """Set a socket option; docs/socket-options.md says what each does."""
+        """Set a socket option; docs/socket-options.md lists the effects."""
         self._check_descriptor()
         self._options.set(level, option, value, length)
 

@@ -1,32 +1,35 @@
-"""Socket options of SMC-R streams: which there are, what each means, and who acts on it.
+"""Socket options of SMC-R streams: a table of all of them, and `StreamOptions`, which applies them.
 
 Theory of operation
 -------------------
-`OPTIONS` is the whole truth: it drives `StreamOptions`, and docs/socket-options.md is made from
-it.  An option belongs to one of five:
+`OPTIONS` is the only list: `StreamOptions` works from it, and docs/socket-options.md is generated
+from it.  Every option has one `Owner`:
 
-- the data path: the connection core does what TCP's send and receive buffers, Nagle's algorithm
-  and the user timeout do;
-- keepalive: links are tested, and the TCP connection sends probes of its own (RFC 7609, 4.5.3);
-- closing: `RdmaStream.aclose` asks `StreamOptions.linger`;
-- nobody: it has no meaning where bytes travel by RDMA writes; it is kept and returned;
-- TCP, with every option that is not in the table: the kernel has it for the TCP connection.
+- data path: the connection core replaces TCP's send and receive buffers, Nagle's algorithm and the
+  user timeout;
+- links and TCP: keepalive tests links, and the TCP connection sends its own probes (RFC 7609,
+  4.5.3);
+- closing: `RdmaStream.aclose` reads `StreamOptions.linger`;
+- kept: the option has no meaning for RDMA writes; its value is stored and returned;
+- refused: setting the option is an error;
+- TCP connection: the kernel applies the option.  Options without a row belong here, too.
 
-What can be kept in the kernel's socket is kept there, so that options inherited from the listening
-socket, or set by way of `SmcStream.socket`, count just as well.  The TCP connection may end before
-the stream is closed; options are accepted and returned until then, as a reset socket does it.
+If the kernel's socket can store a value, it is stored there.  So options that are inherited from
+the listening socket, or set through `SmcStream.socket`, have the same effect.  The TCP connection
+may end before the stream is closed; the stream still accepts and returns options then, as a socket
+does after a reset.
 
-Corked, or with TCP_NODELAY off, small writes go into the peer's RMBE at once and only the CDC
-message that tells of them is put off: until the cork is pulled, or until what was told of before
-has arrived (Nagle's algorithm).  Both end with a chunk's worth of data, with the window or the
-send buffer full, with the stream's end, and after `MAX_MERGE_DELAY` seconds at the latest (RFC
-7609, 4.5.2).
+With TCP_CORK on, or TCP_NODELAY off, a small write goes into the peer's RMBE at once.  Only the CDC
+message that announces it is deferred: until the cork is removed, or until all data announced before
+has arrived (Nagle's algorithm).  In both cases the message is posted earlier if the deferred data
+fills a quarter of the peer's element, if the window or the send buffer is full, or if the stream
+ends; and after `MAX_MERGE_DELAY` seconds at the latest (RFC 7609, 4.5.2).
 
-Keepalive asks the link group to test idle links sooner, which serves all their connections, and
-lets the TCP connection send probes of its own, not too many (4.5.3).
+Keepalive makes the link group test idle links sooner, once for all their connections, and lets the
+TCP connection send its own probes at a limited rate (4.5.3).
 
-The user timeout looks at the connection's counts every now and then, so that the hot path need not
-note times.
+The user timeout compares counters of the connection from time to time, so that the hot path does
+not record times.
 """
 
 from __future__ import annotations
@@ -72,11 +75,11 @@ __all__ = [
 
 
 MAX_MERGE_DELAY: Final = 0.2
-"""Seconds that the CDC message of a small write is put off at most."""
+"""Seconds; the CDC message of a small write is deferred no longer."""
 MIN_TCP_KEEPALIVE: Final = 10
-"""Seconds; TCP probes for keepalive are sent no closer (RFC 7609, 4.5.3): links are tested."""
+"""Seconds between keepalive probes of TCP at least (RFC 7609, 4.5.3), because links are tested."""
 MIN_SEND_BUFFER: Final = 4096
-"""Bytes; a smaller SO_SNDBUF is taken for this."""
+"""Bytes; a smaller SO_SNDBUF is raised to this."""
 
 _LINGER: Final = struct.Struct("ii")
 _MAX_CHECK_INTERVAL: Final = 1.0
@@ -89,11 +92,11 @@ Key = tuple[int, int]
 
 
 def int_or_bytes(value: int | Buffer | None) -> int | bytes:
-    """A value as it is kept: an int or bytes.
+    """The value of an option as it is stored.
 
     Raises:
-      OSError: EFAULT for none.
-      TypeError: it does not fit a C int; the socket module says so too.
+      OSError: EFAULT if there is no value.
+      TypeError: the value does not fit into a C int, as with the socket module.
     """
     if value is None:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
@@ -108,7 +111,7 @@ _INT: Final = struct.Struct("i")
 
 
 class Owner(StrEnum):
-    """Who acts on an option of an SMC-R stream."""
+    """The part that applies an option of an SMC-R stream."""
 
     DATA_PATH = "data path"
     KEEPALIVE = "links and TCP"
@@ -123,12 +126,12 @@ class Option:
     """One row of the table.
 
     Attributes:
-      level, name: as the socket module has them.
-      owner: who acts on it.
+      level, name: names of constants of the socket module.
+      owner: the part that applies the option.
       meaning: a sentence or two for users.
-      number: where the socket module does not have it.
-      write: called with an integer once the option was accepted; None: see `owner`.
-      read: what `getsockopt` returns; None: what was set, else the TCP connection's value.
+      number: for an option that the socket module does not know.
+      write: applies an integer value; None: the owner decides.
+      read: returns the value; None: the value that was set, or that of the TCP connection.
     """
 
     level: str
@@ -141,16 +144,16 @@ class Option:
 
     @property
     def key(self) -> Key | None:
-        """(level, number) for the kernel; None where this system does not have it."""
+        """(level, number) for the kernel; None if this system does not know the option."""
         number = getattr(socket, self.name, self.number)
         return None if number is None else (getattr(socket, self.level), number)
 
 
 class KeepaliveGroup(Protocol):
-    """What keepalive wants of a link group."""
+    """A link group, as seen by keepalive."""
 
     def keep_alive(self, user: Connection, seconds: float | None) -> None:
-        """Test idle links this often while ``user`` is open; None: it asks for nothing."""
+        """Test idle links this often while ``user`` is open; None: no test for ``user``."""
 
 
 class StreamOptions:
@@ -160,7 +163,7 @@ class StreamOptions:
       core, group: the connection and its link group.
       sock: its TCP connection.
       timers: of the stack.
-      flush_later: how CDC messages are put off while no option says otherwise.
+      flush_later: defers a CDC message if no option applies.
     """
 
     __slots__ = (
@@ -182,7 +185,7 @@ class StreamOptions:
         self._timers = timers
         self._flush_later = flush_later
         self._kept: dict[Key, int | bytes] = {}
-        self._nodelay = True  # as Trio has it
+        self._nodelay = True  # as in Trio
         self._corked = False
         self._merge_timer: Timer | None = None
         self._user_timeout = 0  # milliseconds
@@ -193,21 +196,21 @@ class StreamOptions:
         """As `trio.SocketStream.setsockopt`.
 
         Raises:
-          OSError: EOPNOTSUPP for what an SMC-R stream cannot do; else what the kernel says.
+          OSError: EOPNOTSUPP for a refused option, or the kernel's error.
         """
         if (value is None) is (length is None):
-            raise TypeError("setsockopt: a value, or None and a length")
+            raise TypeError("setsockopt: needs either a value, or None and a length")
         row = _BY_KEY.get((level, option))
         if row is None or row.owner is Owner.TCP:
             self._set_tcp(level, option, value, length)
         elif row.owner is Owner.REFUSED:
-            raise OSError(errno.EOPNOTSUPP, f"{row.name} cannot be had over SMC-R")
+            raise OSError(errno.EOPNOTSUPP, f"{row.name} is not supported over SMC-R")
         elif row.owner is Owner.KEPT:
             self._keep_value((level, option), int_or_bytes(value))
         elif row.owner is Owner.CLOSING:
             self._set_tcp(level, option, value, length)
         elif row.write is None:
-            raise OSError(errno.ENOPROTOOPT, f"{row.name} can only be read")
+            raise OSError(errno.ENOPROTOOPT, f"{row.name} is read-only")
         else:
             row.write(self, integer(value))
 
@@ -227,7 +230,7 @@ class StreamOptions:
 
     @property
     def linger(self) -> int | None:
-        """SO_LINGER: how many seconds `aclose` may wait, 0: abort; None: it is off."""
+        """SO_LINGER: seconds that `aclose` may wait; 0: abort; None: the option is off."""
         if self._tcp_closed:
             return None
         on, seconds = _LINGER.unpack(
@@ -256,28 +259,28 @@ class StreamOptions:
         self._kept[key] = value
 
     def inherit(self, found: Inherited) -> None:
-        """Act on what an accepted TCP connection has from its listening socket."""
+        """Apply the options that an accepted TCP connection has from its listening socket."""
         if found.keepalive:
             self.set_keepalive(1)
         if found.user_timeout:
             self.set_user_timeout(found.user_timeout)
         if found.locks & SNDBUF_LOCKED:
-            # Linux doubles what is set, for its own books.
+            # Linux doubles the number that is set, to count its own overhead.
             self.set_send_buffer(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2)
 
     # --- buffers -----------------------------------------------------------------------------
 
     def set_receive_buffer(self, value: int) -> None:
-        """The RMBE stays as it is; the TCP connection keeps the number."""
+        """The RMBE keeps its size; the TCP connection stores the number."""
         self._set_tcp(socket.SOL_SOCKET, socket.SO_RCVBUF, value, None)
 
     def receive_buffer(self) -> int:
-        """Bytes of our RMBE."""
+        """Bytes of this side's RMBE."""
         return self._core.rmbe.size
 
     def set_send_buffer(self, value: int) -> None:
-        """Bound unacknowledged bytes."""
-        # Negative numbers are the kernel's "as much as there may be".
+        """Limit the unacknowledged bytes."""
+        # The kernel takes a negative number for the largest one.
         limit = max(MIN_SEND_BUFFER, value) if value >= 0 else None
         self._core.limit_unacknowledged(limit)
 
@@ -289,7 +292,7 @@ class StreamOptions:
     # --- merging small writes ----------------------------------------------------------------
 
     def set_nodelay(self, value: int) -> None:
-        """On: every write is told of at once."""
+        """TCP_NODELAY.  On: every write is announced at once."""
         self._nodelay = bool(value)
         self._apply_merging()
 
@@ -298,7 +301,7 @@ class StreamOptions:
         return int(self._nodelay)
 
     def set_cork(self, value: int) -> None:
-        """On: small writes are told of together."""
+        """TCP_CORK.  On: small writes are announced together."""
         self._corked = bool(value)
         self._apply_merging()
 
@@ -331,7 +334,7 @@ class StreamOptions:
     def set_urgent_inline(self, value: int) -> None:
         """SO_OOBINLINE."""
         self._core.receiver.urgent_inline = bool(value)
-        self._core.wake_all()  # `receive_urgent` has no byte to wait for
+        self._core.wake_all()  # `receive_urgent` must not wait for a byte
 
     def urgent_inline(self) -> int:
         """SO_OOBINLINE: 0 or 1."""
@@ -355,14 +358,14 @@ class StreamOptions:
 
     def set_keepalive_time(self, option: int, seconds: int) -> None:
         """TCP_KEEPIDLE or TCP_KEEPINTVL."""
-        # As asked first, for the kernel to say whether it is a time at all.
+        # First the unchanged value: the kernel rejects an invalid one.
         self._set_tcp(socket.IPPROTO_TCP, option, seconds, None)
         self._keep_value((socket.IPPROTO_TCP, option), seconds)
         self._set_tcp_time(option, seconds)
         self._apply_keepalive()
 
     def keepalive_time(self, option: int) -> int:
-        """Seconds: what was asked for, else the system's."""
+        """Seconds: the value that was set, or the system's default."""
         key = (socket.IPPROTO_TCP, option)
         if key not in self._kept:
             self._keep_value(key, 0 if self._tcp_closed else self._sock.getsockopt(*key))
@@ -382,7 +385,7 @@ class StreamOptions:
     # --- user timeout ------------------------------------------------------------------------
 
     def set_user_timeout(self, milliseconds: int) -> None:
-        """How long data may stay unacknowledged, or unsent for want of window; 0: any time."""
+        """Limit how long data may stay unacknowledged, or unsent without a window; 0: no limit."""
         if milliseconds < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._user_timeout = milliseconds
@@ -399,7 +402,7 @@ class StreamOptions:
         return self._user_timeout
 
     def _check_progress(self) -> None:
-        """Compare with the last look: the hot path keeps no times for this."""
+        """Abort the connection if it has made no progress for the user timeout."""
         core = self._core
         self._progress_timer = None
         if core.state == "CLOSED":
@@ -422,7 +425,7 @@ class StreamOptions:
 
 
 def integer(value: int | Buffer | None) -> int:
-    """What the kernel reads as an int.  Raises OSError (EINVAL) when there are too few bytes."""
+    """The value as the kernel reads an int.  Raises OSError (EINVAL) if there are too few bytes."""
     kept = int_or_bytes(value)
     if isinstance(kept, int):
         return kept
@@ -432,7 +435,7 @@ def integer(value: int | Buffer | None) -> int:
 
 
 def _in_requested_form(value: int | bytes, buffersize: int) -> int | bytes:
-    """As socket.getsockopt returns it: an int, or with a buffer size its bytes."""
+    """As socket.getsockopt returns a value: an int, or bytes if there is a buffer size."""
     if not buffersize:
         return value if isinstance(value, int) else _INT.unpack(value[:4].ljust(4, b"\0"))[0]
     return (_INT.pack(value) if isinstance(value, int) else value)[:buffersize]
@@ -454,7 +457,7 @@ def _tcp_rows(level: str, names: str, meaning: str) -> Iterator[Option]:
 
 
 def _keepalive_time_entries(name: str) -> dict[str, Any]:
-    """Row entries of TCP_KEEPIDLE and TCP_KEEPINTVL."""
+    """Name, writer and reader of TCP_KEEPIDLE or TCP_KEEPINTVL."""
     number = getattr(socket, name, 0)
     return {
         "name": name,
@@ -466,82 +469,83 @@ def _keepalive_time_entries(name: str) -> dict[str, Any]:
 OPTIONS: Final[tuple[Option, ...]] = (
     Option(
         level="SOL_SOCKET", name="SO_RCVBUF", owner=Owner.DATA_PATH,
-        meaning="Read: bytes of this side's RMB element. Set: accepted, the element stays as it "
-        "is (the TCP connection keeps the number). Set on a listener's socket it sizes the "
-        "elements of connections accepted later, with 4 bytes for an eye catcher, rounded up to "
-        "16 KiB << n and bounded by "
-        "net.core.rmem_max; Config.receive_buffer has no such bound.",
+        meaning="Read: bytes of this side's RMB element. Set: accepted, but the element keeps its "
+        "size (the TCP connection stores the number). Set on the socket of a listener: connections "
+        "accepted later get elements for that number of bytes and an eye catcher (4 bytes), "
+        "rounded up to 16 KiB << n. The kernel limits the number to net.core.rmem_max; "
+        "Config.receive_buffer has no such limit.",
         write=StreamOptions.set_receive_buffer, read=StreamOptions.receive_buffer,
     ),
     Option(
         level="SOL_SOCKET", name="SO_SNDBUF", owner=Owner.DATA_PATH,
-        meaning=f"The most bytes that are posted and not yet acknowledged by the RNIC, at least "
-        f"{MIN_SEND_BUFFER}: this stream's share of the send ring where the RNIC needs one. "
-        "Unset: as many as the peer's RMB element holds. Returned as it was set, not doubled.",
+        meaning="Maximum of the bytes that are posted and not yet acknowledged by the RNIC, at "
+        f"least {MIN_SEND_BUFFER}: the stream's share of the send ring, if the RNIC needs one. "
+        "Unset: the size of the peer's RMB element. Returned as it was set, not doubled.",
         write=StreamOptions.set_send_buffer, read=StreamOptions.send_buffer,
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_NODELAY", owner=Owner.DATA_PATH,
-        meaning="On by default: the peer is told of every write at once. Off: of small writes "
-        "when what it was told of before has arrived, with a quarter of its RMB element full, or "
-        f"after {MAX_MERGE_DELAY} s.",
+        meaning="On (the default): every write is announced to the peer at once. Off: small writes "
+        "are announced when all data announced before has arrived, when they fill a quarter of the "
+        f"peer's RMB element, or after {MAX_MERGE_DELAY} s.",
         write=StreamOptions.set_nodelay, read=StreamOptions.nodelay,
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_CORK", owner=Owner.DATA_PATH,
-        meaning="On: the peer is told of small writes together: when it is turned off, with a "
-        f"quarter of the peer's RMB element full, at the stream's end, or after {MAX_MERGE_DELAY} "
-        "s. Setting TCP_NODELAY tells it now.",
+        meaning="On: small writes are announced to the peer together: when the option is turned "
+        "off, when they fill a quarter of the peer's RMB element, at the end of the stream, or "
+        f"after {MAX_MERGE_DELAY} s. Setting TCP_NODELAY announces them at once.",
         write=StreamOptions.set_cork, read=StreamOptions.cork,
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_USER_TIMEOUT", owner=Owner.DATA_PATH,
         meaning="Milliseconds that data may stay unacknowledged by the RNIC, or unsent because "
-        "the peer's RMB element is full; then the stream is aborted, and its errors name "
-        "ETIMEDOUT. 0: no limit. Up to a quarter of the time, 1 s at most, may come on top.",
+        "the peer's RMB element is full. After that the stream is aborted, and its errors name "
+        "ETIMEDOUT. 0: no limit. The abort may be late by a quarter of the time, at most 1 s.",
         write=StreamOptions.set_user_timeout, read=StreamOptions.user_timeout,
     ),
     Option(
         level="SOL_SOCKET", name="SO_OOBINLINE", owner=Owner.DATA_PATH,
         meaning="On: urgent bytes that arrive from now on stay in the stream, and "
-        "receive_urgent() has none. At first as Config.urgent_inline says.",
+        "receive_urgent() raises EINVAL. The default is Config.urgent_inline.",
         write=StreamOptions.set_urgent_inline, read=StreamOptions.urgent_inline,
     ),
     Option(
         level="SOL_SOCKET", name="SO_ERROR", owner=Owner.DATA_PATH,
-        meaning="Read: the error number that ended the connection, else 0. It stays.",
+        meaning="Read: the error number that ended the connection, or 0. Reading does not clear "
+        "it.",
         read=_connection_error,
     ),
     Option(
         level="SOL_SOCKET", name="SO_KEEPALIVE", owner=Owner.KEEPALIVE,
-        meaning="On: links of the link group that carried nothing for TCP_KEEPIDLE seconds are "
-        "tested (TEST LINK), one test for all connections, at the shortest time that any asks "
-        "for; Config.test_link_interval is an upper bound and holds without the option too. The "
-        "TCP connection sends its own probes as well.",
+        meaning="On: a link of the link group is tested (TEST LINK) when it has been idle for "
+        "TCP_KEEPIDLE seconds. One test serves all connections; the shortest of their times "
+        "applies. Config.test_link_interval is an upper limit, also without the option. The TCP "
+        "connection sends its own probes, too.",
         write=StreamOptions.set_keepalive, read=StreamOptions.keepalive,
     ),
     Option(
         level="IPPROTO_TCP", owner=Owner.KEEPALIVE,
-        meaning="Seconds a link may be idle before it is tested. For the probes of the TCP "
-        f"connection at least {MIN_TCP_KEEPALIVE}.",
+        meaning="Seconds that a link may be idle before it is tested. The TCP connection uses at "
+        f"least {MIN_TCP_KEEPALIVE} for its own probes.",
         **_keepalive_time_entries("TCP_KEEPIDLE"),
     ),
     Option(
         level="IPPROTO_TCP", owner=Owner.KEEPALIVE,
-        meaning="Seconds between unanswered probes of the TCP connection, at least "
-        f"{MIN_TCP_KEEPALIVE} there. An unanswered TEST LINK ends a link after "
+        meaning="Seconds between unanswered probes of the TCP connection, which uses at least "
+        f"{MIN_TCP_KEEPALIVE}. An unanswered TEST LINK ends a link after "
         "Config.test_link_timeout.",
         **_keepalive_time_entries("TCP_KEEPINTVL"),
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_KEEPCNT", owner=Owner.TCP,
-        meaning="Unanswered probes of the TCP connection that end it, and the stream with it.",
+        meaning="Number of unanswered probes after which the TCP connection and the stream end.",
     ),
     Option(
         level="SOL_SOCKET", name="SO_LINGER", owner=Owner.CLOSING,
-        meaning="What aclose() does. Off: it waits until this side's data and its end are on "
-        "their way. On with 0 s: it aborts the connection. On with n s: it waits for at most n "
-        "seconds; what is left is finished in the background.",
+        meaning="How aclose() waits. Off: until this side's data and end have reached the peer's "
+        "memory. On with 0 s: it does not wait, and aborts the connection. On with n s: at most n "
+        "seconds; the rest is sent in the background.",
     ),
     *_kept_rows(
         "SOL_SOCKET", "SO_RCVLOWAT SO_SNDLOWAT SO_RCVTIMEO SO_SNDTIMEO",
@@ -562,12 +566,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     *_tcp_rows(
         "SOL_SOCKET", "SO_PRIORITY SO_MARK SO_BINDTODEVICE",
-        "Of the packets of the TCP connection.",
+        "Applies to the packets of the TCP connection.",
     ),
-    *_tcp_rows("IPPROTO_IP", "IP_TOS IP_TTL", "Of the packets of the TCP connection."),
-    *_tcp_rows("IPPROTO_TCP", "TCP_INFO", "What the kernel knows of the TCP connection."),
+    *_tcp_rows("IPPROTO_IP", "IP_TOS IP_TTL", "Applies to the packets of the TCP connection."),
+    *_tcp_rows("IPPROTO_TCP", "TCP_INFO", "The kernel's information about the TCP connection."),
 )  # fmt: skip
-"""Every option that has a meaning of its own, or none, on an SMC-R stream."""
+"""The rows of docs/socket-options.md."""
 
 _BY_KEY: Final = {row.key: row for row in OPTIONS if row.key is not None}
 
@@ -577,16 +581,17 @@ _HEAD: Final = """\
 
 # Socket options
 
-`SmcStream.setsockopt` and `getsockopt` take what those of `trio.SocketStream` take. Over TCP, after
-a fallback, they are those of the TCP socket. Over SMC-R:
+`SmcStream.setsockopt` and `getsockopt` have the arguments of `trio.SocketStream`. Over TCP, after a
+fallback, they set and read options of the TCP socket. Over SMC-R:
 
-| option | who acts on it | what it does |
+| option | applied by | effect |
 | --- | --- | --- |
 """
 _TAIL: Final = """
-"kept": accepted, kept and returned. Every option that is not listed is the TCP connection's, as
-`SmcStream.socket` has it. Connections inherit SO_RCVBUF, SO_SNDBUF, SO_KEEPALIVE and its times,
-SO_LINGER and TCP_USER_TIMEOUT from the listening socket (the buffer sizes from Linux 5.16 on).
+"kept": the value is accepted, stored and returned, without an effect. Every option that is not
+listed belongs to the TCP connection (`SmcStream.socket`). Accepted connections inherit SO_RCVBUF,
+SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER and TCP_USER_TIMEOUT from the listening socket (the
+buffer sizes since Linux 5.16).
 """
 
 
@@ -603,19 +608,19 @@ def render() -> str:
 
 
 SNDBUF_LOCKED: Final = 1
-"""In `Inherited.locks`: somebody set SO_SNDBUF."""
+"""Bit of `Inherited.locks`: SO_SNDBUF was set."""
 _RCVBUF_LOCKED: Final = 2
 _SO_BUF_LOCK: Final = 72
 
 
 class Inherited(NamedTuple):
-    """Options that act by themselves, as a TCP connection has them before it is a stream's.
+    """Options of an accepted TCP connection that have an effect on the stream from its start.
 
     Fields:
       keepalive: SO_KEEPALIVE.
       user_timeout: TCP_USER_TIMEOUT, milliseconds.
-      locks: which buffer sizes were set by hand; 0 where the kernel cannot tell (before Linux
-        5.16).
+      locks: bits for the buffer sizes that were set; 0 before Linux 5.16, which does not report
+        them.
     """
 
     keepalive: int
@@ -624,7 +629,7 @@ class Inherited(NamedTuple):
 
 
 def inherited(sock: trio.socket.SocketType | socket.socket) -> Inherited:
-    """What somebody set on ``sock``, or on the listening socket that it comes from."""
+    """The options that were set on ``sock``, or on the listening socket that accepted it."""
     if sys.platform != "linux":
         return Inherited(0, 0, 0)  # every connection is TCP
     return Inherited(
@@ -642,9 +647,10 @@ def receive_buffer_for(
 ) -> int:
     """Bytes of the RMBE for an accepted TCP connection.
 
-    SO_RCVBUF of the listening socket, when somebody set it (the accepted socket inherits that),
-    and an eye catcher, rounded up to 16 KiB << n; else ``config.receive_buffer``.  At least as much
-    as was asked for can be received (RFC 7609, 4.1), whatever the peer's elements look like.
+    If SO_RCVBUF was set on the listening socket (the accepted socket inherits it), the result is
+    that number and the size of an eye catcher, rounded up to 16 KiB << n; otherwise it is
+    ``config.receive_buffer``.  So at least the requested number of bytes can be received (RFC 7609,
+    4.1), with or without an eye catcher.
     """
     if found.locks & _RCVBUF_LOCKED:
         asked = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2 + len(EYE_CATCHER)

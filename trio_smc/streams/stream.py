@@ -1,12 +1,13 @@
-"""`SmcStream`: the interface of a connection, whether it became SMC-R or stayed TCP.
+"""`SmcStream`: the interface of a connection, over SMC-R or over TCP.
 
-There are two kinds: `rdma_stream` puts waiting around a connection core, `tcp_stream` wraps Trio's
-own socket stream and says why.  Both are registered as kinds of `trio.SocketStream`: a program that
-asks for one asks for what they have, `socket` with its names, `setsockopt` and `getsockopt`.
+There are two kinds: `rdma_stream.RdmaStream` waits for a connection core, and
+`tcp_stream.TcpStream` wraps Trio's socket stream and has the reason for TCP.  Both are registered
+as subclasses of `trio.SocketStream`, because a program that checks for a `trio.SocketStream` needs
+only its ``socket`` with names, `setsockopt` and `getsockopt`.
 
-`SmcSocket` is what an SMC-R stream shows of its TCP connection: names and TCP-level options.  After
-the switch to SMC-R the TCP connection carries no data: bytes read from it or written to it would be
-a protocol violation.  So nothing that moves data is there.
+`SmcSocket` is the TCP connection of an SMC-R stream, with names and TCP-level options.  After the
+switch to SMC-R the TCP connection carries no data: reading from it or writing to it would violate
+the protocol.  So `SmcSocket` has no method that moves data.
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ __all__ = [
 class SmcSocket:
     """The TCP connection of an SMC-R stream: `SmcStream.socket` while the mode is "smc-r".
 
-    Once the connection is CLOSED its descriptor is gone, and everything but ``family``, ``type``,
-    ``proto`` and `fileno` raises OSError (EBADF), and so do names unless they were kept.
+    When the connection is CLOSED, the descriptor is closed, too.  After that only ``family``,
+    ``type``, ``proto``, `fileno` and names that `keep_names` has stored are available; everything
+    else raises OSError (EBADF).
     """
 
     __slots__ = ("_accepted", "_names", "_sock")
 
     def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
-        """``accepted``: the peer's address, as ``accept`` gave it."""
+        """``accepted``: the peer's address from ``accept``."""
         self._sock = sock
         self._accepted = accepted
         self._names: tuple[Any, Any] | None = None
 
     def keep_names(self) -> None:
-        """Have both names also when the descriptor is gone."""
+        """Store both names, so that they outlive the descriptor."""
         if self._names is None:
             try:
                 peer = self.getpeername()
             except OSError:
-                peer = None  # it has reset TCP already
+                peer = None  # the peer has reset TCP already
             self._names = self._sock.getsockname(), peer
 
     @property
@@ -80,21 +82,21 @@ class SmcSocket:
         return self._sock.proto
 
     def fileno(self) -> int:
-        """The descriptor, for looking at the connection from outside; -1 once it is closed."""
+        """The descriptor, for tools that examine the connection; -1 after the close."""
         return self._sock.fileno()
 
     def getsockname(self) -> Any:
-        """The local address, as `socket.socket.getsockname` gives it."""
+        """As `socket.socket.getsockname`."""
         return self._names[0] if self._names is not None else self._sock.getsockname()
 
     def getpeername(self) -> Any:
-        """The peer's address, as `socket.socket.getpeername` gives it."""
+        """As `socket.socket.getpeername`."""
         if self._names is not None and self._names[1] is not None:
             return self._names[1]
         try:
             return self._sock.getpeername()
         except OSError as error:
-            # The peer of a socket may have reset TCP before `accept` handed it out.
+            # The peer may have reset TCP before `accept` returned.
             if error.errno != errno.ENOTCONN or self._accepted is None:
                 raise
             return self._accepted
@@ -106,7 +108,7 @@ class SmcSocket:
     def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes: ...
 
     def getsockopt(self, level: int, optname: int, buflen: int | None = None, /) -> int | bytes:
-        """An option of the TCP connection; `SmcStream.getsockopt` knows those of SMC-R."""
+        """An option of the TCP connection; for SMC-R use `SmcStream.getsockopt`."""
         if buflen is None:
             return self._sock.getsockopt(level, optname)
         return self._sock.getsockopt(level, optname, buflen)
@@ -120,7 +122,7 @@ class SmcSocket:
     def setsockopt(
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None = None, /
     ) -> None:
-        """Set an option of the TCP connection; `SmcStream.setsockopt` sets those of SMC-R."""
+        """Set an option of the TCP connection; for SMC-R use `SmcStream.setsockopt`."""
         if value is not None:
             self._sock.setsockopt(level, optname, value)
         elif optlen is not None:
@@ -133,13 +135,13 @@ class SmcSocket:
 
 
 class SmcStream(HalfCloseableStream):
-    """A byte stream to a peer: over SMC-R, or over TCP with the reason why.
+    """A byte stream to a peer, over SMC-R or over TCP.
 
     Attributes:
       mode: `Mode.SMC_R` or `Mode.TCP`.
-      fallback: why the mode is TCP; None exactly when it is SMC-R.
-      socket: the TCP connection, for names and TCP-level options; over SMC-R it can neither send
-        nor receive (`SmcSocket`).
+      fallback: why the mode is TCP; None over SMC-R.
+      socket: the TCP connection, for names and TCP-level options; over SMC-R a `SmcSocket`, which
+        can neither send nor receive.
       link_group: the link group, or None over TCP.
     """
 
@@ -150,21 +152,22 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     def statistics(self) -> StreamStatistics:
-        """Counters of this connection; over TCP only its bytes are counted."""
+        """Counters of this connection; over TCP only the bytes."""
 
     @abstractmethod
     async def receive_some_into(self, buffer: Buffer) -> int:
-        """As `receive_some`, into a buffer of the caller's own: no bytes object is made.
+        """Receive as `receive_some`, into a buffer of the caller; no bytes object is created.
 
         Args:
           buffer: writable, contiguous and not empty; filled from its start.
 
         Returns:
-          How many bytes were received; 0 at the end of the stream.  Cancelled, none were.
+          The number of bytes received; 0 at the end of the stream.  A cancelled call receives
+          none.
 
         Raises:
           ValueError: ``buffer`` is empty.
-          TypeError: it cannot be written to, or is not contiguous.
+          TypeError: ``buffer`` is read-only or not contiguous.
           trio.ClosedResourceError, trio.BrokenResourceError, trio.BusyResourceError: as
             `receive_some`.
         """
@@ -173,8 +176,8 @@ class SmcStream(HalfCloseableStream):
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``; its last byte is urgent (RFC 7609, 4.7.5).
 
-        Over SMC-R whatever is sent next waits until the peer has taken everything up to that
-        byte.  Cancelled, some of ``data`` may be sent, without anything being urgent.
+        Over SMC-R the next send waits until the peer has received everything up to that byte.  If
+        the call is cancelled, a part of ``data`` may be sent, and no byte is urgent.
 
         Raises:
           ValueError: ``data`` is empty.
@@ -187,9 +190,9 @@ class SmcStream(HalfCloseableStream):
         """Wait until the peer has urgent data.
 
         Returns:
-          "present": the byte is there.  "pending": the peer waits to send it, most likely for
-          this side to receive what came before; `receive_urgent` waits for it.  Over TCP
-          "pending" ends no wait, it is only noticed at the call.
+          "present": the byte has arrived.  "pending": the peer has announced the byte and waits to
+          send it, most likely until this side receives the data before it; `receive_urgent` waits
+          for the byte.  Over TCP an announcement does not end the wait; only a new call reports it.
 
         Raises:
           trio.EndOfChannel: the peer has ended its side.
@@ -200,10 +203,10 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     async def receive_urgent(self) -> bytes:
-        """Receive the urgent byte, waiting for it; of several not received, the last.
+        """Wait for the urgent byte and receive it; a newer urgent byte replaces an older one.
 
-        It is not in the stream, unless ``Config(urgent_inline=True)`` (or SO_OOBINLINE) leaves
-        it there: then `receive_some` has it, and this raises OSError (EINVAL).
+        The byte is not in the stream, unless ``Config(urgent_inline=True)`` or SO_OOBINLINE is set:
+        then `receive_some` returns the byte, and this method raises OSError (EINVAL).
 
         Raises:
           trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError,
@@ -216,7 +219,7 @@ class SmcStream(HalfCloseableStream):
     ) -> None:
         """Set a socket option, as `trio.SocketStream.setsockopt` does.
 
-        docs/socket-options.md says what each does over SMC-R.
+        docs/socket-options.md lists the effects over SMC-R.
 
         Raises:
           OSError: as from `socket.socket.setsockopt`; EBADF on a closed stream.
@@ -224,7 +227,7 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
-        """The value of a socket option, as `trio.SocketStream.getsockopt` returns it.
+        """Read a socket option, as `trio.SocketStream.getsockopt` does.
 
         Raises:
           OSError: as from `socket.socket.getsockopt`; EBADF on a closed stream.
@@ -232,17 +235,18 @@ class SmcStream(HalfCloseableStream):
 
     @abstractmethod
     def is_readable(self) -> bool:
-        """Whether `receive_some` would return or raise at once; never blocks.
+        """True if `receive_some` would return or raise at once; never blocks.
 
-        For pools of connections: an idle one that is readable was closed by its peer, or is out
-        of step.  `socket.is_readable` cannot tell: over SMC-R no data comes by the TCP connection.
+        For pools of connections: if an idle connection is readable, its peer has closed it or has
+        sent data at the wrong time.  `socket.is_readable` does not show this over SMC-R, because
+        data does not arrive on the TCP connection.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Reset the connection at once: what is under way in both directions is lost.
+        """Reset the connection at once; data in flight is lost in both directions.
 
-        The peer gets BrokenResourceError (RFC 7609, 4.8.2).  Never blocks.  Idempotent.
+        At the peer, calls raise BrokenResourceError (RFC 7609, 4.8.2).  Never blocks; idempotent.
         """
 
     def __repr__(self) -> str:
@@ -258,25 +262,25 @@ def byte_view(data: Buffer) -> memoryview:
 
 
 def writable_byte_view(buffer: Buffer) -> memoryview:
-    """A view of ``buffer`` as single bytes, at least one."""
+    """A writable view of ``buffer`` as single bytes, at least one."""
     view = memoryview(buffer).cast("B")
     if view.readonly:
-        raise TypeError("the buffer cannot be written to")
+        raise TypeError("the buffer is read-only")
     if not view:
         raise ValueError("the buffer is empty")
     return view
 
 
 def nonempty_byte_view(data: bytes | bytearray | memoryview) -> memoryview:
-    """`byte_view`, but not empty: what urgent data has to be."""
+    """`byte_view`, for urgent data, which must not be empty."""
     view = byte_view(data)
     if not view:
-        raise ValueError("at least one byte is urgent")
+        raise ValueError("urgent data needs at least one byte")
     return view
 
 
 def urgent_inline_error() -> OSError:
-    """Of `SmcStream.receive_urgent` where urgent data stays in the stream."""
+    """The error of `SmcStream.receive_urgent` if urgent data stays in the stream."""
     return OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)}: urgent data stays in the stream")
 
 

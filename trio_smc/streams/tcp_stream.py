@@ -1,4 +1,4 @@
-"""`TcpStream`: a connection that stayed plain TCP, and why; with TCP's own urgent data."""
+"""`TcpStream`: a connection over plain TCP, with the reason, and with TCP's urgent data."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = [
 
 
 class TcpStream(SmcStream):
-    """Plain TCP, and why.
+    """A connection over plain TCP.
 
     Args:
-      sock: the TCP connection, whose handshake is over.
-      fallback: why it stays TCP.
-      on_release: called once, before the socket is closed or given away.
-      accepted: of a server, the peer's address as ``accept`` gave it.
-      spoke: CLC messages went over it.
+      sock: the TCP connection, after its handshake.
+      fallback: the reason for TCP.
+      on_release: called once, before the socket is closed or detached.
+      accepted: on a server, the peer's address from ``accept``.
+      spoke: CLC messages were sent or received on the connection.
       urgent_inline: as `Config.urgent_inline`.
     """
 
@@ -69,14 +69,14 @@ class TcpStream(SmcStream):
         self.fallback: Fallback | None = fallback
         self._on_release: Callable[[TcpStream], None] | None = on_release
         self._urgent = TcpUrgent(sock, urgent_inline)
-        # Its CLC messages, which are nobody's data.
+        # CLC messages are no data of the application.
         self._handshake_bytes = _bytes_so_far(sock) if spoke else (0, 0)
         self._carried = self._handshake_bytes
 
     @cached_property
     def _stream(self) -> trio.SocketStream:
-        # Not before it is used: a program that has the socket may make a stream of its own, and
-        # each sets options.
+        # Created at the first use, because it sets options, and a program that has the socket may
+        # create a stream of its own.
         return trio.SocketStream(self.socket)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -98,12 +98,12 @@ class TcpStream(SmcStream):
         return await self._stream.receive_some(max_bytes)
 
     async def receive_some_into(self, buffer: Buffer) -> int:
-        """As `trio.socket.SocketType.recv_into`, with a stream's errors."""
+        """As `trio.socket.SocketType.recv_into`, with the errors of a stream."""
         with writable_byte_view(buffer) as view, as_stream_errors(self.socket):
             return await self.socket.recv_into(view)
 
     async def send_urgent(self, data: bytes | bytearray | memoryview) -> None:
-        """By MSG_OOB."""
+        """Send with MSG_OOB."""
         await self._urgent.send(self._stream, nonempty_byte_view(data))
 
     async def wait_urgent(self) -> UrgentState:
@@ -111,7 +111,7 @@ class TcpStream(SmcStream):
         return await self._urgent.wait()
 
     async def receive_urgent(self) -> bytes:
-        """By MSG_OOB."""
+        """Receive with MSG_OOB."""
         return await self._urgent.receive()
 
     async def aclose(self) -> None:
@@ -120,19 +120,19 @@ class TcpStream(SmcStream):
         await self._stream.aclose()
 
     def statistics(self) -> StreamStatistics:
-        """Bytes, as the kernel counts them."""
+        """The kernel's byte counts."""
         sent, received = self.carried()
         return StreamStatistics(bytes_sent=sent, bytes_received=received)
 
     def carried(self) -> tuple[int, int]:
-        """Bytes sent and received, without those of the handshake."""
-        with contextlib.suppress(OSError):  # closed: what was counted last
+        """Bytes sent and received, without those of the CLC handshake."""
+        with contextlib.suppress(OSError):  # closed: the last counts stay
             self._carried = carried_bytes(self.socket)
         (sent, received), (sent_before, received_before) = self._carried, self._handshake_bytes
         return sent - sent_before, received - received_before
 
     def release_stream(self) -> None:
-        """Before the socket is closed, or its descriptor given away.  Idempotent."""
+        """Call before the socket is closed or detached.  Idempotent."""
         self._urgent.wake_waiter()
         if self._on_release is not None:
             on_release, self._on_release = self._on_release, None
@@ -145,7 +145,7 @@ class TcpStream(SmcStream):
         if length is None and value is not None:
             self._stream.setsockopt(level, option, value)
         else:
-            # It knows what is wrong with the rest of the combinations.
+            # Trio's method rejects every other combination.
             self._stream.setsockopt(level, option, value, length)  # type: ignore[arg-type]
 
     def getsockopt(self, level: int, option: int, buffersize: int = 0) -> int | bytes:
@@ -162,18 +162,18 @@ class TcpStream(SmcStream):
         self.socket.close()
 
     def abort(self) -> None:
-        """Close with RST."""
+        """Close with a reset (RST)."""
         self.release_stream()
         close_with_reset(self.socket)
 
 
 def _bytes_so_far(sock: trio.socket.SocketType) -> tuple[int, int]:
-    """Bytes sent, and bytes received that have been taken from the socket, so far."""
+    """Bytes sent so far, and bytes received and read from the socket so far."""
     try:
         sent, received = carried_bytes(sock)
         return sent, received - unread_bytes(sock) if received else 0
     except OSError:
-        return 0, 0  # the peer is gone
+        return 0, 0  # the peer has reset the connection
 
 
 # See `SmcStream`.
@@ -188,7 +188,7 @@ class TcpUrgent:
     """Urgent data of a TCP socket.
 
     Args:
-      sock: the connected socket; stays its owner's.
+      sock: the connected socket; its owner closes it.
       inline: leave the urgent byte in the stream (SO_OOBINLINE).
     """
 
@@ -197,26 +197,26 @@ class TcpUrgent:
         self._epoll: select.epoll | None = None
         self._sending = False
         if inline:
-            with contextlib.suppress(OSError):  # the peer is gone: whoever reads will know
+            with contextlib.suppress(OSError):  # the connection was reset: the next read raises
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE, 1)
 
     @property
     def sending(self) -> bool:
-        """Whether an urgent byte waits to be sent."""
+        """True while an urgent byte waits to be sent."""
         return self._sending
 
     def wake_waiter(self) -> None:
-        """Call before the socket is closed: wakes whoever waits."""
+        """Call before the socket is closed: wakes the waiting task."""
         if self._epoll is not None:
             trio.lowlevel.notify_closing(self._epoll.fileno())
 
     async def send(self, stream: trio.SocketStream, data: memoryview) -> None:
-        """Send ``data``, its last byte as urgent; ``stream`` is that of the socket."""
+        """Send ``data``, with the last byte as urgent; ``stream`` belongs to the same socket."""
         if self._sending:
             raise trio.BusyResourceError("another task is sending on this stream")
         self._sending = True
         try:
-            # One byte alone: of a partial send each part would end in an urgent byte.
+            # The last byte alone: each part of a partial send would end in an urgent byte.
             await stream.send_all(data[:-1])
             with as_stream_errors(self._sock):
                 await self._sock.send(data[-1:], stdlib_socket.MSG_OOB)
@@ -224,7 +224,7 @@ class TcpUrgent:
             self._sending = False
 
     async def wait(self) -> UrgentState:
-        """Wait until the kernel has the urgent byte, or knows that one is coming."""
+        """Wait until the kernel has the urgent byte, or its announcement."""
         await trio.lowlevel.checkpoint()
         with self._open_epoll() as epoll:
             while True:
@@ -235,7 +235,7 @@ class TcpUrgent:
                 await self._wait_for_event(epoll)
 
     async def receive(self) -> bytes:
-        """Receive the urgent byte, waiting for it."""
+        """Wait for the urgent byte and receive it."""
         await trio.lowlevel.checkpoint()
         with self._open_epoll() as epoll:
             while True:
@@ -267,12 +267,12 @@ class TcpUrgent:
 
     @staticmethod
     def _is_present(epoll: select.epoll) -> bool:
-        """Whether the byte is there; raises when it can never be."""
+        """True if the byte has arrived; raises if it can no longer arrive."""
         for _, events in epoll.poll(0):
             if events & select.EPOLLPRI:
                 return True
             if events & _FAILURE_EVENTS:
-                # Not asked what: the one who reads or writes has to learn it.
+                # Reading SO_ERROR would clear it; the next send or receive must raise the error.
                 raise trio.BrokenResourceError("the connection is broken")
             raise trio.EndOfChannel(NO_MORE_URGENT)
         return False
@@ -281,7 +281,7 @@ class TcpUrgent:
         return bool(self._sock.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_OOBINLINE))
 
     def _receive_now(self, flags: int = 0) -> bytes | Literal["pending", "none"]:
-        """Ask the kernel for the byte."""
+        """Receive the byte from the kernel, without waiting."""
         # Trio's recv would wait for data that is not urgent.
         raw = stdlib_socket.socket(fileno=self._sock.fileno())
         try:
