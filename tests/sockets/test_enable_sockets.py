@@ -1,4 +1,4 @@
-"""`enable()`: sockets of Trio programs that are TCP's to look at and SMC-R underneath."""
+"""`enable()`: sockets of Trio programs look like TCP and use SMC-R."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = trio_smc.Config(receive_buffer=16 * 1024)
 
 @pytest.fixture
 def enabled() -> Iterator[None]:
-    """Enabled before the run, as a program's first line does it."""
+    """Call `enable` before the run, as the first line of a program does."""
     trio_smc.enable(SMALL)
     try:
         yield
@@ -110,7 +110,7 @@ def test_trios_own_streams_keep_their_contract(
     checkpoints: Literal["strict", "amortised"], enabled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if checkpoints == "amortised":
-        # All the rest must hold: that not every call yields is what the setting is for.
+        # With this setting not every call yields; everything else must hold.
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
@@ -155,7 +155,7 @@ def test_bytes_and_names(enabled: None, seed: int) -> None:
 
 @pytest.mark.rfc("B/2", "B/3", "B/4")
 def test_names_and_options_of_both_ends(enabled: None) -> None:
-    """What was set before there was a connection counts over SMC-R (docs/socket-options.md)."""
+    """Options that are set before the connection apply over SMC-R (docs/socket-options.md)."""
     level, tcp = stdlib_socket.SOL_SOCKET, stdlib_socket.IPPROTO_TCP
     linger = b"\1\0\0\0\5\0\0\0"
 
@@ -254,7 +254,7 @@ def test_shut_for_reading_while_a_task_reads(enabled: None) -> None:
 
 
 def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
-    """What `trio.SocketStream` does by itself over TCP: the end of sending, closing, errors."""
+    """As with `trio.SocketStream` over TCP: the end of sending, closing, errors."""
 
     async def main() -> None:
         client, server = await make_pair()
@@ -311,7 +311,7 @@ def test_a_socket_stream_and_its_socket_agree(enabled: None) -> None:
 
 
 def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
-    """As Trio's does, also when it was cancelled before there was anything to close."""
+    """As with Trio's socket, also if the call is cancelled before it connects."""
 
     class Slow(trio.abc.HostnameResolver):
         async def getaddrinfo(self, *_: object) -> NoReturn:
@@ -333,7 +333,7 @@ def test_a_cancelled_connect_closes_the_socket(enabled: None) -> None:
 
 
 class Turns(trio.abc.Instrument):
-    """How often the task that made it was given a turn since then."""
+    """Counts the steps of the task that creates this."""
 
     def __init__(self) -> None:
         self._task = trio.lowlevel.current_task()
@@ -359,7 +359,7 @@ async def turns_of_ten(call: Callable[[bytes], Awaitable[object]]) -> int:
 def test_sockets_have_amortised_checkpoints_by_default(
     text: str, of_sockets: int, tmp_path: Path
 ) -> None:
-    """And streams that a program opens itself have strict ones, in the same process."""
+    """Streams that the program opens itself have strict checkpoints, in the same process."""
     file = tmp_path / "smc.toml"
     file.write_text(f"receive_buffer = 16384\n{text}\n")
     config = trio_smc.load_config(file)
@@ -390,7 +390,7 @@ def test_sockets_have_amortised_checkpoints_by_default(
 
 
 def test_a_socket_sends_before_it_yields(enabled: None) -> None:
-    """Else each message takes a pass of the scheduler more."""
+    """Otherwise each message would take one more pass of the scheduler."""
     trio_smc.enable(dataclasses.replace(SMALL, checkpoints="strict"))
 
     async def main() -> None:
@@ -411,7 +411,7 @@ def test_a_socket_sends_before_it_yields(enabled: None) -> None:
 
 
 def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
-    """Also by those that would not yield: each call of a loop that never waits looks."""
+    """Also by calls that do not yield: each call checks for cancellation."""
 
     async def main() -> None:
         client, server = await make_pair()
@@ -424,7 +424,7 @@ def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
             partial(client.socket.recv_into, bytearray(1)),
         ):
             with trio.CancelScope() as scope:
-                await call()  # with nothing in its way
+                await call()  # without a cancellation
                 scope.cancel()
                 await call()
             assert scope.cancelled_caught
@@ -432,7 +432,7 @@ def test_cancellation_is_seen_by_every_call(enabled: None) -> None:
             while True:
                 await client.send_all(b"x")
                 await server.receive_some(100)
-        assert scope.cancelled_caught, "a loop that is always ready lets its deadline pass"
+        assert scope.cancelled_caught, "a loop that never waits must stop at its deadline"
         for stream in (client, server):
             await stream.aclose()
 
@@ -483,7 +483,7 @@ def test_urgent_data(enabled: None) -> None:
 
 
 def test_sockets_of_the_standard_library(enabled: None) -> None:
-    """As hypercorn and AnyIO listen."""
+    """hypercorn and AnyIO listen with such sockets."""
 
     async def main() -> None:
         theirs = stdlib_socket.create_server((LOOPBACK, 0))
@@ -495,7 +495,7 @@ def test_sockets_of_the_standard_library(enabled: None) -> None:
                 accepted.append(await listener.accept())
 
             nursery.start_soon(accept)
-            # Nobody has called `listen` on it in Trio: `accept` publishes it.
+            # `listen` was not called through Trio, so `accept` publishes the listener.
             await trio.testing.wait_all_tasks_blocked(0.05)
             client = await trio.open_tcp_stream(*theirs.getsockname())
         assert over_smc(cast(DropInSocket, client.socket))
@@ -584,7 +584,7 @@ def test_disabled_again() -> None:
     run, wrap = trio.run, trio.socket.from_stdlib_socket
     trio_smc.enable()
     assert trio.run is not run
-    trio_smc.enable()  # twice is as good as once
+    trio_smc.enable()  # a second call changes nothing
     trio_smc.disable()
     assert trio.run is run
     assert trio.socket.from_stdlib_socket is wrap
@@ -604,7 +604,7 @@ def test_a_program_with_a_factory_of_its_own_keeps_it(enabled: None) -> None:
 
 
 def test_ports_are_known_before_connecting(enabled: None) -> None:
-    """`trio.open_tcp_stream` with a local address asks for a port as late as possible."""
+    """`trio.open_tcp_stream` with a local address defers the choice of a port to `connect`."""
 
     async def main() -> None:
         client, server = await make_pair(local_address="127.0.0.2")
@@ -663,7 +663,7 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
                 if answered:
                     server.close()
                     assert isinstance(client.stream, RdmaStream)
-                    while client.stream.socket.fileno() >= 0:  # noqa: ASYNC110  # nothing tells
+                    while client.stream.socket.fileno() >= 0:  # noqa: ASYNC110  # no event reports it
                         await trio.sleep(0.01)
             assert await client.recv(10) == b""
             with pytest.raises(OSError, match=re.escape(f"[Errno {errno.EPIPE}]")):
@@ -691,7 +691,7 @@ def test_a_shutdown_of_both_directions_with_unread_data_resets(enabled: None) ->
 
 
 def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) -> None:
-    """As with Trio's sockets; the system no longer knows the name by then."""
+    """As with Trio's sockets; at that time the kernel no longer knows the name."""
 
     async def main() -> None:
         listener = trio.socket.socket()
@@ -700,7 +700,7 @@ def test_a_connection_that_was_reset_is_accepted_with_its_name(enabled: None) ->
         assert isinstance(listener, DropInSocket)
         with listener, stdlib_socket.create_connection(listener.getsockname()) as client:
             name = client.getsockname()
-            await wait_all_tasks_blocked(0.01)  # it has been taken from the queue by now
+            await wait_all_tasks_blocked(0.01)  # now the connection was taken from the backlog
             linger = struct.pack("ii", 1, 0)
             client.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_LINGER, linger)
             client.close()

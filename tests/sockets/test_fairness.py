@@ -1,4 +1,4 @@
-"""Amortised checkpoints are fair: a program's clocks are no later than they are over TCP."""
+"""Amortised checkpoints are fair: timers of a program are no later than over TCP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONNECTIONS = 100
 ROUNDS = 5
 MOST_ROUNDS = 15
 TICKS = 5
-"""Of a round."""
+"""Per round."""
 
 
 async def connections(nursery: trio.Nursery) -> list[tuple[trio.SocketStream, trio.SocketStream]]:
@@ -50,7 +50,7 @@ async def echo(stream: trio.SocketStream) -> None:
 
 
 async def lateness(size: int) -> list[float]:
-    """Seconds that a ticker of 1 ms is late beside busy connections, for some ticks."""
+    """Delay in seconds of each tick of a 1 ms ticker beside busy connections."""
     late = []
     async with trio.open_nursery() as nursery:
         pairs = await connections(nursery)
@@ -76,7 +76,7 @@ async def lateness(size: int) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [0, 4096, 64 * 1024], ids=["requests", "4K", "64K"])
 def test_a_ticker_beside_busy_connections(size: int) -> None:
-    """Rounds over TCP and SMC-R by turns; more of them while what else runs blurs the result."""
+    """Rounds over TCP and SMC-R alternate; other load on the machine may require more of them."""
     over_tcp: list[float] = []
     over_smc: list[float] = []
     for done in range(1, MOST_ROUNDS + 1):
@@ -86,8 +86,8 @@ def test_a_ticker_beside_busy_connections(size: int) -> None:
             over_smc.append(statistics.median(trio.run(lateness, size)))
         finally:
             trio_smc.disable()
-        # Half as late again allows for chance; without the limit on amortised passes it was up to
-        # three times as late.
+        # The factor of 1.5 allows for chance; without the limit on amortised passes the delay was
+        # up to three times that of TCP.
         if done >= ROUNDS and statistics.median(over_smc) <= 1.5 * statistics.median(over_tcp):
             return
     pytest.fail(f"later than over TCP: {over_smc} s, {over_tcp} s")

@@ -1,4 +1,4 @@
-"""`trio.open_tcp_stream` and `trio.serve_tcp` under `enable()`: shorter ways to the same."""
+"""`trio.open_tcp_stream` and `trio.serve_tcp` under `enable()`: shorter ways to the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("Trio's own", "enabled")
 
 @pytest.fixture
 def run() -> Iterator[Callable[[str, Callable[[], Any]], Any]]:
-    """Runs a function as Trio does by itself, or enabled."""
+    """Runs a function with plain Trio, or with `enable()`."""
 
     def run(kind: str, function: Callable[[], Any]) -> Any:
         if kind == "enabled":
@@ -50,7 +50,7 @@ async def request(port: int, data: bytes = b"hello") -> bytes:
 
 
 def description(error: BaseException | None) -> Any:
-    """What a program can see of an error, without the addresses in it."""
+    """The properties of an error that a program can see, without ports."""
     if error is None:
         return None
     within = [*map(description, error.exceptions)] if isinstance(error, BaseExceptionGroup) else []
@@ -59,7 +59,7 @@ def description(error: BaseException | None) -> Any:
 
 
 class Spawned(trio.abc.Instrument):
-    """Names tasks that begin."""
+    """Records the names of new tasks."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -69,7 +69,7 @@ class Spawned(trio.abc.Instrument):
 
 
 async def outcome_of(function: Callable[[], Awaitable[object]]) -> BaseException:
-    """What it raises."""
+    """The exception that the function raises."""
     try:
         await function()
     except BaseException as error:
@@ -96,7 +96,7 @@ def test_an_address_is_connected_to_without_a_race(run: Any, host: str | bytes) 
                     assert await stream.receive_some() == b"hello"
                 trio.lowlevel.remove_instrument(spawned)
                 names = {name.rpartition(".")[2] for name in spawned.names}
-                assert names == {"_handle"}  # the server's alone
+                assert names == {"_handle"}  # only the task of the server
                 await first.send_all(b"still there")
                 assert await first.receive_some() == b"still there"
             nursery.cancel_scope.cancel()
@@ -166,7 +166,7 @@ def test_handlers_have_the_context_of_their_server(run: Any, kind: str) -> None:
 
     async def handler(stream: trio.SocketStream) -> None:
         seen.append(SERVER.get())
-        SERVER.set("a handler")  # of its own copy
+        SERVER.set("a handler")  # in its own copy of the context
         await echo(stream)
 
     async def serve(name: str, *, task_status: trio.TaskStatus[Any]) -> None:
@@ -253,7 +253,7 @@ def test_a_client_that_connected_before_the_server_started_is_served(run: Any) -
                 assert await early.receive_some() == b"early"
                 assert await request(port) == b"hello"
                 with pytest.raises(trio.BusyResourceError):
-                    await listener.accept()  # there is somebody who accepts
+                    await listener.accept()  # the server accepts already
                 nursery.cancel_scope.cancel()
 
     run("enabled", main)
@@ -288,7 +288,7 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
                 await trio.sleep_forever()
 
         error = await outcome_of(together)
-        # In time there is a task to start as soon as TCP has the connection: in its handshake.
+        # If the server is first, the task starts while the client is in its handshake.
         assert [*map(type, broken)] == [trio.BrokenResourceError if early else OSError]
         return description(error)
 
@@ -299,7 +299,7 @@ def test_a_nursery_that_is_closed_ends_the_server_and_resets_the_connection(
 
 
 class Watched:
-    """In place of a listener's `AcceptSpin`."""
+    """Replaces the `AcceptSpin` of a listener."""
 
     def __init__(self) -> None:
         self.spins: list[Callable[[], bool]] = []
@@ -394,7 +394,7 @@ def test_other_listeners_are_served_by_trio_itself(run: Any) -> None:
 
 
 class MemoryListener(trio.abc.Listener[Any]):
-    """Hands out what is sent to it."""
+    """Accepts the streams that are sent to it."""
 
     def __init__(self) -> None:
         self.send, self._receive = trio.open_memory_channel[Any](0)

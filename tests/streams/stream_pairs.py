@@ -25,7 +25,7 @@ class Pairs:
 
     Attributes:
       client, server: the stacks of the two ends; may be one.
-      ring: bytes that fit into each end's ring, or None over TCP.
+      ring: capacity of each end's ring, or None over TCP.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Pairs:
         self._listener = listener
         self._address = listener.socket.getsockname()
         if ring is None:
-            # Inherited by accepted sockets: little is enough to fill them.
+            # Accepted sockets inherit the sizes, and are full after little data.
             for name in (stdlib_socket.SO_SNDBUF, stdlib_socket.SO_RCVBUF):
                 listener.socket.setsockopt(stdlib_socket.SOL_SOCKET, name, SMALL_RING)
 
     @property
     def mode(self) -> Mode:
-        """What every stream of `make` is."""
+        """The mode of every stream of `make`."""
         return Mode.TCP if self.ring is None else Mode.SMC_R
 
     async def make(self) -> tuple[SmcStream, SmcStream]:
@@ -61,7 +61,7 @@ class Pairs:
         return stream, accepted[0]
 
     async def clogged(self) -> tuple[SmcStream, SmcStream]:
-        """As `make`, but neither end takes another byte until the other reads."""
+        """As `make`, but neither end can send another byte until the other reads."""
         pair = await self.make()
         for stream in pair:
             if self.ring is None:
@@ -74,10 +74,10 @@ class Pairs:
 async def _fill_tcp(stream: SmcStream) -> None:
     """Fill a TCP connection, so that it stays full until the other end reads.
 
-    What the kernel has not sent is more than the other end takes; what it still sends after 200 ms
-    and more, as a probe of the window or again, changes nothing then.  Without the option it would
-    take a little more whenever it has sent a little, and into the segment that a probe has cut
-    without MSG_EOR.
+    The kernel holds more unsent data than the other end accepts, so that probes of the window and
+    retransmissions after 200 ms make no room.  Without TCP_NOTSENT_LOWAT the kernel would accept
+    some more bytes after each probe; without MSG_EOR it would append them to the segment that a
+    probe has split.
     """
     assert isinstance(stream, TcpStream)
     stream.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
@@ -91,9 +91,9 @@ async def _fill_tcp(stream: SmcStream) -> None:
 
 
 async def cancel_when_blocked(call: Callable[[], Awaitable[object]]) -> bool:
-    """Make a call and cancel it once all tasks have waited for a moment; whether it still ran.
+    """Make a call, and cancel it when all tasks wait; True if the call had not finished.
 
-    Cancelled after some time, it may have done nothing yet: the machine may be busy.
+    A cancellation after a fixed time could come before the call has started on a busy machine.
     """
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
@@ -119,13 +119,13 @@ async def open_pairs(config: Config, *, stacks: int = 1, host: str = HOST) -> As
 
 
 def smc_config(**changes: object) -> Config:
-    """Small rings, and nothing that takes long when a test fails."""
+    """Small rings, and short timeouts in case a test fails."""
     base = Config(receive_buffer=SMALL_RING, close_timeout=20, shutdown_timeout=20)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def tcp_config() -> Config:
-    """No RNIC: every stream is TCP and says why."""
+    """No RNIC: every stream is TCP, with a reason."""
     return Config(rnics=())
 
 

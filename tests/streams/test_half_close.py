@@ -1,7 +1,7 @@
-"""A peer that has ended its side goes, and this side waits to send: the wait ends at once.
+"""The peer ends its side and closes while this side waits to send: the wait ends at once.
 
-The waits that could be forgotten are those that end without a change of the connection's state
-(RFC 7609, 4.8.1, 4A); `test_waits_end` has every state and event, this the ways programs get there.
+The waits at risk are those that end without a change of the connection's state (RFC 7609, 4.8.1,
+4A).  `test_waits_end` covers every state and event; these tests cover the ways of real programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.streams.stream_pairs import HOST, SMALL_RING, smc_config
 from trio_smc import Config, Mode
 from trio_smc.rnic.soft.device import SoftRnic
 
-# Far more than any of these takes: a wait that is forgotten ends after this time.
+# Seconds; much longer than every test.  A wait without a wakeup ends after this time.
 CLOSE_TIMEOUT = 600
 PATIENCE = 20
 MUCH = 10 * SMALL_RING
@@ -93,7 +93,7 @@ def _config(**changes: object) -> Config:
 async def serving(
     handler: Callable[[Any], Awaitable[object]], server: Config, client: Config
 ) -> AsyncIterator[Any]:
-    """A client's stream, from another stack than that of the server."""
+    """The stream of a client; client and server have different stacks."""
     async with (
         trio_smc.open_stack(server) as serving_stack,
         trio_smc.open_stack(client) as stack,
@@ -135,7 +135,7 @@ async def test_the_peer_half_closes_reads_once_and_closes(
 
 @pytest.mark.parametrize("send", SENDS)
 async def test_the_window_is_closed_before_the_peer_half_closes(send: str) -> None:
-    """The server sends first and waits for a window; the client ends its side, and goes."""
+    """The server sends first and waits for a window; the client ends its side and closes."""
     ended, blocked = trio.Event(), trio.Event()
 
     async def handler(stream: Any) -> None:
@@ -186,7 +186,7 @@ async def test_nothing_is_waited_for_behind_the_end_of_both_directions(reading: 
 
 @pytest.mark.parametrize("send", ["bytes", "buffer", "urgent", "might not block"])
 async def test_links_fail_while_a_sender_waits(send: str) -> None:
-    """The connection moves to another link, where the peer's end comes, too (4.6)."""
+    """The connection moves to another link, which also delivers the peer's end (4.6)."""
     rnics = [[SoftRnic(f"{side}{number}") for number in range(2)] for side in "sc"]
     ended = trio.Event()
     kept: list[Any] = []

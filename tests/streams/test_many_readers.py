@@ -100,7 +100,7 @@ class Counted:
 async def test_a_reader_that_finds_nothing_parks_at_once(
     monkeypatch: pytest.MonkeyPatch, checkpoints: CheckpointMode
 ) -> None:
-    """It does not let other tasks run first, to look once more."""
+    """The reader does not yield once before it parks."""
     parks, yields = Counted("_sleep", monkeypatch), Counted("_yield", monkeypatch)
     async with second_connection(checkpoints) as (here, there):
 
@@ -119,7 +119,7 @@ async def test_a_reader_that_finds_nothing_parks_at_once(
 
 
 async def test_of_tasks_that_wake_together_the_last_drains() -> None:
-    """The others could only find completions for tasks that run after all of them."""
+    """An earlier drain could only find completions for tasks that run after all of them."""
     readers: list[trio.lowlevel.Task] = []
     drained: list[trio.lowlevel.Task] = []
 

@@ -70,7 +70,7 @@ async def test_only_received_bytes_are_written(pair: tuple[SmcStream, SmcStream]
     with memoryview(buffer) as view:
         assert await b.receive_some_into(view[2:8]) == 3
     assert buffer == b"--abc-----"
-    buffer.append(0)  # no view of it is left
+    buffer.append(0)  # fails if a view of the buffer is left
 
 
 async def test_buffers_of_every_kind(pair: tuple[SmcStream, SmcStream]) -> None:

@@ -136,10 +136,10 @@ async def test_options_without_meaning_are_kept_and_returned(
     assert kept
     for number, key in enumerate(filter(None, kept)):
         before = client.socket.getsockopt(*key)
-        assert client.getsockopt(*key) == before, "unset: as the TCP connection has it"
+        assert client.getsockopt(*key) == before, "unset: the value of the TCP connection"
         client.setsockopt(*key, 77 + number)
         assert client.getsockopt(*key) == 77 + number
-        assert client.socket.getsockopt(*key) == before, "the TCP connection is left alone"
+        assert client.socket.getsockopt(*key) == before, "TCP keeps its own value"
     client.setsockopt(TCP, socket.TCP_CONGESTION, b"reno")
     assert client.getsockopt(TCP, socket.TCP_CONGESTION, 16) == b"reno"
     client.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x20)
@@ -160,7 +160,7 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
     with pytest.raises(trio.BrokenResourceError):
         await server.receive_some()
     await wait_all_tasks_blocked()
-    assert server.socket.fileno() == -1, "the answer to the abort is out, so TCP has ended"
+    assert server.socket.fileno() == -1, "the answer to the abort was sent, so TCP has ended"
     assert server.getsockopt(SOL, socket.SO_ERROR) == errno.ECONNRESET
     for level, option in (
         (SOL, socket.SO_KEEPALIVE), (SOL, socket.SO_PRIORITY), (TCP, socket.TCP_NODELAY),
@@ -196,8 +196,8 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
 
         default = trio_smc.Config().receive_buffer_for("software")
         assert await sizes() == (default, default)
-        # Twice the first is the kernel's default: set by hand it counts all the same.
-        # Four bytes may be an eye catcher's, and are not part of the ring.
+        # 65536 is half of the kernel's default; it has an effect because it is set.
+        # Four bytes are reserved for an eye catcher, and are not part of the ring.
         for asked, rmbe in ((65532, 65536), (65536, 131072), (20_000, 32768), (1, SMALL_RING)):
             listener.socket.setsockopt(SOL, socket.SO_RCVBUF, asked)
             assert await sizes() == (default, rmbe)
@@ -206,7 +206,7 @@ async def test_so_rcvbuf_of_a_listener_sizes_what_it_accepts_later() -> None:
 @pytest.mark.rfc("4.1/2", "B/3")
 @pytest.mark.parametrize("eye_catcher", [False, True])
 async def test_the_usable_ring_is_at_least_what_so_rcvbuf_asked(eye_catcher: bool) -> None:
-    """All of it is sent before anybody reads, beside an eye catcher, too."""
+    """All bytes are sent before the server reads, with and without an eye catcher."""
     async with trio_smc.open_stack(smc_config(rmbe_eye_catcher=eye_catcher)):
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         for asked in (32768 - 4, 32768 - 3, 32768, 65536):
@@ -235,7 +235,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
     pair: tuple[RdmaStream, RdmaStream],
 ) -> None:
     client, server = pair
-    assert client.getsockopt(SOL, socket.SO_SNDBUF) == SMALL_RING, "what the peer's element holds"
+    assert client.getsockopt(SOL, socket.SO_SNDBUF) == SMALL_RING, "size of the peer's element"
     client.setsockopt(SOL, socket.SO_SNDBUF, 1)
     assert client.getsockopt(SOL, socket.SO_SNDBUF) == options_module.MIN_SEND_BUFFER
     client.setsockopt(SOL, socket.SO_SNDBUF, 5000)
@@ -260,7 +260,7 @@ async def test_so_sndbuf_bounds_what_is_posted_at_a_time(
 
 @pytest.fixture
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that were put off come by something else than time."""
+    """Deferred messages are not posted by the timer."""
     monkeypatch.setattr(options_module, "MAX_MERGE_DELAY", NEVER)
 
 
@@ -270,7 +270,7 @@ def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_cork_holds_until_it_is_pulled(
     pair: tuple[RdmaStream, RdmaStream], option: int
 ) -> None:
-    """TCP_NODELAY pushes too, but the cork stays."""
+    """TCP_NODELAY also posts the message, but the cork stays."""
     client, server = pair
     client.setsockopt(TCP, socket.TCP_CORK, 1)
     cdcs = client.statistics().cdcs_sent
@@ -321,7 +321,7 @@ async def test_corked_data_comes_before_the_end(pair: tuple[RdmaStream, RdmaStre
 async def test_large_writes_are_not_held(
     pair: tuple[RdmaStream, RdmaStream], option: tuple[int, int]
 ) -> None:
-    """Nothing waits for time when a mutable buffer larger than the window is sent."""
+    """No timer is needed to send a mutable buffer that is larger than the window."""
     client, server = pair
     client.setsockopt(TCP, *option)
     data = bytes(range(256)) * 1024
@@ -360,7 +360,7 @@ async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(sm
     usual = group.config.test_link_interval
     assert group.test_interval == usual
     first[0].setsockopt(TCP, socket.TCP_KEEPIDLE, 5)
-    assert group.test_interval == usual, "times alone do nothing"
+    assert group.test_interval == usual, "without SO_KEEPALIVE the time has no effect"
     first[0].setsockopt(SOL, socket.SO_KEEPALIVE, 1)
     assert group.test_interval == 5
     second[0].setsockopt(SOL, socket.SO_KEEPALIVE, 1)
@@ -379,7 +379,7 @@ async def test_the_shortest_keepalive_decides_how_soon_an_idle_link_is_tested(sm
 
 @pytest.mark.rfc("4.5.3/3")
 async def test_keepalive_probes_of_tcp_are_answered(pair: tuple[RdmaStream, RdmaStream]) -> None:
-    """The only TCP segments there are while both ends are open."""
+    """Keepalive probes and their answers are the only TCP segments while both ends are open."""
     sock = pair[0].socket
     for name, value in (
         (socket.TCP_KEEPINTVL, 1),
@@ -425,7 +425,7 @@ async def test_keepalive_probes_of_tcp_are_not_closer_than_a_bound(
 
 
 class TestLinks(ObserverGroup):
-    """When this side sent TEST LINK requests."""
+    """Records the times at which this side sends TEST LINK requests."""
 
     __test__ = False
 
@@ -458,7 +458,7 @@ async def test_an_idle_link_is_tested_once_for_all_its_connections() -> None:
             await stream.aclose()
 
 
-# --- what a listener hands down ----------------------------------------------------------------
+# --- options of a listener ---------------------------------------------------------------------
 
 
 async def test_accepted_streams_inherit_what_the_listening_socket_has(smc: Pairs) -> None:
@@ -531,14 +531,14 @@ async def test_a_send_that_the_peer_does_not_read_times_out(smc: Pairs) -> None:
 
 
 class UnusedGroup:
-    """A link group that nobody asks anything."""
+    """A link group without keepalive requests."""
 
     def keep_alive(self, user: object, seconds: float | None) -> None:
         raise AssertionError
 
 
 class Clocked:
-    """A core on fake links, its options and a clock that the test moves."""
+    """A connection on fake links, its options, and a clock that the test sets."""
 
     def __init__(self, milliseconds: int) -> None:
         self.pair = Pair()
@@ -589,7 +589,7 @@ def test_the_user_timeout_needs_deliveries(clocked: Clocked) -> None:
         clocked.pair.ab.deliver(2)
         clocked.pair.ab.complete(1)
         a.send(memoryview(b"x"))
-    assert clocked.state == "ACTIVE", "some of it arrives now and then"
+    assert clocked.state == "ACTIVE", "a part of the data arrives from time to time"
     clocked.wait(9.9)
     assert clocked.state == "ACTIVE"
     clocked.wait(1.2)
@@ -602,7 +602,7 @@ def test_the_user_timeout_needs_a_window_while_a_task_waits_for_one(clocked: Clo
     a.send(memoryview(bytes(clocked.pair.size[1])))
     clocked.pair.settle()
     clocked.wait(1000)
-    assert clocked.state == "ACTIVE", "all has arrived; nobody waits"
+    assert clocked.state == "ACTIVE", "all data has arrived; no task waits"
     assert a.send(memoryview(b"more")) == 0
     a.on_writable = lambda: None
     clocked.wait(9)

@@ -1,4 +1,4 @@
-"""What Trio's users may rely on: the stream contract, over SMC-R and over TCP."""
+"""The stream contract of Trio, over SMC-R and over TCP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = {
 async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, stacks = KINDS[kind]
     if config.checkpoints == "amortised":
-        # All the rest must hold: that not every call yields is what the setting is for.
+        # With this setting not every call yields; everything else must hold.
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
@@ -50,7 +50,7 @@ async def test_trio_accepts_it_as_a_stream(kind: str, monkeypatch: pytest.Monkey
 
 
 async def test_a_blocked_stream_stays_blocked() -> None:
-    """Also when the kernel has probed TCP's window, as it does on a machine that pauses."""
+    """Also after the kernel has probed TCP's window, as on a machine that pauses."""
     async with open_pairs(tcp_config()) as pairs:
         pair = await pairs.clogged()
         await trio.sleep(0.5)
@@ -194,7 +194,7 @@ async def test_a_buffer_may_change_after_send_all(pairs: Pairs, size: int) -> No
     async def send() -> None:
         await a.send_all(buffer)
         buffer[:] = b"\x02" * size
-        # Nobody holds on to it either.
+        # Fails if a view of the buffer is left.
         buffer.clear()
 
     async with trio.open_nursery() as nursery:
@@ -204,7 +204,7 @@ async def test_a_buffer_may_change_after_send_all(pairs: Pairs, size: int) -> No
 
 
 async def aclose_in_background(a: SmcStream, b: SmcStream) -> None:
-    """Close one end while the other reads what was sent: only ones, then the end."""
+    """Close one end while the other reads: the data is all ones, then comes the end."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(a.aclose)
         while data := await b.receive_some():
@@ -216,7 +216,7 @@ async def test_a_buffer_may_change_after_a_cancelled_send(pairs: Pairs) -> None:
 
 
 async def test_a_large_buffer_may_change_after_a_cancelled_send() -> None:
-    # Pieces too large to be copied each: they are borrowed while send_all runs.
+    # Pieces of this size are not copied, but borrowed while send_all runs.
     async with open_pairs(smc_config(receive_buffer=1 << 20), stacks=2) as pairs:
         await check_cancelled_send(pairs, 3 << 20)
 
@@ -252,7 +252,7 @@ async def test_a_second_sender_is_refused(pairs: Pairs, first: str, second: str)
         await wait_all_tasks_blocked()
         with pytest.raises(trio.BusyResourceError):
             await _senders(a)[second]()
-        # The first goes on.
+        # The first call continues.
         await b.receive_some(SMALL_RING)
         if pairs.mode is Mode.TCP:
             nursery.cancel_scope.cancel()
@@ -289,7 +289,7 @@ async def test_a_send_during_a_half_close_is_refused(pairs: Pairs) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call, "send_eof")
         nursery.start_soon(call, "send_all")
-    # Whichever came second; a send that need not yield is over when the half close begins.
+    # The second call is refused, unless a send without a yield ends before the half close begins.
     assert len(refused) == 1 or (not refused and pairs.client.config.checkpoints == "amortised")
     assert await b.receive_some() == (b"" if refused == ["send_all"] else b"x")
     await close_both(pair)
@@ -438,7 +438,7 @@ async def test_a_parked_call_ends_with_the_peer(pairs: Pairs, call: str) -> None
     calls = {**_senders(a), "receive_some": a.receive_some}
 
     async def parked() -> None:
-        # Waiting to send may also just end; the next call tells.
+        # A wait to send may also end without an error; then the next call raises it.
         may = contextlib.suppress(trio.BrokenResourceError)
         with may if call == "wait" else pytest.raises(trio.BrokenResourceError):
             await calls[call]()
@@ -487,7 +487,7 @@ async def test_a_cancelled_receive_loses_nothing(pairs: Pairs) -> None:
 
 
 async def test_a_loop_of_calls_lets_others_run(pairs: Pairs) -> None:
-    """Also when each finds all it needs, and however checkpoints are counted."""
+    """Also if no call has to wait, and with every kind of checkpoint."""
     a, b = pair = await pairs.make()
     await b.send_all(bytes(2000))
     turns = 0

@@ -317,7 +317,7 @@ async def test_after_send_eof_nothing_is_urgent(smc: Pairs) -> None:
 
 
 async def test_tcp_sends_one_urgent_byte() -> None:
-    """As any program sees it that has nothing to do with us."""
+    """A plain TCP program receives it."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         assert isinstance(b.socket, trio.socket.SocketType)
@@ -331,12 +331,12 @@ async def test_tcp_sends_one_urgent_byte() -> None:
 
 
 async def test_tcp_reports_pending_data_only_at_a_call() -> None:
-    """The kernel wakes nobody for the announcement, which it gets with a probe of the window."""
+    """The announcement arrives with a probe of the window; the kernel wakes no task for it."""
     async with open_pairs(tcp_config()) as pairs:
         a, b = pair = await pairs.make()
         a.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, 1 << 18)
         a.setsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_NOTSENT_LOWAT, 1 << 18)
-        await a.send_all(bytes(60_000))  # more than the other end takes
+        await a.send_all(bytes(60_000))  # more than the other end accepts
         await a.send_urgent(b"abc!")
         state = ""
         with trio.fail_after(20):

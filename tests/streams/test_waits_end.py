@@ -1,10 +1,10 @@
-"""No task waits for something that cannot happen any more.
+"""No task waits for an event that can no longer happen.
 
-Every state of a connection that has a stream, every event of the table and of the host, every kind
-of call that waits: after the event, a call that still waits must be one that would wait if it were
-made now.  Two checks hold that.  Waking all tasks by hand changes nothing, so no wakeup was
-forgotten; and what a call that waits needs is still possible: data can be sent, the peer may send
-more, an answer to the end may come.
+These tests combine every state of a connection that has a stream, every event of the state table
+and of the host, and every kind of call that waits.  After the event, a call may still wait only if
+the same call would wait if it were made now.  There are two checks.  Waking all tasks explicitly
+changes nothing, so no wakeup is missing.  And the event that each waiting call needs is still
+possible: data can be sent, the peer may send more, or an answer to the end may arrive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MUCH = bytes(3 * SIZE)
 
 
 class Socket:
-    """The TCP connection, which is gone: no option of it matters here."""
+    """A closed TCP connection: its options do not matter here."""
 
     def fileno(self) -> int:
         return -1
@@ -59,14 +59,14 @@ class Owner:
 
 
 class Holder:
-    """A failover that has not got to the end (`failover.replay`)."""
+    """A failover that has not finished (`failover.replay`)."""
 
     def over(self) -> None:
         pass
 
 
 class Streamed(Lone):
-    """A stream over a connection whose peer is played by hand."""
+    """A stream over a connection; the test acts as the peer."""
 
     stream: RdmaStream
     read_shut = False
@@ -98,14 +98,14 @@ ENDS = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel, O
 
 
 def blocked_by_window(it: Streamed) -> None:
-    """The peer does not read, and everything has arrived."""
+    """The peer does not read, and all data has arrived."""
     if it.it.sender.sendable:
         it.it.send(memoryview(bytes(it.it.sender.window)))
     it.complete()
 
 
 def blocked_in_flight(it: Streamed) -> None:
-    """The peer does not read, and nothing has arrived."""
+    """The peer does not read, and no data has arrived."""
     if it.it.sender.sendable:
         it.it.send(memoryview(bytes(it.it.sender.window)))
 
@@ -118,14 +118,14 @@ def blocked_by_link(it: Streamed) -> None:
 
 
 def blocked_by_urgent(it: Streamed) -> None:
-    """The peer has not taken the last urgent byte (4.7.5, step 3)."""
+    """The peer has not received the last urgent byte (4.7.5, step 3)."""
     if it.it.sender.sendable:
         it.it.send_urgent(memoryview(b"!"))
     it.complete()
 
 
 def blocked_by_failover(it: Streamed) -> None:
-    """Lost data is written again, which takes a while (4.6)."""
+    """Lost data is being written again (4.6)."""
     if it.it.channel is not None and not it.it.messenger.silent:
         it.it.hold(Holder())
 
@@ -163,7 +163,7 @@ CALLS: dict[str, Waits] = {
 
 
 def expire(it: Streamed) -> None:
-    """The time of the timer is over: which event that is, the state says."""
+    """The timer expires; the state determines the event."""
     if it.host.timer is not None:
         it.fire()
 
@@ -197,7 +197,7 @@ EVENTS: dict[str, Step] = {
     "abort_sent": lambda it: it.complete(),
     "close_timeout": expire,
     "abort_timeout": expire,
-    # Of the host, the stream and other tasks.
+    # Events of the host, the stream and other tasks.
     "tcp_reset": lambda it: it.it.tcp_reset(),
     "user_timeout": lambda it: it.it.user_timeout(),
     "disown": lambda it: it.it.disown(),
@@ -226,7 +226,7 @@ def walk(it: Streamed, path: tuple[str, ...]) -> None:
 
 
 def facts(it: Streamed) -> tuple[object, ...]:
-    """All that can make a difference to a call."""
+    """All conditions that can change the result of a call."""
     core = it.it
     return (
         core.state, *(bool(getattr(core, guard)) for guard in CONNECTION.guards),
@@ -263,7 +263,7 @@ async def find_paths() -> list[tuple[str, ...]]:
 
 
 class Waiting:
-    """The calls that were made, and which of them wait still."""
+    """The calls that were made, and those of them that still wait."""
 
     def __init__(self, it: Streamed, calls: Waits, nursery: trio.Nursery) -> None:
         self.it = it
@@ -330,15 +330,15 @@ async def test_no_event_leaves_a_task_waiting_for_what_cannot_happen(
                     now.check_possible(description)
                     it.it.wake_all()
                     await wait_all_tasks_blocked()
-                    assert now.standing() == left, f"a wakeup was forgotten: {description}"
+                    assert now.standing() == left, f"a wakeup is missing: {description}"
                     ended += len(before) - len(now.kinds)
-    assert ended > 20, "no call has ever waited"
+    assert ended > 20, "no call has waited"
     assert seen == {(s, e) for s in CONNECTION.states if s != "INIT" for e in EVENTS}
 
 
 @pytest.mark.rfc("4.8.1/7")
 async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
-    """A link that is deleted waits until nothing of its connections is in flight there."""
+    """The deletion of a link waits until its connections have no data in flight there."""
     waited = 0
     for path in await paths():
         for event, happens in EVENTS.items():
@@ -353,4 +353,4 @@ async def test_no_event_leaves_a_link_waiting_for_a_connection() -> None:
                 assert left or it.it.channel is not None, description
                 it.complete()
                 assert left == [True], description
-    assert waited > 20, "no connection has ever had anything in flight"
+    assert waited > 20, "no connection has had data in flight"
