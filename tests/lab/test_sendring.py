@@ -31,7 +31,7 @@ def test_every_byte_and_slot_comes_back(steps: list[tuple[int, bool, int]]) -> N
     def complete_one() -> bool:
         for place, (number, wr_id, _, wanted, signaled) in enumerate(waiting):
             if signaled:
-                assert posted.done(number) == (wr_id, WcOpcode.RDMA_WRITE, wanted)
+                assert posted.complete(number) == (wr_id, WcOpcode.RDMA_WRITE, wanted)
                 del waiting[: place + 1]
                 return True
         return False
@@ -51,7 +51,7 @@ def test_every_byte_and_slot_comes_back(steps: list[tuple[int, bool, int]]) -> N
             assert len(waiting) < DEPTH
             assert length <= SIZE - used
             number = posted.next_id
-            signaled = wanted or posted.due(length)
+            signaled = wanted or posted.must_signal(length)
             posted.post(number * 7, WcOpcode.RDMA_WRITE, length, wanted=wanted, signaled=signaled)
             waiting.append((number, number * 7, length, wanted, signaled))
             position = (position + length) % SIZE
@@ -67,9 +67,9 @@ def test_an_error_completes_an_unsignalled_request() -> None:
     posted = PostedSends(depth=4, size=100)
     for wr_id in (10, 11, 12):
         posted.post(wr_id, WcOpcode.SEND, 20, wanted=False, signaled=False)
-    assert posted.done(1) == (11, WcOpcode.SEND, False)
+    assert posted.complete(1) == (11, WcOpcode.SEND, False)
     assert posted.free == 80
-    assert posted.done(2) == (12, WcOpcode.SEND, False)
+    assert posted.complete(2) == (12, WcOpcode.SEND, False)
     assert posted.free == 100
 
 

@@ -22,7 +22,7 @@ from trio_smc.config.config import Config
 from trio_smc.rnic.roce import device as roce_device
 from trio_smc.rnic.roce import gids, neighbours, pyverbs
 from trio_smc.rnic.roce.device import VerbsRnic
-from trio_smc.rnic.roce.hotplug import is_news
+from trio_smc.rnic.roce.hotplug import is_rdma_event
 from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid, Reusable
 from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError, RnicEvent
 from trio_smc.wire import llc
@@ -394,7 +394,7 @@ def test_a_refusal_of_a_device_that_works_is_raised(device: Device, rnic: VerbsR
     ],
 )
 def test_which_uevents_are_news(uevent: bytes, expected: bool) -> None:
-    assert is_news(uevent) is expected
+    assert is_rdma_event(uevent) is expected
 
 
 # --- the peer's address ---------------------------------------------------------------------------
@@ -469,8 +469,8 @@ def test_whether_an_address_is_known(
     kernel = Kernel(route, neighbour)
     looked_for: list[tuple[str, int]] = []
     monkeypatch.setattr(neighbours, "ask_anew", kernel.ask)
-    monkeypatch.setattr(neighbours, "_look_for", lambda *whom: looked_for.append(whom))
-    monkeypatch.setattr(roce_device, "_FRESH", 60.0)  # however slow this machine is
+    monkeypatch.setattr(neighbours, "_resolve", lambda *whom: looked_for.append(whom))
+    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # however slow this machine is
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.asked == [(each, LOOPBACK) for each in asked]

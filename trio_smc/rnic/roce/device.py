@@ -32,7 +32,7 @@ from typing import Final, Literal, Self
 from trio_smc._base.resources import LACK_ERRORS
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.roce import neighbours, pyverbs
-from trio_smc.rnic.roce.gids import choose, is_mapped, tells_mac, towards
+from trio_smc.rnic.roce.gids import choose, contains_mac, is_mapped, towards
 from trio_smc.rnic.roce.pyverbs import CompChannel, Context, Cq, Gid, Verbs
 from trio_smc.rnic.roce.queue_pair import RECEIVES, Domain, RoceQueuePair
 from trio_smc.rnic.verbs import (
@@ -55,7 +55,7 @@ _log = logging.getLogger("trio_smc.rnic")
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
-_FRESH: Final = 0.1
+_RESOLVED_FOR: Final = 0.1
 """Seconds: who has looked whether an address is known connects to it next, and asks no more."""
 
 
@@ -86,10 +86,10 @@ class VerbsRnic(Rnic):
         self._lib: Verbs | None = None
         self.failed: bool = False
         self.port_active: bool = False
-        self._known, self._known_until = b"", 0.0
+        self._resolved_gid, self._resolved_until = b"", 0.0
         self._pairs: dict[int, RoceQueuePair] = {}
         self._domains: set[Domain] = set()
-        self._found: list[Completion] = []
+        self._unpolled: list[Completion] = []
         self._refusal = ""
 
     def open(self, directory: Path) -> None:
@@ -111,8 +111,8 @@ class VerbsRnic(Rnic):
                 size = min(_CQ_SIZE, self._context.query_device().max_cqe)
                 self._cq = lib.cq(self._context, size, self._channel)
             self._cq_size = size
-            self._waited = {self._channel_fd, self._async_fd}
-            for fd in self._waited:
+            self._watched = {self._channel_fd, self._async_fd}
+            for fd in self._watched:
                 self._epoll.register(fd, select.EPOLLIN)
         except BaseException:
             self.close()
@@ -145,7 +145,7 @@ class VerbsRnic(Rnic):
             domain.close()
         opened = (self._cq, self._channel, self._context)
         self._cq = self._channel = None
-        self._found.clear()
+        self._unpolled.clear()
         self._epoll.close()
         for each in opened:
             if each is not None:
@@ -193,21 +193,21 @@ class VerbsRnic(Rnic):
 
     def detach(self, pair: RoceQueuePair) -> None:
         """A queue pair closes: take its completions out, its number may be given again."""
-        self._take(self._found)
+        self._poll_into(self._unpolled)
         del self._pairs[pair.qp_num]
-        self._found = [found for found in self._found if found.qp_num != pair.qp_num]
+        self._unpolled = [found for found in self._unpolled if found.qp_num != pair.qp_num]
 
     def poll(self) -> list[Completion]:
-        found = self._found
+        found = self._unpolled
         if found:
-            self._found = []
+            self._unpolled = []
         else:
             found = []
         if self._lib is not None:
-            self._take(found)
+            self._poll_into(found)
         return found
 
-    def _take(self, found: list[Completion]) -> None:
+    def _poll_into(self, found: list[Completion]) -> None:
         cq, lib, pairs = self._cq, self._lib, self._pairs
         if cq is None or lib is None or self.failed:
             return
@@ -226,7 +226,7 @@ class VerbsRnic(Rnic):
     def arm(self) -> bool:
         lib = self._opened()
         if self.failed:
-            return not self._found
+            return not self._unpolled
         if self._cq is not None:
             # For every completion: no rule makes a peer's messages solicited.
             try:
@@ -234,11 +234,11 @@ class VerbsRnic(Rnic):
             except lib.error as refused:
                 self._refusal = f"ibv_req_notify_cq: {refused}"
         # What completed before arming raises no event.
-        self._take(self._found)
+        self._poll_into(self._unpolled)
         if self._refusal:
             self._fail(self._refusal)
             return False
-        return not self._found
+        return not self._unpolled
 
     def wait_fd(self) -> int:
         self._opened()
@@ -246,15 +246,15 @@ class VerbsRnic(Rnic):
 
     def completion_fd(self) -> int:
         self._opened()
-        if self._channel_fd in self._waited and not self.failed:
-            self._waited.remove(self._channel_fd)
+        if self._channel_fd in self._watched and not self.failed:
+            self._watched.remove(self._channel_fd)
             self._epoll.unregister(self._channel_fd)
         return self._channel_fd
 
     def acknowledge(self) -> bool:
         lib = self._opened()
         try:
-            self._take_notification(lib)
+            self._acknowledge_event(lib)
         except lib.error as refused:
             self._fail(str(refused))
         return not self.failed
@@ -266,13 +266,13 @@ class VerbsRnic(Rnic):
             for fd, _ in ready:
                 try:
                     if fd == self._async_fd:
-                        self._take_event(lib)
+                        self._read_event(lib)
                     else:
-                        self._take_notification(lib)
+                        self._acknowledge_event(lib)
                 except lib.error as refused:
                     self._fail(str(refused))
 
-    def _take_notification(self, lib: Verbs) -> None:
+    def _acknowledge_event(self, lib: Verbs) -> None:
         if self._channel is None or self._cq is None or self.failed:
             return
         try:
@@ -283,7 +283,7 @@ class VerbsRnic(Rnic):
         else:
             self._cq.ack_events(1)
 
-    def _take_event(self, lib: Verbs) -> None:
+    def _read_event(self, lib: Verbs) -> None:
         event = self._context.get_async_event()
         kind = event.event_type
         event.ack()
@@ -305,20 +305,20 @@ class VerbsRnic(Rnic):
         self.mtu = port.active_mtu
         self.port_active = port.state == lib.port_active
         if self.port_active != before:
-            self._tell(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
+            self._report(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
 
     def _fail(self, why: str) -> None:
         """The device is gone: tell so, once."""
         if self.failed:
             return
-        for fd in self._waited:
+        for fd in self._watched:
             self._epoll.unregister(fd)
         _log.warning("%s has failed: %s", self.name, why)
         self.failed = True
         self.port_active = False
-        self._tell(RnicEvent.FATAL)
+        self._report(RnicEvent.FATAL)
 
-    def _tell(self, event: RnicEvent) -> None:
+    def _report(self, event: RnicEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
 
@@ -361,14 +361,14 @@ class VerbsRnic(Rnic):
         return neighbours.is_direct(gid, self.gid, self._gid.ifindex)
 
     def address_known(self, gid: bytes) -> bool:
-        if self._known == gid and time.monotonic() < self._known_until:
+        if self._resolved_gid == gid and time.monotonic() < self._resolved_until:
             return True
         try:
             own = self.gid_towards(gid)
         except RnicError:
             return True  # it will be told by who needs it
-        if not tells_mac(gid, own):
+        if not contains_mac(gid, own):
             if not neighbours.is_known(gid, own.value, own.ifindex):
                 return False
-            self._known, self._known_until = gid, time.monotonic() + _FRESH
+            self._resolved_gid, self._resolved_until = gid, time.monotonic() + _RESOLVED_FOR
         return True

@@ -14,8 +14,8 @@ from trio_smc.rnic.roce.pyverbs import ROCE_V1, ROCE_V2, Gid
 
 __all__ = [
     "choose",
+    "contains_mac",
     "is_mapped",
-    "tells_mac",
     "towards",
 ]
 
@@ -57,7 +57,7 @@ def is_mapped(gid: bytes) -> bool:
     return gid[:12] == bytes(10) + b"\xff\xff"
 
 
-def tells_mac(peer: bytes, own: Gid) -> bool:
+def contains_mac(peer: bytes, own: Gid) -> bool:
     """Whether nobody has to be asked for this peer's MAC address: with RoCE v1 a link-local GID
     is made from it."""
     return own.kind == ROCE_V1 and peer[:8] == _LINK_LOCAL

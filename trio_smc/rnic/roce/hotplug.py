@@ -23,7 +23,7 @@ from trio_smc._base.resources import is_lack
 __all__ = [
     "PortWatch",
     "active_ports",
-    "is_news",
+    "is_rdma_event",
     "present_devices",
 ]
 
@@ -31,12 +31,12 @@ __all__ = [
 _NETLINK_KOBJECT_UEVENT: Final = 15  # <linux/netlink.h>
 _KERNEL_UEVENTS: Final = 1  # what udev sends itself is in another group
 _RTMGRP_LINK: Final = 1
-_LONGEST: Final = 1 << 16
+_MAX_MESSAGE: Final = 1 << 16
 _SYSFS: Final = Path("/sys/class")
 _ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 
 
-def is_news(uevent: bytes) -> bool:
+def is_rdma_event(uevent: bytes) -> bool:
     """Whether a uevent, which begins with "ACTION@PATH", is of an RDMA device."""
     return b"/infiniband" in uevent.partition(b"\0")[0]
 
@@ -69,26 +69,26 @@ class PortWatch:
         """Return when there is news; several at once are one."""
         async with trio.open_nursery() as nursery:
             for sock in (self._devices, self._links):
-                nursery.start_soon(self._hear, sock, nursery.cancel_scope)
+                nursery.start_soon(self._wait_for_news, sock, nursery.cancel_scope)
 
-    async def _hear(self, sock: socket.socket, done: trio.CancelScope) -> None:
-        while not self._take(sock):
+    async def _wait_for_news(self, sock: socket.socket, done: trio.CancelScope) -> None:
+        while not self._read_news(sock):
             await trio.lowlevel.wait_readable(sock)
         done.cancel()
 
-    def _take(self, sock: socket.socket) -> bool:
+    def _read_news(self, sock: socket.socket) -> bool:
         """Take all that is there; whether any of it is news."""
         news = False
         while True:
             try:
-                message, sender = sock.recvfrom(_LONGEST)
+                message, sender = sock.recvfrom(_MAX_MESSAGE)
             except BlockingIOError:
                 return news
             except OSError:  # ENOBUFS: some were lost
                 news = True
                 continue
             from_kernel = sender[0] == 0
-            news = news or (from_kernel and (sock is self._links or is_news(message)))
+            news = news or (from_kernel and (sock is self._links or is_rdma_event(message)))
 
 
 def present_devices(sysfs: Path = _SYSFS) -> set[str]:
@@ -100,7 +100,7 @@ def present_devices(sysfs: Path = _SYSFS) -> set[str]:
     Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
     """
     found = set()
-    for device in _listed(sysfs / "infiniband_verbs"):
+    for device in _list(sysfs / "infiniband_verbs"):
         text = _read(device / "ibdev")
         if text is not None:
             found.add(text.strip())
@@ -115,10 +115,10 @@ def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
     """
     present = present_devices(sysfs)
     found = []
-    for device in _listed(sysfs / "infiniband"):
+    for device in _list(sysfs / "infiniband"):
         if device.name not in present:
             continue
-        for port in _listed(device / "ports"):
+        for port in _list(device / "ports"):
             layer, state = _read(port / "link_layer"), _read(port / "state")
             if layer is None or state is None:
                 continue
@@ -127,7 +127,7 @@ def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
     return found
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list(directory: Path) -> list[Path]:
     """Paths in a directory of sysfs; none if it is just going, or was never there.
 
     Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
@@ -141,7 +141,7 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str | None:
-    """A file of sysfs; None if it is just going.  Raises OSError as `_listed`."""
+    """A file of sysfs; None if it is just going.  Raises OSError as `_list`."""
     try:
         return path.read_text(encoding="ascii")
     except OSError as error:

@@ -53,11 +53,11 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
         return True  # no way leads there: refused at once
     if not routes or routes[0]["type"] != _UNICAST:
         return True  # here, or everybody
-    state = _state(_next_hop(routes[0]) or destination, routes[0].get_attr("RTA_OIF"))
+    state = _neighbour_state(_next_hop(routes[0]) or destination, routes[0].get_attr("RTA_OIF"))
     if state is None or state & _USABLE:
         return True
     if state != _INCOMPLETE:
-        _look_for(destination, interface)
+        _resolve(destination, interface)
     return False
 
 
@@ -75,7 +75,7 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
     return found[0] if found else None
 
 
-def _state(hop: str, interface: int) -> int | None:
+def _neighbour_state(hop: str, interface: int) -> int | None:
     """What the kernel's neighbour table says; None: it cannot be asked."""
     try:
         found = ask_anew(lambda route: route.neigh("get", dst=hop, ifindex=interface))
@@ -85,7 +85,7 @@ def _state(hop: str, interface: int) -> int | None:
     return int(found[0]["state"]) if found else None
 
 
-def _look_for(destination: str, interface: int) -> None:
+def _resolve(destination: str, interface: int) -> None:
     """Let the kernel ask the network for it.  Never waits."""
     v6 = ":" in destination
     with contextlib.suppress(OSError), _datagrams(v6=v6) as sock:

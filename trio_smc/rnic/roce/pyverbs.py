@@ -209,7 +209,7 @@ def _constants(module: ModuleType) -> SimpleNamespace:
 
 
 @contextmanager
-def _root_logger_kept() -> Iterator[None]:
+def _keep_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
@@ -230,7 +230,7 @@ class Verbs:
     """
 
     def __init__(self) -> None:
-        with _root_logger_kept():
+        with _keep_root_logger():
             from pyverbs import addr, cq, device, mr, pd, pyverbs_error, qp, wr
 
             try:

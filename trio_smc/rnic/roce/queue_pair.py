@@ -14,8 +14,8 @@ long slot                            a message too long for a slot, of which the
 
 `PostedSends` keeps the books of the send queue: which slots and which bytes of the ring are still
 in use.  Requests are done in the order of their posting, and an adapter tells of signalled ones
-only; so now and then one is signalled that the caller did not want to hear of: `PostedSends.due`
-says when, `PostedSends.done` whose it was.
+only; so now and then one is signalled that the caller did not want to hear of:
+`PostedSends.must_signal` says when, `PostedSends.complete` whose it was.
 
 A receive's wr_id is its slot plus `_RECEIVE`, a send's is its number: error completions name
 neither opcode nor length, so this is what tells the two apart.  Work requests are made once,
@@ -60,7 +60,7 @@ _LONG_RECEIVES: Final = 64  # of version 2's size: they fill a quarter of a mega
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
-_PARTS: Final = 4
+_SIGNALED_PARTS: Final = 4
 """At the latest after this part of the slots or of the bytes a request is signalled."""
 _INLINE: Final = 64
 """Bytes that are asked for to be sent inline: LLC and CDC messages have 44.  The adapter then need
@@ -116,10 +116,10 @@ class Domain(ProtectionDomain):
         rnic: Port,
         context: Context,
         lib: Verbs,
-        forget: Callable[[Domain], None],
+        on_close: Callable[[Domain], None],
     ) -> None:
         self.rnic = rnic
-        self._forget = forget
+        self._on_close = on_close
         self.lib = lib
         with lib.refusals("ibv_alloc_pd"):
             self.pd: Closable = lib.pd(context)
@@ -141,7 +141,7 @@ class Domain(ProtectionDomain):
         if self.regions or self.pairs:
             raise RnicError(errno.EBUSY, "regions or queue pairs of the domain are still open")
         self.closed = True
-        self._forget(self)
+        self._on_close(self)
         with self.rnic.releasing("ibv_dealloc_pd"):
             self.pd.close()
 
@@ -156,8 +156,8 @@ class PostedSends:
     """
 
     __slots__ = (
-        "_depth", "_oldest", "_posted", "_size", "_unheard", "_unheard_bytes", "free", "next_id",
-        "position",
+        "_depth", "_oldest", "_posted", "_size", "_unsignaled", "_unsignaled_bytes", "free",
+        "next_id", "position",
     )  # fmt: skip
 
     def __init__(self, *, depth: int, size: int) -> None:
@@ -165,8 +165,8 @@ class PostedSends:
         self._size = size
         self._posted: deque[tuple[int, int, bool, int]] = deque()
         self._oldest = 0
-        self._unheard = 0
-        self._unheard_bytes = 0
+        self._unsignaled = 0
+        self._unsignaled_bytes = 0
         self.next_id: int = 0
         self.position: int = 0
         self.free: int = size
@@ -176,11 +176,11 @@ class PostedSends:
         if len(self._posted) >= self._depth or length > self.free:
             raise QueueFull
 
-    def due(self, length: int) -> bool:
+    def must_signal(self, length: int) -> bool:
         """Whether the next request, of ``length`` bytes, has to be signalled."""
         return (
-            (self._unheard + 1) * _PARTS >= self._depth
-            or (self._unheard_bytes + length) * _PARTS >= self._size
+            (self._unsignaled + 1) * _SIGNALED_PARTS >= self._depth
+            or (self._unsignaled_bytes + length) * _SIGNALED_PARTS >= self._size
         )  # fmt: skip
 
     def post(self, wr_id: int, opcode: int, length: int, *, wanted: bool, signaled: bool) -> None:
@@ -198,16 +198,16 @@ class PostedSends:
         self.free -= length
         self.position = (self.position + length) % self._size
         if signaled:
-            self._unheard = self._unheard_bytes = 0
+            self._unsignaled = self._unsignaled_bytes = 0
         else:
-            self._unheard += 1
-            self._unheard_bytes += length
+            self._unsignaled += 1
+            self._unsignaled_bytes += length
 
-    def under_way(self, number: int) -> bool:
+    def is_outstanding(self, number: int) -> bool:
         """Whether request ``number`` is not known to be done."""
         return number >= self._oldest
 
-    def done(self, number: int) -> tuple[int, int, bool]:
+    def complete(self, number: int) -> tuple[int, int, bool]:
         """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
         while True:
             wr_id, opcode, wanted, length = self._posted.popleft()
@@ -278,20 +278,20 @@ class RoceQueuePair(QueuePair):
         except self._lib.error:  # the adapter cannot send so much inline
             return make(inline=0)
 
-    def _expect(self, *states: QpState) -> None:
+    def _require_state(self, *states: QpState) -> None:
         if self._closed:
             raise RnicError(errno.EBADF, "the queue pair is closed")
         if self.state not in states:
             raise RnicError(errno.EINVAL, f"the queue pair is in state {self.state}")
 
     def to_init(self) -> None:
-        self._expect(QpState.RESET)
+        self._require_state(QpState.RESET)
         with self._lib.refusals("ibv_modify_qp to INIT"):
             self._lib.modify_to_init(self._qp, self._rnic.port)
         self.state = QpState.INIT
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
-        self._expect(QpState.INIT)
+        self._require_state(QpState.INIT)
         # Soft-RoCE accepts all of these.
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
             raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
@@ -309,7 +309,7 @@ class RoceQueuePair(QueuePair):
         self.state = QpState.RTR
 
     def to_rts(self, *, psn: int) -> None:
-        self._expect(QpState.RTR)
+        self._require_state(QpState.RTR)
         if not 0 <= psn < 1 << 24:
             raise RnicError(errno.EINVAL, f"{psn} is not a PSN")
         with self._lib.refusals("ibv_modify_qp to RTS"):
@@ -325,7 +325,7 @@ class RoceQueuePair(QueuePair):
         self.state = QpState.ERR
 
     def post_receive(self, count: int) -> None:
-        self._expect(QpState.INIT, QpState.RTR, QpState.RTS, QpState.ERR)
+        self._require_state(QpState.INIT, QpState.RTR, QpState.RTS, QpState.ERR)
         if count > len(self._free_slots):
             raise QueueFull
         try:
@@ -339,13 +339,13 @@ class RoceQueuePair(QueuePair):
         if len(data) > self._receive_size:
             raise RnicError(errno.EMSGSIZE, f"a message has at most {self._receive_size} bytes")
         if self.state is not QpState.RTS:
-            self._expect(QpState.ERR)
+            self._require_state(QpState.ERR)
         posted = self._posted
         posted.check(0)
         if len(data) <= _SLOT:
             start = self._send_slots + posted.next_id % self._rnic.send_depth * _SLOT
         else:
-            if posted.under_way(self._long):
+            if posted.is_outstanding(self._long):
                 raise QueueFull
             start, self._long = self._ring + _RING_SIZE, posted.next_id
         self._view[start : start + len(data)] = data
@@ -367,7 +367,7 @@ class RoceQueuePair(QueuePair):
         signaled: bool = False,
     ) -> None:
         if self.state is not QpState.RTS:
-            self._expect(QpState.ERR)
+            self._require_state(QpState.ERR)
         posted = self._posted
         length = len(data) + (len(more) if more is not None else 0)
         posted.check(length)
@@ -411,7 +411,7 @@ class RoceQueuePair(QueuePair):
         wanted: bool,
     ) -> None:
         posted = self._posted
-        signaled = wanted or posted.due(length)
+        signaled = wanted or posted.must_signal(length)
         request.wr_id = posted.next_id
         request.send_flags = flags | self._signaled if signaled else flags
         try:
@@ -435,7 +435,7 @@ class RoceQueuePair(QueuePair):
             data = None if status else bytes(self._view[start : start + wc.byte_len])
             found.append(Completion(self.qp_num, WcOpcode.RECV, status, 0, data))
             return
-        wr_id, opcode, wanted = self._posted.done(number)
+        wr_id, opcode, wanted = self._posted.complete(number)
         if wanted or status:
             found.append(Completion(self.qp_num, opcode, status, wr_id, None))
 
