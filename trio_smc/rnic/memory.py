@@ -1,16 +1,17 @@
 """Memory that peers write into: a sealed memfd, so that another process can map the same pages.
 
-`Memory` is ours; `PeerMemory` is a peer's, mapped from a descriptor that came over a socket.
-A mapping needs no descriptor.  `mmap.mmap` keeps a copy of the one it is given, and without
-asking before Python 3.13; a server with hundreds of link groups would run out of them.
+`Memory` belongs to this process.  `PeerMemory` belongs to a peer and is mapped from a descriptor
+that was received over a socket.  A mapping needs no descriptor, but `mmap.mmap` keeps a copy of the
+one it is given, always before Python 3.13; a server with hundreds of link groups would run out of
+descriptors.
 
 Theory of operation: pages
 --------------------------
-A memfd has no page before one is touched, by this process or by a peer that maps it.  Where the
-system may refuse a page then (`host.overcommit`), the process that touches it is killed by SIGBUS.
-So the owner allocates all pages before they are touched (`Memory.commit`): those of a ring when it
-is made, those of an RMB element when it is handed out.  Pages that `Memory.wipe` gave back have
-to be allocated anew.
+A page of a memfd is allocated when this process, or a peer that maps the memfd, first touches it.
+If the system refuses the page (`host.overcommit`), SIGBUS kills the process that touches it.  So
+the owner allocates all pages in advance (`Memory.commit`): the pages of a ring when the ring is
+created, those of an RMB element when a connection gets the element.  Pages that `Memory.wipe` has
+given back to the system must be allocated again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ZEROES = memoryview(bytes(64 * 1024))
 QUICK_TO_FREE = 32 << 20  # bytes, in about 2 ms; 2 GiB took 140 ms
 _HUGE_PAGE = 2 << 20  # the last page of a memfd may be one ("shmem_enabled")
 _BLOCK = 512  # unit of st_blocks (stat(3type))
-if sys.platform == "linux":  # elsewhere there is no RNIC, and no caller
+if sys.platform == "linux":  # other systems have no RNIC, and no caller
     import fcntl
 
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -63,10 +64,10 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     """A shared mapping that keeps no descriptor.  Raises OSError, ValueError, OverflowError."""
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, size, trackfd=False)
-    # One anonymous page, the file's first page in its place at once, then the rest by mremap(2).
+    # Map one anonymous page, replace it by the file's first page, and add the rest by mremap(2).
     # A placeholder of the full size would count against the commit limit, unlike shared memory:
-    # where vm.overcommit_memory is 2, MAP_NORESERVE has no effect.  A placeholder of PROT_NONE
-    # would not count, but makes an `mmap` object that cannot be written to.
+    # if vm.overcommit_memory is 2, MAP_NORESERVE has no effect.  A placeholder of PROT_NONE would
+    # not count, but its `mmap` object would be read-only.
     first = min(size, mmap.PAGESIZE)
     mapping = mmap.mmap(-1, first, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -87,10 +88,11 @@ class Memory:
     """A zeroed, page-aligned piece of shared memory of fixed size.
 
     Attributes:
-      fd: the memfd, sealed against shrinking and growing; -1 when it is closed.
+      fd: the memfd, sealed against shrinking and growing; -1 after it was closed.
       size: bytes.
       view: the whole memory as a writable memoryview of bytes.
-      pinned: an adapter writes to these very pages, whatever the memfd holds; it sets this itself.
+      pinned: an adapter has these pages registered and writes to them even if the memfd drops them.
+        The adapter's code sets it.
     """
 
     pinned = False
@@ -109,20 +111,20 @@ class Memory:
             raise
         self.view: memoryview[int] = memoryview(self._map)
         self._slices: list[memoryview] = []
-        self._committed = False  # some of it was allocated by `commit`
+        self._committed = False  # `commit` has allocated some pages
 
     def commit(self, start: int, length: int) -> bool:
-        """Allocate the pages of ``length`` bytes from ``start``, if the system might refuse one of
-        them when it is first touched.
+        """Allocate the pages of ``length`` bytes from ``start``, if the system could refuse a page
+        at its first access.
 
         Takes 0.1 ms for each MiB.  `wipe` undoes it.
 
         Returns:
-          True: they are allocated now.  False: no page is refused on this system.
+          True: the pages are allocated.  False: this system refuses no page.
 
         Raises:
-          OSError: the commit limit (ENOSPC) or another limit does not allow it; no page is left
-            allocated then.
+          OSError: the commit limit (ENOSPC) or another limit does not allow it; then no page stays
+            allocated.
         """
         if self.pinned or not commit_is_limited():
             return False
@@ -131,18 +133,18 @@ class Memory:
         return True
 
     def slice(self, start: int, length: int) -> memoryview:
-        """A view of ``length`` bytes from ``start`` that `close` releases."""
+        """A view of ``length`` bytes from ``start``; `close` releases it."""
         piece = self.view[start : start + length]
         self._slices.append(piece)
         return piece
 
     @property
     def address(self) -> int:
-        """Where this process sees the memory; for RNICs that take virtual addresses."""
+        """The virtual address of the memory in this process, for RNICs that need one."""
         return _address(self._map)
 
     def zero(self, start: int, length: int) -> None:
-        """Zero ``length`` bytes from ``start``; the pages stay in memory, or come into being."""
+        """Zero ``length`` bytes from ``start`` in place.  Missing pages are allocated."""
         view = self.view
         while length > 0:
             piece = min(length, len(_ZEROES))
@@ -151,16 +153,16 @@ class Memory:
             length -= piece
 
     def wipe(self, start: int, end: int, most: int) -> int:
-        """Zero some of the bytes from ``start`` to ``end``; returns where to go on: there all is
-        zero when that is ``end``.
+        """Zero some of the bytes from ``start`` to ``end``; returns the offset at which the next
+        call has to start.  If that is ``end``, all bytes are zero.
 
-        The pages go back to the system, so that the next use costs 25 to 40 times as much as that
-        of memory that was zeroed in place, on each side that has it mapped.  Pages that nobody
-        wrote to cost nothing, unless `commit` allocated some: SEEK_DATA does not find those, and
-        they go back, too.  Pinned memory is zeroed in place.
+        The pages are given back to the system.  Their next use then costs 25 to 40 times as much as
+        after zeroing in place, in each process that maps them.  Pages that were never written are
+        skipped at no cost, unless `commit` has allocated some: SEEK_DATA does not report those, so
+        all pages are given back then.  Pinned memory is zeroed in place.
 
         Args:
-          most: bytes that are zeroed at most, which is what takes the time.
+          most: bytes to zero at most in this call; zeroing is what takes time.
         """
         if not self.pinned and not self._committed:
             try:
@@ -180,13 +182,14 @@ class Memory:
         return end
 
     def close_descriptor(self) -> None:
-        """Nobody else will be given the memory, which stays mapped.  Idempotent."""
+        """Close `fd`, so that no other process can map the memory; it stays mapped here.
+        Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def close(self) -> None:
-        """Unmap and close; views of it become invalid.  Idempotent."""
+        """Unmap the memory, close `fd` and invalidate all views.  Idempotent."""
         for piece in self._slices:
             piece.release()
         self._slices.clear()
@@ -211,14 +214,15 @@ class PeerMemory:
 
     @classmethod
     def map_untrusted(cls, fd: int, size: int) -> PeerMemory:
-        """Map ``size`` bytes of a memfd that a peer sent; ``fd`` stays the caller's to close.
+        """Map ``size`` bytes of a memfd that a peer sent.  The caller closes ``fd``.
 
-        Memory that could shrink would kill this process with SIGBUS at the next access, so the
-        seal and the size are checked first; so would huge pages that the system has run out of.
-        Only a memfd and a tmpfs file have seals: fstat(2) and mmap(2) of others may wait.
+        If the peer could shrink the memory, or if the system had run out of huge pages for it, the
+        next access would kill this process with SIGBUS.  So the seals, the page size and the size
+        are checked first.  The seals come before all else: only a memfd and a tmpfs file have them,
+        and fstat(2) and mmap(2) of another file may block.
 
         Raises:
-          ProtocolError: it cannot be mapped, or not safely.
+          ProtocolError: the memory cannot be mapped, or not safely.
           OSError: this process lacks memory or address space (`is_lack`); try again later.
         """
         try:
@@ -243,7 +247,7 @@ class PeerMemory:
             raise ProtocolError(f"shared memory that cannot be mapped: {problem}") from problem
 
     def cast(self, start: int, length: int, code: str) -> memoryview:
-        """A view of part of it as native integers (``code`` as in `struct`)."""
+        """A view of a part of the memory as native integers (``code`` as in `struct`)."""
         piece = self.view[start : start + length]
         words = piece.cast(code)  # type: ignore[call-overload]
         piece.release()
@@ -251,10 +255,10 @@ class PeerMemory:
         return words  # type: ignore[no-any-return]
 
     def close(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
-        """Unmap; views of it become invalid.  Idempotent.
+        """Unmap the memory and invalidate all views.  Idempotent.
 
-        ``later``: calls what it is given in another thread; used if there is much to free, should
-        this process be the last that maps the memory.
+        ``later``: calls its argument in another thread.  Used for large memory, because unmapping
+        frees all pages if this process is the last one that maps them.
         """
         for words in self._casts:
             words.release()

@@ -1,8 +1,8 @@
 """The thread of an RNIC: it sleeps until the RNIC has something to report, and wakes Trio.
 
-The thread never polls completions: if it did, everything would be slower than TCP, because each
-message would then pass two sleeping threads and the GIL.  Trio drains while it is awake; the
-RNIC is armed only when Trio goes to sleep, so the thread is woken about once for each sleep.
+The thread never polls completions.  If it did, each message would have to wake two threads and
+pass the GIL, which is slower than TCP.  Trio drains while it is awake.  The RNIC is armed only when
+Trio goes to sleep, so the thread is woken about once for each sleep of Trio.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["NoThread", "Poller"]
 
 
 class NoThread(RuntimeError):
-    """No thread can be started: there is no memory for one, or there may be no more of them."""
+    """No thread can be started: memory is short, or the limit on threads is reached."""
 
 
 class Poller:
-    """Waits on one RNIC's `Rnic.wait_fd` in a thread of its own.
+    """Waits on the `Rnic.wait_fd` of one RNIC in a separate thread.
 
     Args:
       rnic: an open RNIC.
@@ -30,8 +30,9 @@ class Poller:
         quick and may not block.
 
     Attributes:
-      pending: set by the thread before `wake`; the caller of `Rnic.service` clears it before.
-      wakeups: how often the thread woke up for the RNIC.
+      pending: the thread sets it before it calls ``wake``.  The task that calls `Rnic.service`
+        clears it before that call.
+      wakeups: how often the RNIC has woken the thread.
 
     Raises:
       OSError: descriptors or epoll watches run out.
@@ -53,7 +54,7 @@ class Poller:
         )
         try:
             self._epoll.register(self._stop, select.EPOLLIN)
-            # Edge triggered: the thread sleeps until Trio has serviced the RNIC.
+            # Edge-triggered, so that the thread sleeps again until Trio has serviced the RNIC.
             self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
             try:
                 self._worker.start()

@@ -11,7 +11,7 @@ a processor of its own.  `AdaptiveSpin` finds out if it does:
   waits were only somewhat longer than the spin, so that each paid for a spin and for a sleep, the
   spin becomes as long as they are.  A long spin that fails as often as it succeeds only takes the
   processor from the peer; each time it takes twice as many such waits until it is tried again.
-* A peer that makes pauses is not waited for in this way.
+* For a peer that makes pauses there is no spin.
 
 If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
 wakes a peer mostly on the processor of the task that woke it.  That too is done less often if it

@@ -23,13 +23,13 @@ here                                    ibverbs
 ``RnicEvent``                           ``ibv_get_async_event``
 ======================================  ==========================================================
 
-Two liberties: receive buffers belong to the RNIC (a completion carries the bytes), and a write's
-data is given as memoryviews of any memory; an RNIC that can only send registered memory copies
-it into a send ring of its own first (`Rnic.copies_on_post`).
+There are two differences.  Receive buffers belong to the RNIC: a completion carries the bytes.  And
+the data of a write is given as memoryviews of any memory: an RNIC that can send registered memory
+only first copies it into its own send ring (`Rnic.copies_on_post`).
 
 All methods are called on the Trio thread; the RNIC's own thread only sleeps on `Rnic.wait_fd`.
-Completions of one queue come in the order in which the work was posted.  When a queue pair fails
-there is no order between its two queues: flushed receives may be seen before the request that
+Completions of one queue arrive in the order in which the work was posted.  When a queue pair fails,
+its two queues have no order between them: flushed receives may complete before the request that
 failed.
 """
 
@@ -138,7 +138,7 @@ class RnicEvent(StrEnum):
 
 
 class Completion(NamedTuple):
-    """One completed work request.  ``opcode`` and ``data`` hold only when ``status`` is 0."""
+    """One completed work request.  ``opcode`` and ``data`` are valid only if ``status`` is 0."""
 
     qp_num: int
     opcode: int
@@ -212,12 +212,13 @@ class QueuePair(ABC):
 
     @abstractmethod
     def post_receive(self, count: int) -> None:
-        """Post ``count`` buffers of the size that `Rnic.create_qp` was given.  Without one a peer's
-        send waits."""
+        """Post ``count`` receive buffers of the size given to `Rnic.create_qp`.  If no buffer is
+        posted, a peer's send waits."""
 
     @abstractmethod
     def post_send(self, wr_id: int, data: bytes, *, signaled: bool = True) -> None:
-        """Send at most as many bytes as a receive buffer has; they are copied before this returns.
+        """Send ``data``, at most as many bytes as a receive buffer has.  The bytes are copied
+        before this returns.
 
         Raises QueueFull.
         """
@@ -243,33 +244,33 @@ class QueuePair(ABC):
     def deliver(
         self, message: bytes, data: bytes | memoryview | None, address: int, rkey: int
     ) -> bool:
-        """Write ``data``, if any, and send ``message``, if that can be done before this returns.
+        """Write ``data``, if any, and send ``message`` at once, if that is possible.
 
-        Only if the peer's memory can be reached without a wire, and while nothing is queued.
+        It is possible only if the peer's memory is on this host and nothing is queued.
 
         Returns:
-          True: both have arrived, after all that was posted before; there will be no completion.
-          False: the caller posts them with `post_write` and `post_send` instead.
+          True: both have arrived, after everything that was posted before.  No completion follows.
+          False: nothing was done; use `post_write` and `post_send`.
 
         Raises:
-          DeliveryUnknown: the peer's queue pair ended just then, and may have received them; this
-            queue pair is in ERR, and a completion reports that.
+          DeliveryUnknown: the peer's queue pair ended at the same time and may have received them.
+            This queue pair is in ERR, and a completion reports that.
         """
         return False
 
     @abstractmethod
     def write_capacity(self) -> int:
-        """Bytes that `post_write` can take now; bounded only if `Rnic.copies_on_post`.
+        """Bytes that `post_write` accepts now; bounded only if `Rnic.copies_on_post`.
 
-        The number grows with completions, and only signaled requests have one: a caller that waits
-        for room posts a signaled request after its writes.
+        The number grows with completions, and only signaled requests have completions.  So a caller
+        that waits for room posts a signaled request after its writes.
         """
 
     def can_reach(self, rkey: int) -> bool:
-        """False if a region that the peer says it has registered cannot be written to.
+        """False if this side cannot write to a region that the peer has announced.
 
-        Only where this side needs resources of its own for that, and lacks them, or the peer
-        lacked some: a region that is refused costs one registration, a write to it the queue pair.
+        That happens if writing needs resources of this side, and either side lacks some.  To refuse
+        the region costs the peer one registration; a write to it would end the queue pair.
         """
         return True
 
@@ -303,20 +304,20 @@ class Rnic(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the device and all that was made from it.  Idempotent."""
+        """Close the device and everything that was created from it.  Idempotent."""
 
     def abandon(self) -> None:  # noqa: B027 - most devices have nothing to release
-        """Release what keeps peers from noticing the end of the parent process.
+        """Release everything that would keep peers from noticing the end of the parent process.
 
-        To be called in a forked child: the device belongs to its parent, and is neither used nor
-        closed here.
+        To be called in a forked child.  The device belongs to the parent process, so the child must
+        neither use nor close it.
         """
 
     @abstractmethod
     def alloc_memory(self, size: int) -> Memory:
-        """Zeroed memory of ``size`` bytes.  Only such memory can be registered with this RNIC.
+        """Allocate ``size`` zeroed bytes.  Only such memory can be registered with this RNIC.
 
-        Each kind of RNIC has its own way of zeroing it again while it is registered.
+        Each kind of RNIC zeroes registered memory in its own way (`Memory.wipe`).
         """
 
     @abstractmethod
@@ -329,21 +330,21 @@ class Rnic(ABC):
 
         Args:
           receive_size: bytes of a posted receive buffer, `RECEIVE_SIZE` or more.  Software RNICs
-            have no more.
+            support `RECEIVE_SIZE` only.
         """
 
     def is_direct(self, gid: bytes) -> bool | None:
-        """True if the peer with this GID is reached without a gateway; None: it is not reached."""
+        """True if no gateway is on the way to the peer with this GID; None: there is no route."""
         return True
 
     def address_known(self, gid: bytes) -> bool:
-        """True if a queue pair can be connected to the peer with this GID at once, or is refused at
-        once.  If not, starts to resolve the peer's address, without waiting; call it again."""
+        """True if the verbs connect a queue pair to the peer with this GID, or refuse it, without
+        waiting.  Otherwise this starts to resolve the peer's address; call it again later."""
         return True
 
     @abstractmethod
     def poll(self) -> list[Completion]:
-        """Take the completions, oldest first; an empty list if there are none."""
+        """Take all completions, oldest first; an empty list if there are none."""
 
     def poll_plain(self) -> Sequence[PlainCompletion]:
         """As `poll`, for the hot path."""
@@ -358,38 +359,38 @@ class Rnic(ABC):
 
     @abstractmethod
     def arm(self) -> bool:
-        """Ask for a wakeup at the next completion.
+        """Request a wakeup at the next completion.
 
-        Returns False if there are completions already: poll again instead of sleeping.
+        Returns False if there are completions already; then poll again instead of sleeping.
         """
 
     def disarm(self) -> None:
-        """Undo `arm`, because the loop is awake: spares a wakeup that is not needed.
+        """Undo `arm` because the loop is awake, which saves a wakeup.
 
-        Optional; without `arm` before it does nothing.
+        Optional.  Does nothing if the RNIC is not armed.
         """
         return
 
     @abstractmethod
     def wait_fd(self) -> int:
-        """A file descriptor for the thread to sleep on: readable when `service` has work."""
+        """A file descriptor that the thread sleeps on: readable if `service` has work."""
 
     def completion_fd(self) -> int | None:
         """A descriptor for a loop that waits for completions itself; valid until `close`.
 
-        It becomes readable for completions, and from then on `wait_fd` only for everything else.
-        None: this RNIC cannot separate them.
+        After this call completions make this descriptor readable, and everything else `wait_fd`.
+        None: this RNIC cannot separate the two.
         """
         return None
 
     def acknowledge(self) -> bool:
-        """Clear the readiness of `completion_fd`.  The next `poll` finds what has completed.
+        """Clear the readiness of `completion_fd`.  The next `poll` returns the completions.
 
-        False: the RNIC failed, and the descriptor will not become readable any more.
+        False: the RNIC has failed, and the descriptor will not become readable again.
         """
         return False
 
     @abstractmethod
     def service(self) -> None:
-        """Clear the readiness of `wait_fd` and do the slow work: device events, peers that
-        came or went.  Completions that this produces are found by the next `poll`."""
+        """Clear the readiness of `wait_fd` and handle device events and peers that connect or
+        leave.  The next `poll` returns the completions that result."""

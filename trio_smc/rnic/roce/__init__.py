@@ -1,1 +1,1 @@
-"""RoCE adapters and soft-RoCE by pyverbs."""
+"""RoCE adapters and the kernel's soft-RoCE, through pyverbs."""

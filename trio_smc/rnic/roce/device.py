@@ -1,20 +1,20 @@
-"""A RoCE port, of an adapter or of the kernel's soft-RoCE, through pyverbs.
+"""A port of a RoCE adapter or of the kernel's soft-RoCE, through pyverbs.
 
 Theory of operation.  One completion queue on one completion channel serves all queue pairs of an
-RNIC: with pyverbs 44 a channel of two queues cannot be read safely.  The channel's descriptor and
-that of the asynchronous events sit in one epoll instance, which is what `wait_fd` gives:
-level-triggered, so that it stays readable until `service` has taken the event.  Who wants the
-channel's for itself takes it out (`completion_fd`).
+RNIC, because pyverbs 44 cannot safely read a channel of two queues.  One epoll instance watches
+the channel's descriptor and that of the asynchronous events; `wait_fd` returns the epoll instance.
+It is level-triggered, so that it stays readable until `service` has read the event.
+`completion_fd` removes the channel's descriptor from it and returns that descriptor.
 
-Verbs have no way to look whether something has completed without taking it, so `arm` keeps what
-it finds for the next `poll`.
+Verbs cannot check for completions without taking them, so `arm` keeps the completions that it
+polls for the next `poll`.
 
-A device may fail or be pulled out at any moment: then every verb is refused.  That is told as
-FATAL, by `service` or at the latest by `arm`; from then on what is closed keeps quiet about
-refusals, and `poll` gives nothing.
+A device may fail or be removed at any moment.  Then it refuses every verb.  `service`, or at the
+latest `arm`, reports FATAL.  After that, refusals are ignored while objects are closed, and `poll`
+returns nothing.
 
-Everything closes exactly once and in the order queue pair, region, domain, completion queue,
-channel, device: a call on a closed object of pyverbs crashes the process.
+Each object is closed exactly once, in the order queue pair, region, domain, completion queue,
+channel, device.  A call on a closed object of pyverbs would crash the process.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _log = logging.getLogger("trio_smc.rnic")
 
 _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
-"""Soft-RoCE's largest: room for all that 63 queue pairs can have posted."""
+"""The largest queue of soft-RoCE: room for everything that 63 queue pairs can have posted."""
 _RESOLVED_FOR: Final = 0.1
-"""Seconds: who has looked whether an address is known connects to it next, and asks no more."""
+"""Seconds for which a resolved address counts as known: the caller checks it and then connects."""
 
 
 class VerbsRnic(Rnic):
@@ -68,7 +68,8 @@ class VerbsRnic(Rnic):
       gid_index: the GID to use; None: a RoCE v2 GID made from a global address, if there is one.
 
     Attributes:
-      failed: the device is gone or does not answer; set when FATAL is told, until the next `open`.
+      failed: the device was removed or does not answer; set when FATAL is reported, cleared by the
+        next `open`.
       gid_is_fixed: the user chose the GID, and with it RoCE v1 or v2.
     """
 
@@ -161,7 +162,7 @@ class VerbsRnic(Rnic):
 
     @contextmanager
     def releasing(self, what: str) -> Iterator[None]:
-        """Around giving something back, which a device that has failed refuses."""
+        """Context of a release of resources: ignores the refusals of a device that has failed."""
         lib = self._opened()
         try:
             yield
@@ -192,7 +193,7 @@ class VerbsRnic(Rnic):
         return pair
 
     def detach(self, pair: RoceQueuePair) -> None:
-        """A queue pair closes: take its completions out, its number may be given again."""
+        """Drop the completions of a queue pair that closes: its number may be used again."""
         self._poll_into(self._unpolled)
         del self._pairs[pair.qp_num]
         self._unpolled = [found for found in self._unpolled if found.qp_num != pair.qp_num]
@@ -216,7 +217,8 @@ class VerbsRnic(Rnic):
             try:
                 count, completions = cq.poll(_BATCH)
             except lib.error as refused:
-                self._refusal = f"ibv_poll_cq: {refused}"  # this may be deep inside of anything
+                # `arm` reports the failure: this method may be called from anywhere.
+                self._refusal = f"ibv_poll_cq: {refused}"
                 return
             for wc in completions:
                 pair = pairs.get(wc.qp_num)
@@ -228,12 +230,12 @@ class VerbsRnic(Rnic):
         if self.failed:
             return not self._unpolled
         if self._cq is not None:
-            # For every completion: no rule makes a peer's messages solicited.
+            # 0: for each completion, because no rule makes a peer's messages solicited.
             try:
                 self._cq.req_notify(0)
             except lib.error as refused:
                 self._refusal = f"ibv_req_notify_cq: {refused}"
-        # What completed before arming raises no event.
+        # Completions from before `req_notify` cause no event.
         self._poll_into(self._unpolled)
         if self._refusal:
             self._fail(self._refusal)
@@ -261,7 +263,7 @@ class VerbsRnic(Rnic):
 
     def service(self) -> None:
         lib = self._opened()
-        # Until nothing is readable: a sleeper that waits for edges sees no second event otherwise.
+        # Until nothing is readable: otherwise the edge-triggered poller would see no further event.
         while not self.failed and (ready := self._epoll.poll(0)):
             for fd, _ in ready:
                 try:
@@ -293,7 +295,7 @@ class VerbsRnic(Rnic):
             self.look_at_port()  # the event names neither port nor GID
 
     def look_at_port(self) -> None:
-        """See whether the port went down or came up, and what its MTU is: `RnicEvent` tells."""
+        """Read the port's state and MTU, and report PORT_UP or PORT_DOWN if the state changed."""
         lib = self._opened()
         before = self.port_active
         try:
@@ -308,7 +310,7 @@ class VerbsRnic(Rnic):
             self._report(RnicEvent.PORT_UP if self.port_active else RnicEvent.PORT_DOWN)
 
     def _fail(self, why: str) -> None:
-        """The device is gone: tell so, once."""
+        """Report once that the device has failed."""
         if self.failed:
             return
         for fd in self._watched:
@@ -322,15 +324,15 @@ class VerbsRnic(Rnic):
         if self.on_event is not None:
             self.on_event(event)
 
-    # -- GIDs, and how peers are reached -----------------------------------------------------
+    # -- GIDs and routes to peers ------------------------------------------------------------
 
     @property
     def gid_entry(self) -> Gid:
-        """The entry of the GID table that this RNIC uses, as it was when it was opened."""
+        """The entry of the GID table that was chosen when this RNIC was opened."""
         return self._gid
 
     def gid_table(self) -> list[Gid]:
-        """The port's GIDs now; empty when the device is gone."""
+        """The current GIDs of the port; empty if the device was removed."""
         lib = self._opened()
         try:
             return lib.gids(self._context, self.port)
@@ -338,16 +340,16 @@ class VerbsRnic(Rnic):
             return []
 
     def with_gid(self, number: int) -> Self:
-        """The same port with another GID, not open yet; its name says which."""
+        """The same port with another GID, not open yet; the index is a part of its name."""
         other = type(self)(self.device, self.port, number)
         other.gid_is_fixed = self.gid_is_fixed
         other.name = f"{self.name}#{number}"
         return other
 
     def gid_towards(self, peer: bytes) -> Gid:
-        """Our GID's entry with the encapsulation that this peer speaks.
+        """The entry of our GID with the encapsulation that this peer uses.
 
-        Raises RnicError when the GID is not in the table any more.
+        Raises RnicError if the GID was removed from the table.
         """
         lib = self._opened()
         with lib.refusals("ibv_query_gid_table"):
@@ -366,7 +368,7 @@ class VerbsRnic(Rnic):
         try:
             own = self.gid_towards(gid)
         except RnicError:
-            return True  # it will be told by who needs it
+            return True  # `to_rtr` will raise the same error
         if not contains_mac(gid, own):
             if not neighbours.is_known(gid, own.value, own.ifindex):
                 return False

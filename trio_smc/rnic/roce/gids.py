@@ -1,8 +1,8 @@
-"""Which entry of a port's GID table a RoCE port uses, and which towards a peer.
+"""Choose the entry of a port's GID table, for the port itself and for each peer.
 
-A GID stands in the table once for each encapsulation that the adapter knows: RoCE v1 (its own
-Ethernet type) and RoCE v2 (UDP).  Both ends of a link must use the same one, and no message of
-RFC 7609 tells which; what tells is the peer's GID (`towards`).
+The table has one entry of a GID for each encapsulation that the adapter supports: RoCE v1 (an
+Ethernet type of its own) and RoCE v2 (UDP).  Both ends of a link must use the same encapsulation.
+No message of RFC 7609 names it, but the peer's GID shows it (`towards`).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _LINK_LOCAL: Final = b"\xfe\x80" + bytes(6)
 
 
 def choose(table: Sequence[Gid], index: int | None) -> Gid | None:
-    """The entry at ``index``; None: one of RoCE v2 and made from a global address, if possible."""
+    """The entry at ``index``.  If that is None, an entry of RoCE v2 with a global address is
+    preferred."""
     if index is not None:
         return next((gid for gid in table if gid.number == index), None)
-    # Global before link-local: it can be routed.  False sorts before True.
+    # A global address can be routed.  False sorts before True.
     order = sorted(table, key=lambda gid: (gid.kind != ROCE_V2, gid.value[:2] == b"\xfe\x80"))
     return order[0] if order else None
 
 
 def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid | None:
-    """The entry of ``own``'s GID for a link to the peer with this GID; None: it has gone.
+    """The entry of ``own``'s GID for a link to the peer with this GID; None: the GID was removed.
 
-    An address that goes and comes back changes its index, so the table of this moment is asked.
-    Of the GID's entries that of the peer's encapsulation is taken, if there is one, else
-    that of ``own``.
+    An address that is removed and added again gets another index, so the current table is searched.
+    The entry with the peer's encapsulation is preferred, then the entry with that of ``own``.
 
     Args:
       peer: the peer's GID, 16 bytes.
-      table: the port's entries now.
+      table: the current entries of the port.
       own: the entry that was chosen when the RNIC was opened.
-      fixed: the user chose it: no other encapsulation will do.
+      fixed: the user chose ``own``, so no other encapsulation is allowed.
     """
     wanted = own.kind if fixed else _encapsulation(peer)
     same = [gid for gid in table if (gid.ifindex, gid.value) == (own.ifindex, own.value)]
@@ -53,20 +53,20 @@ def towards(peer: bytes, table: Sequence[Gid], own: Gid, *, fixed: bool) -> Gid 
 
 
 def is_mapped(gid: bytes) -> bool:
-    """Whether it was made from an IPv4 address."""
+    """True if the GID was made from an IPv4 address."""
     return gid[:12] == bytes(10) + b"\xff\xff"
 
 
 def contains_mac(peer: bytes, own: Gid) -> bool:
-    """Whether nobody has to be asked for this peer's MAC address: with RoCE v1 a link-local GID
-    is made from it."""
+    """True if this peer's MAC address follows from its GID: a link-local GID of RoCE v1 was made
+    from the MAC address."""
     return own.kind == ROCE_V1 and peer[:8] == _LINK_LOCAL
 
 
 def _encapsulation(gid: bytes) -> int:
-    """What a peer with this GID speaks.
+    """The encapsulation that a peer with this GID uses.
 
-    Whoever has no IP address in its GID, but the one that is made from the port's MAC address,
-    asks for RoCE v1: Linux does for SMC-R version 1, and takes the table's first entry.
+    If the GID contains no IP address and was made from the port's MAC address, the peer uses RoCE
+    v1.  Linux does so for SMC-R version 1: it takes the first entry of its table.
     """
     return ROCE_V1 if gid[:8] == _LINK_LOCAL and gid[11:13] == b"\xff\xfe" else ROCE_V2

@@ -1,9 +1,9 @@
-"""RoCE ports that come and go: news from the kernel, and which devices and ports there are.
+"""Hot-plugging of RoCE ports: notifications of the kernel, and the devices and ports present.
 
-Two netlink sockets tell the news: that of uevents when a device is made or taken away, that of the
-network when an interface goes up or down, on which the port of an RDMA device follows.  What
-changed is not read from them but looked up in sysfs afterwards: messages may be lost when there
-are many.
+Two netlink sockets receive the notifications.  The uevent socket reports each device that is added
+or removed.  The routing socket reports each network interface that goes up or down; the port of
+its RDMA device follows.  If there are many messages, some may be lost; so they only say that
+something has changed.  The present state is read from sysfs afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 _NETLINK_KOBJECT_UEVENT: Final = 15  # <linux/netlink.h>
-_KERNEL_UEVENTS: Final = 1  # what udev sends itself is in another group
+_KERNEL_UEVENTS: Final = 1  # udev sends its own messages to another group
 _RTMGRP_LINK: Final = 1
 _MAX_MESSAGE: Final = 1 << 16
 _SYSFS: Final = Path("/sys/class")
@@ -37,12 +37,12 @@ _ACTIVE: Final = "4:"  # IBV_PORT_ACTIVE and its name
 
 
 def is_rdma_event(uevent: bytes) -> bool:
-    """Whether a uevent, which begins with "ACTION@PATH", is of an RDMA device."""
+    """True if a uevent, which begins with "ACTION@PATH", concerns an RDMA device."""
     return b"/infiniband" in uevent.partition(b"\0")[0]
 
 
 class PortWatch:
-    """What the two sockets say.  Made by `open`."""
+    """The two netlink sockets; created by `open`."""
 
     def __init__(self, devices: socket.socket, links: socket.socket) -> None:
         self._devices = devices
@@ -51,7 +51,7 @@ class PortWatch:
     @classmethod
     @contextmanager
     def open(cls) -> Iterator[PortWatch]:
-        """Hear from now on.  Raises OSError where the kernel has no such sockets."""
+        """Subscribe to both kinds of notifications.  Raises OSError if the kernel lacks them."""
         with contextlib.ExitStack() as stack:
             found = []
             for family, group in (
@@ -66,7 +66,7 @@ class PortWatch:
             yield cls(*found)
 
     async def changed(self) -> None:
-        """Return when there is news; several at once are one."""
+        """Wait until something has changed; several notifications at once count as one."""
         async with trio.open_nursery() as nursery:
             for sock in (self._devices, self._links):
                 nursery.start_soon(self._wait_for_news, sock, nursery.cancel_scope)
@@ -77,14 +77,14 @@ class PortWatch:
         done.cancel()
 
     def _read_news(self, sock: socket.socket) -> bool:
-        """Take all that is there; whether any of it is news."""
+        """Read all messages in a socket's buffer; True if a port or device may have changed."""
         news = False
         while True:
             try:
                 message, sender = sock.recvfrom(_MAX_MESSAGE)
             except BlockingIOError:
                 return news
-            except OSError:  # ENOBUFS: some were lost
+            except OSError:  # ENOBUFS: messages were lost
                 news = True
                 continue
             from_kernel = sender[0] == 0
@@ -94,10 +94,10 @@ class PortWatch:
 def present_devices(sysfs: Path = _SYSFS) -> set[str]:
     """Names of the devices that can be opened now.
 
-    A device that is being deleted while somebody has it open keeps its own entry in sysfs, but
-    loses that of its verbs at once.
+    If a device is deleted while a process has it open, its own entry stays in sysfs, but the entry
+    of its verbs disappears at once.
 
-    Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
+    Raises OSError: this process lacks descriptors or memory; the devices are unknown then.
     """
     found = set()
     for device in _list(sysfs / "infiniband_verbs"):
@@ -108,10 +108,10 @@ def present_devices(sysfs: Path = _SYSFS) -> set[str]:
 
 
 def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
-    """Device and number of every RoCE port of this host that is active now.
+    """Device name and port number of each active RoCE port of this host.
 
-    Asked of sysfs, so that a host without any need not load pyverbs.  Raises OSError as
-    `present_devices`.
+    Read from sysfs, so that a host without RoCE ports never loads pyverbs.  Raises OSError as
+    `present_devices` does.
     """
     present = present_devices(sysfs)
     found = []
@@ -128,9 +128,9 @@ def active_ports(sysfs: Path = _SYSFS) -> list[tuple[str, int]]:
 
 
 def _list(directory: Path) -> list[Path]:
-    """Paths in a directory of sysfs; none if it is just going, or was never there.
+    """The entries of a directory of sysfs; none if there is no such directory (any more).
 
-    Raises OSError: this process lacks descriptors or memory, which says nothing of any device.
+    Raises OSError: this process lacks descriptors or memory.
     """
     try:
         return sorted(directory / name for name in os.listdir(directory))
@@ -141,7 +141,7 @@ def _list(directory: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str | None:
-    """A file of sysfs; None if it is just going.  Raises OSError as `_list`."""
+    """The text of a file of sysfs; None if there is no such file.  Raises OSError as `_list`."""
     try:
         return path.read_text(encoding="ascii")
     except OSError as error:

@@ -1,13 +1,14 @@
-"""Whether the kernel knows where a peer's GID is, on the network of one of our interfaces.
+"""Check, without waiting, that the kernel knows the MAC address of a peer's GID.
 
-Theory of operation.  To connect a queue pair the kernel needs the MAC address behind the peer's
-GID.  What its neighbour table does not have it asks the network for, and ``ibv_modify_qp`` waits
-for that, a second if nobody answers, and often as long if somebody does; the whole process stands
-still, for pyverbs keeps the interpreter's lock.  A peer may name any GID.  So the same two
-questions are asked here first, which nobody waits for: by which neighbour is the GID's address
-reached from our interface, and is its MAC address known.  If it is not, an empty datagram to the
-discard port makes the kernel ask the network; it goes no further than the LAN.  (The kernel could
-be asked for that by netlink too, but not by everybody.)
+Theory of operation.  To connect a queue pair, the kernel needs the MAC address of the peer's GID.
+If its neighbour table lacks the address, the kernel queries the network, and ``ibv_modify_qp``
+waits for the answer: for a second if no host answers, and often as long if one does.  Meanwhile the
+whole process is stopped, because pyverbs holds the GIL.  And a peer may announce any GID.
+
+So this module queries the kernel first, by netlink, which never blocks: which neighbour leads to
+the GID's address from our interface, and is the neighbour's MAC address known?  If it is unknown,
+an empty datagram to the discard port makes the kernel query the network.  The datagram does not
+leave the LAN.  (A netlink message could do the same, but needs a privilege.)
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ __all__ = [
 
 _UNICAST: Final = 1  # RTN_UNICAST
 _USABLE: Final = 0x02 | 0x04 | 0x08 | 0x10 | 0x40 | 0x80
-"""NUD_REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT: what the kernel takes as it is."""
+"""NUD_REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT: the kernel uses such an entry at once."""
 _INCOMPLETE: Final = 0x01
-"""NUD_INCOMPLETE: the network is being asked."""
+"""NUD_INCOMPLETE: the kernel has queried the network and waits for an answer."""
 _DISCARD: Final = 9
 
 
 def is_known(peer: bytes, own: bytes, interface: int) -> bool:
-    """Whether a queue pair is connected to this peer, or refused, without waiting; if not, the
-    network is being asked now.  True as well where there is no netlink to tell.
+    """True if the verbs connect a queue pair to this peer, or refuse it, without waiting.
+
+    If False, the kernel now resolves the address.  True also if there is no netlink.
 
     Args:
       peer, own: GIDs, 16 bytes each.
@@ -44,15 +46,15 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     """
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
-        return True  # refused at once
+        return True  # the verbs refuse it at once
     try:
         routes = ask_anew(
             lambda route: route.route("get", dst=destination, src=source, oif=interface)
         )
     except OSError:
-        return True  # no way leads there: refused at once
+        return True  # no route: the verbs refuse it at once
     if not routes or routes[0]["type"] != _UNICAST:
-        return True  # here, or everybody
+        return True  # an address of this host, or a multicast or broadcast address
     state = _neighbour_state(_next_hop(routes[0]) or destination, routes[0].get_attr("RTA_OIF"))
     if state is None or state & _USABLE:
         return True
@@ -62,8 +64,8 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
 
 
 def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
-    """Whether no gateway is between this peer and our interface; None: no way leads there, or
-    there is no netlink to tell.  Args are those of `is_known`."""
+    """True if no gateway is between this peer and our interface; None: there is no route, or no
+    netlink.  The parameters are those of `is_known`."""
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
         return None
@@ -76,17 +78,17 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
 
 
 def _neighbour_state(hop: str, interface: int) -> int | None:
-    """What the kernel's neighbour table says; None: it cannot be asked."""
+    """The state of an entry of the kernel's neighbour table; None: it cannot be queried."""
     try:
         found = ask_anew(lambda route: route.neigh("get", dst=hop, ifindex=interface))
     except OSError as error:
-        # Before Linux 5.0 there is another error: it cannot be asked for one entry.
+        # Before Linux 5.0 the kernel cannot look up one entry, and reports another error.
         return 0 if error.errno == errno.ENOENT else None
     return int(found[0]["state"]) if found else None
 
 
 def _resolve(destination: str, interface: int) -> None:
-    """Let the kernel ask the network for it.  Never waits."""
+    """Make the kernel query the network for the MAC address.  Never waits."""
     v6 = ":" in destination
     with contextlib.suppress(OSError), _datagrams(v6=v6) as sock:
         with contextlib.suppress(PermissionError):  # before Linux 5.7
@@ -106,7 +108,7 @@ def _datagrams(*, v6: bool) -> socket.socket:
 
 
 def _next_hop(route: Any) -> str | None:
-    """The gateway, which an IPv4 route may have an IPv6 address of."""
+    """The gateway of a route; the gateway of an IPv4 route may be an IPv6 address."""
     via = route.get_attr("RTA_VIA")
     hop: str | None = via["addr"] if via else route.get_attr("RTA_GATEWAY")
     return hop

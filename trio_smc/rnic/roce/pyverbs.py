@@ -1,17 +1,18 @@
-"""The seam to pyverbs: the only module that imports it, and the types of what is used of it.
+"""The interface to pyverbs: only this module imports it, and types the parts that are used.
 
-pyverbs is untyped, imports slowly and is optional, so it is loaded at the first `load`.  What has
-to be known about it, from rdma-core 44 to 65, is applied here, once:
+pyverbs is untyped, slow to import and optional, so the first `load` imports it.  This module works
+around its peculiarities, from rdma-core 44 to 65:
 
-* Importing it configures the root logger (``logging.basicConfig``); that is undone.
-* It tells no file descriptor of a completion channel or of the asynchronous events.  Both are
-  found as the one event file that appears around the constructor, and made non-blocking: pyverbs
-  holds the GIL in every call, so a blocking one would stop the whole process.
-* A call on a closed object is a crash.  Up to rdma-core 64 SGEs and work requests are never freed
-  by the collector, and closing one twice is a double free; since 65 each frees its list itself,
-  and two that share one are a double free.  So work requests are made once per queue pair, each is
-  closed once, and none shares its SGE with another (`Reusable`).
-* Its constants are in ``pyverbs.enums``; since 59 in enumerations of ``pyverbs.libibverbs_enums``.
+* The import configures the root logger (``logging.basicConfig``).  This module undoes that.
+* pyverbs does not expose the file descriptors of a completion channel and of the asynchronous
+  events.  Each is found as the one event file that the constructor opens, and made non-blocking:
+  pyverbs holds the GIL in every call, so a blocking call would stop the whole process.
+* A call on a closed object crashes the process.  Up to rdma-core 64 the garbage collector never
+  frees SGEs and work requests, and closing one twice is a double free.  Since 65 each work request
+  frees its list of SGEs itself, and a list that two requests share is a double free.  So work
+  requests are created once per queue pair, each is closed once, and none shares its SGE with
+  another (`Reusable`).
+* The constants are in ``pyverbs.enums``, since 59 in enumerations of ``pyverbs.libibverbs_enums``.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ _T = TypeVar("_T")
 
 ROCE_V1 = 1
 ROCE_V2 = 2
-"""``enum ibv_gid_type`` as `ibv_query_gid_table` gives it."""
+"""``enum ibv_gid_type`` in the result of `ibv_query_gid_table`."""
 
-# Linux SMC's values but for the retry count: 7 means "for ever" on soft-RoCE, and a peer that is
-# gone would never be noticed.  15 and 6 give up after 0.95 s (4.096 us x 2^15 x 7).
+# The values of Linux SMC except for the retry count: with 7, soft-RoCE retries for ever and never
+# reports a lost peer.  With 15 and 6 it gives up after 0.95 s (4.096 us x 2^15 x 7).
 _ACK_TIMEOUT = 15
 _RETRY_COUNT = 6
 _RNR_RETRY = 7
@@ -124,12 +125,12 @@ class Entry(Protocol):
 
 
 class Reusable(NamedTuple):
-    """A send request with one SGE of its own, which can be changed and posted again.
+    """A send request with its own SGE, which can be changed and posted again.
 
     Fields:
-      request: what to post; not to be closed.
+      request: the request to post; must not be closed.
       entry: its SGE.
-      owner: what has the memory of that SGE: to be closed, once.
+      owner: the object that owns the memory of that SGE; must be closed, once.
     """
 
     request: SendWr
@@ -167,7 +168,7 @@ _event_files = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held the lock."""
+    """Replace the lock: another thread of the parent process may have held it."""
     global _event_files
     _event_files = threading.Lock()
 
@@ -182,13 +183,13 @@ def _open_event_files() -> set[int]:
         try:
             if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
                 found.add(int(name))
-        except OSError:  # closed meanwhile, as the listing's own descriptor is
+        except OSError:  # closed in the meantime, like the descriptor of the listing itself
             continue
     return found
 
 
 def _with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
-    # Locked: two of these at once, in two threads, could not tell their files apart.
+    # The lock, because two threads could not tell their new files apart.
     with _event_files:
         before = _open_event_files()
         made = make()
@@ -198,7 +199,7 @@ def _with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
 
 
 def _constants(module: ModuleType) -> SimpleNamespace:
-    """The constants of libibverbs as plain numbers: those of enumerations compute slowly."""
+    """The constants of libibverbs as plain integers, because enumerations are slow."""
     found: dict[str, int] = {}
     for name, value in vars(module).items():
         if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag):
@@ -223,10 +224,10 @@ def _keep_root_logger() -> Iterator[None]:
 
 
 class Verbs:
-    """What is used of pyverbs, typed.
+    """The used parts of pyverbs, typed.
 
     Attributes:
-      error: the base class of all that pyverbs raises.
+      error: the base class of all exceptions of pyverbs.
     """
 
     def __init__(self) -> None:
@@ -250,7 +251,7 @@ class Verbs:
 
     @contextmanager
     def refusals(self, what: str) -> Iterator[None]:
-        """Turn what pyverbs raises into RnicError.  For calls off the hot path."""
+        """Turn exceptions of pyverbs into RnicError.  For calls off the hot path."""
         try:
             yield
         except self.error as refused:
@@ -258,17 +259,17 @@ class Verbs:
 
     @staticmethod
     def refusal(what: str, refused: Exception) -> RnicError:
-        """The RnicError for an error of pyverbs."""
+        """The RnicError for an exception of pyverbs."""
         code = getattr(refused, "error_code", 0)
         return RnicError(code if code > 0 else errno.EIO, f"{what}: {refused}")
 
     @staticmethod
     def would_block(refused: Exception) -> bool:
-        """Whether a non-blocking get_cq_event only had nothing to give."""
+        """True if a non-blocking get_cq_event failed because there was no event."""
         return getattr(refused, "error_code", 0) == errno.EAGAIN
 
     def context(self, device: str) -> tuple[Context, int]:
-        """The opened device and the descriptor of its asynchronous events."""
+        """Open a device; returns it and the descriptor of its asynchronous events."""
         return _with_event_file(lambda: self._lib.device.Context(name=device))
 
     @staticmethod
@@ -302,9 +303,9 @@ class Verbs:
     def qp(
         self, pd: Closable, cq: Cq, *, send_depth: int, receive_depth: int, inline: int
     ) -> tuple[Qp, int]:
-        """A reliably connected queue pair in state RESET; two gather entries at most.
+        """Create a reliably connected queue pair in state RESET, with at most two gather entries.
 
-        Returns it and how many bytes it sends inline, which may be more than ``inline``.
+        Returns the queue pair and its limit of inline data, which may exceed ``inline``.
         """
         cap = self._lib.qp.QPCap(
             max_send_wr=send_depth, max_recv_wr=receive_depth, max_send_sge=2, max_recv_sge=1,
@@ -328,7 +329,7 @@ class Verbs:
         self, qp: Qp, *, port: int, gid_index: int, gid: bytes, qp_num: int, psn: int, mtu: int
     ) -> None:
         e, addr = self._enums, self._lib.addr
-        # pyverbs understands no other spelling than eight groups of four digits.
+        # pyverbs accepts a GID only as eight groups of four digits.
         spelt = gid.hex(":", 2)
         route = addr.GlobalRoute(dgid=addr.GID(spelt), sgid_index=gid_index, hop_limit=64)
         attr = self._lib.qp.QPAttr(qp_state=e.IBV_QPS_RTR, path_mtu=mtu)
@@ -361,12 +362,12 @@ class Verbs:
         return made
 
     def reusable(self, lkey: int, *, write: bool) -> Reusable:
-        """A send request that can be changed and posted again, of the memory of ``lkey``."""
+        """A send request, for the memory of ``lkey``, that can be changed and posted again."""
         sge = self.sge(0, 0, lkey)
         made = self.gather_wr([sge], write=write)
         try:
             address: int = made.sg_list
-        except AttributeError:  # before rdma-core 63 it does not tell where its own copy is
+        except AttributeError:  # before rdma-core 63 the address of its SGE list is hidden
             made.close()
             made.sg_list = sge
             return Reusable(made, sge, sge)
@@ -382,7 +383,7 @@ class Verbs:
 
 @cache
 def load() -> Verbs:
-    """Import pyverbs.  Raises RnicError when it is not installed or does not load."""
+    """Import pyverbs.  Raises RnicError if it is not installed or cannot be loaded."""
     try:
         return Verbs()
     except ImportError as missing:

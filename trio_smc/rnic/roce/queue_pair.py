@@ -1,25 +1,25 @@
-"""Protection domains, memory regions and queue pairs of a RoCE port, as pyverbs makes them.
+"""Protection domains, memory regions and queue pairs of a RoCE port, through pyverbs.
 
-Theory of operation.  An adapter reads what it sends from registered memory after the post has
-returned.  So each queue pair owns one registered piece of memory, in which a request's bytes lie
-until the request is done:
+Theory of operation.  An adapter reads the bytes to send from registered memory after the post has
+returned.  So each queue pair owns one registered memory area.  The bytes of a request stay there
+until the request has completed:
 
 ===================================  ============================================================
 receive slots, 64 bytes each         one per posted receive; reused when its completion was polled
-                                     (SMC-R version 2 wants longer ones, of which there are fewer)
+                                     (SMC-R version 2 needs longer ones, so there are fewer)
 send slots, 64 bytes each            one per request of the send queue, by its number
-send ring, 1 MiB                     what `post_write` was given, in order
-long slot                            a message too long for a slot, of which there is one at a time
+send ring, 1 MiB                     the data of `post_write`, in order
+long slot                            a message that is too long for a slot; one at a time
 ===================================  ============================================================
 
-`PostedSends` keeps the books of the send queue: which slots and which bytes of the ring are still
-in use.  Requests are done in the order of their posting, and an adapter tells of signalled ones
-only; so now and then one is signalled that the caller did not want to hear of:
-`PostedSends.must_signal` says when, `PostedSends.complete` whose it was.
+`PostedSends` tracks which slots and which bytes of the ring are still in use.  Requests complete in
+the order of posting, but an adapter reports signaled requests only.  So from time to time a
+request is signaled although its caller wants no completion (`PostedSends.must_signal`).
+`PostedSends.complete` maps a completion to the caller's request.
 
-A receive's wr_id is its slot plus `_RECEIVE`, a send's is its number: error completions name
-neither opcode nor length, so this is what tells the two apart.  Work requests are made once,
-changed and posted again (`pyverbs`).
+Error completions contain neither opcode nor length, so the wr_id distinguishes the two queues: it
+is the slot plus `_RECEIVE` for a receive, and the number of the request for a send.  Work requests
+are created once, changed and posted again (`pyverbs`).
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ __all__ = [
 
 
 RECEIVES: Final = 256
-"""Receives of a queue pair at most."""
-_LONG_RECEIVES: Final = 64  # of version 2's size: they fill a quarter of a megabyte
+"""Largest number of posted receives of a queue pair."""
+_LONG_RECEIVES: Final = 64  # the same for receives of version 2, which fill 256 KiB
 _SLOT: Final = 64
 _RING_SIZE: Final = 1 << 20
 _RECEIVE: Final = 1 << 62
 _SIGNALED_PARTS: Final = 4
-"""At the latest after this part of the slots or of the bytes a request is signalled."""
+"""At least one request is signaled in each of so many parts of the slots and of the ring."""
 _INLINE: Final = 64
-"""Bytes that are asked for to be sent inline: LLC and CDC messages have 44.  The adapter then need
-not fetch them from memory after it was told of them."""
+"""Requested limit of inline data, in bytes: LLC and CDC messages have 44.  The adapter need not
+fetch inline data from memory."""
 
 
 class Port(Protocol):
-    """The port, for what was made from it."""
+    """The parts of `VerbsRnic` that domains, regions and queue pairs use."""
 
     port: int
     mtu: int
@@ -81,7 +81,7 @@ class Port(Protocol):
         """See `Rnic.address_known`."""
 
     def releasing(self, what: str) -> AbstractContextManager[None]:
-        """Around giving something back, which a device that has failed refuses."""
+        """See `VerbsRnic.releasing`."""
 
 
 class Region(MemoryRegion):
@@ -92,8 +92,8 @@ class Region(MemoryRegion):
         with lib.refusals("ibv_reg_mr"):
             self._mr: Mr | None = lib.mr(pd.pd, memory.address, memory.size, remote_write=True)
         self._pd = pd
-        memory.pinned = True  # else peers would write to pages that it has no more
-        self._memory = memory  # pinned pages stay writable for peers: outlives the region
+        memory.pinned = True  # or peers would write to pages that are not the memfd's any more
+        self._memory = memory  # peers can write to the pinned pages until the region is closed
         self.rkey: int = self._mr.rkey
         self.address: int = memory.address
         self.length: int = memory.size
@@ -137,7 +137,7 @@ class Domain(ProtectionDomain):
     def close(self) -> None:
         if self.closed:
             return
-        # pyverbs would close them too, and their next call would then crash.
+        # pyverbs would close them as well, and their next call would crash.
         if self.regions or self.pairs:
             raise RnicError(errno.EBUSY, "regions or queue pairs of the domain are still open")
         self.closed = True
@@ -147,12 +147,12 @@ class Domain(ProtectionDomain):
 
 
 class PostedSends:
-    """Requests posted and not known to be done, oldest first.
+    """Posted requests that are not known to have completed, oldest first.
 
     Attributes:
-      next_id: the number of the next request; numbers count from 0 for ever.
-      position: where in the ring the next request's bytes start.
-      free: bytes of the ring that are free; they start at `position` and may wrap.
+      next_id: the number of the next request.  Numbers start at 0 and never wrap.
+      position: offset in the ring at which the next request's bytes start.
+      free: free bytes of the ring; they start at `position` and may wrap.
     """
 
     __slots__ = (
@@ -172,26 +172,26 @@ class PostedSends:
         self.free: int = size
 
     def check(self, length: int) -> None:
-        """Raise QueueFull when there is no slot or no room for ``length`` bytes."""
+        """Raise QueueFull if no slot is free, or fewer than ``length`` bytes of the ring."""
         if len(self._posted) >= self._depth or length > self.free:
             raise QueueFull
 
     def must_signal(self, length: int) -> bool:
-        """Whether the next request, of ``length`` bytes, has to be signalled."""
+        """True if the next request, of ``length`` bytes, must be signaled."""
         return (
             (self._unsignaled + 1) * _SIGNALED_PARTS >= self._depth
             or (self._unsignaled_bytes + length) * _SIGNALED_PARTS >= self._size
         )  # fmt: skip
 
     def post(self, wr_id: int, opcode: int, length: int, *, wanted: bool, signaled: bool) -> None:
-        """Note the next request as posted.
+        """Record the next request as posted.
 
         Args:
-          wr_id: the caller's own number.
-          opcode: what it is; an error completion does not tell.
-          length: bytes of the ring that it uses.
-          wanted: the caller wants to hear of its success.
-          signaled: the adapter tells of its success.
+          wr_id: the caller's number.
+          opcode: the kind of request; an error completion does not contain it.
+          length: bytes of the ring that the request uses.
+          wanted: the caller wants a completion if the request succeeds.
+          signaled: the adapter reports a completion if the request succeeds.
         """
         self._posted.append((wr_id, opcode, wanted, length))
         self.next_id += 1
@@ -204,11 +204,11 @@ class PostedSends:
             self._unsignaled_bytes += length
 
     def is_outstanding(self, number: int) -> bool:
-        """Whether request ``number`` is not known to be done."""
+        """True if request ``number`` is not known to have completed."""
         return number >= self._oldest
 
     def complete(self, number: int) -> tuple[int, int, bool]:
-        """Request ``number`` completed, and with it all before it: (wr_id, opcode, wanted)."""
+        """Remove request ``number`` and all older ones; returns its (wr_id, opcode, wanted)."""
         while True:
             wr_id, opcode, wanted, length = self._posted.popleft()
             self._oldest += 1
@@ -275,7 +275,7 @@ class RoceQueuePair(QueuePair):
         )  # fmt: skip
         try:
             return make(inline=_INLINE)
-        except self._lib.error:  # the adapter cannot send so much inline
+        except self._lib.error:  # the adapter's limit of inline data is lower
             return make(inline=0)
 
     def _require_state(self, *states: QpState) -> None:
@@ -292,15 +292,15 @@ class RoceQueuePair(QueuePair):
 
     def to_rtr(self, *, gid: bytes, qp_num: int, psn: int, mtu: int) -> None:
         self._require_state(QpState.INIT)
-        # Soft-RoCE accepts all of these.
+        # Soft-RoCE does not check these.
         if len(gid) != 16 or not 0 < qp_num < 1 << 24 or not 0 <= psn < 1 << 24:
-            raise RnicError(errno.EINVAL, "not a peer's GID, queue pair number and PSN")
+            raise RnicError(errno.EINVAL, "invalid GID, queue pair number or PSN of a peer")
         if not 1 <= mtu <= self._rnic.mtu:
             raise RnicError(errno.EINVAL, f"path MTU {mtu} is beyond the port's {self._rnic.mtu}")
         own = self._rnic.gid_towards(gid)
-        # The kernel would wait for it, and with it this whole process.
+        # The kernel would wait for the address and stop the whole process.
         if not self._rnic.address_known(gid):
-            raise RnicError(errno.EHOSTUNREACH, "nobody has answered for the peer's address")
+            raise RnicError(errno.EHOSTUNREACH, "the peer's address is not resolved yet")
         with self._lib.refusals("ibv_modify_qp to RTR"):
             self._lib.modify_to_rtr(
                 self._qp, port=self._rnic.port, gid_index=own.number,
@@ -319,7 +319,7 @@ class RoceQueuePair(QueuePair):
     def to_err(self) -> None:
         if self._closed:
             return
-        if self.state is not QpState.RESET:  # nothing is posted there, and verbs refuse it
+        if self.state is not QpState.RESET:  # where nothing is posted; the verbs refuse it
             with self._rnic.releasing("ibv_modify_qp to ERR"):
                 self._lib.modify_to_err(self._qp)
         self.state = QpState.ERR
@@ -383,7 +383,7 @@ class RoceQueuePair(QueuePair):
             request.set_wr_rdma(rkey, address)
             self._post(request, wr_id, WcOpcode.RDMA_WRITE, length, flags, signaled)
         else:
-            # Once per turn of the ring; a reusable request has one entry only.
+            # The data wraps, once per turn of the ring.  A reusable request has one entry only.
             sge = self._lib.sge(self._base + self._ring + start, first, self._mr.lkey)
             rest = self._lib.sge(self._base + self._ring, length - first, self._mr.lkey)
             request = self._lib.gather_wr([sge, rest], write=True)
@@ -424,7 +424,7 @@ class RoceQueuePair(QueuePair):
         return self._posted.free
 
     def complete(self, wc: Wc, found: list[Completion]) -> None:
-        """Turn a work completion of this queue pair into what the interface gives, if anything."""
+        """Append to ``found`` the completion that the caller gets for ``wc``, if any."""
         number, status = wc.wr_id, wc.status
         if status:
             self.state = QpState.ERR
