@@ -49,7 +49,7 @@ def seen_in(path: Path) -> list[Seen]:
     return list(dissect(packets_of(path)))
 
 
-class Heard:
+class Record:
     """An observer that keeps messages, and the length of writes."""
 
     def __init__(self) -> None:
@@ -102,16 +102,16 @@ async def talk(stack: Stack, port: int, data: bytes) -> None:
                 left -= len(await stream.receive_some(left))
 
 
-async def captured(path: Path, *, payload: int = 0, data: bytes = SECRET, times: int = 2) -> Heard:
-    """Write a capture of a client's stack; what an observer beside it heard."""
-    heard = Heard()
+async def captured(path: Path, *, payload: int = 0, data: bytes = SECRET, times: int = 2) -> Record:
+    """Write a capture of a client's stack; what an observer beside it record."""
+    record = Record()
     async with echo_port() as port:
         config = smc_config(capture=path, capture_payload=payload)
         async with trio_smc.open_stack(config) as stack:
-            stack.add_observer(heard)
+            stack.add_observer(record)
             for _ in range(times):
                 await talk(stack, port, data)
-    return heard
+    return record
 
 
 # --- frames ------------------------------------------------------------------------------------
@@ -259,19 +259,19 @@ def test_pcap_of_either_byte_order_and_clock(order: str, magic: int, unit: int) 
     assert packet == pcapng.Packet(12_000_000_000 + 34 * unit, 1, b"abc", 9)
 
 
-def test_a_file_cut_off_anywhere_says_so_after_its_whole_packets() -> None:
+def test_a_truncated_file_raises_after_its_whole_packets() -> None:
     begin, part = pcapng.header("a", "b"), pcapng.packet(5, b"some bytes", 10)
     file = begin + part + part
     [section] = struct.unpack_from("<I", begin, 4)
     whole = {section: 0, len(begin): 0, len(begin) + len(part): 1, len(file): 2}
     for size in range(len(file) + 1):
-        count, damage = _read_as_far_as_it_goes(file[:size])
+        count, damage = _read_until_damage(file[:size])
         assert (damage == "") is (size in whole), size
         assert count == max([0, *(n for end, n in whole.items() if end <= size)])
         assert "\n" not in damage
 
 
-def _read_as_far_as_it_goes(data: bytes) -> tuple[int, str]:
+def _read_until_damage(data: bytes) -> tuple[int, str]:
     """How many packets come out, and what is wrong after them."""
     count = 0
     try:
@@ -294,7 +294,7 @@ def test_whole_blocks() -> None:
             pcapng.whole_blocks_untrusted(file + struct.pack("<II", 6, length))
 
 
-def test_damaged_files_raise_nothing_else(rng: random.Random) -> None:
+def test_damaged_files_raise_damaged_capture_only(rng: random.Random) -> None:
     whole = GOLDEN.read_bytes()
     pieces = [pcapng.packet(p.time, p.data, p.length) for p in packets_of(GOLDEN)]
     modern = pcapng.header("a", "b") + b"".join(pieces)
@@ -314,14 +314,14 @@ def test_damaged_files_raise_nothing_else(rng: random.Random) -> None:
 # --- a stack's ---------------------------------------------------------------------------------
 
 
-async def test_the_file_has_all_that_an_observer_hears(tmp_path: Path) -> None:
+async def test_the_file_has_all_that_an_observer_receives(tmp_path: Path) -> None:
     path = tmp_path / "capture.pcapng"
-    heard = await captured(path, data=bytes(40_000))
+    record = await captured(path, data=bytes(40_000))
     events = [each.event for each in seen_in(path)]
     messages = [each.encode() for each in events if isinstance(each, _MESSAGES)]
-    assert messages == heard.messages
-    assert [tuple(each) for each in events if isinstance(each, Write)] == heard.writes
-    assert sum(length for _, _, length in heard.writes) == 80_000
+    assert messages == record.messages
+    assert [tuple(each) for each in events if isinstance(each, Write)] == record.writes
+    assert sum(length for _, _, length in record.writes) == 80_000
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -332,7 +332,7 @@ _MESSAGES = (
 )  # fmt: skip
 
 
-async def test_a_stack_that_talks_to_itself_is_heard_once(tmp_path: Path) -> None:
+async def test_a_stack_connected_to_itself_is_captured_once(tmp_path: Path) -> None:
     path = tmp_path / "capture.pcapng"
     async with (
         trio_smc.open_stack(smc_config(capture=path)) as stack,
@@ -362,8 +362,8 @@ async def test_data_is_kept_only_as_asked(tmp_path: Path, payload: int) -> None:
 async def test_wireshark_finds_nothing_wrong(tmp_path: Path) -> None:
     tshark.require_tshark()
     path = tmp_path / "capture.pcapng"
-    heard = await captured(path, payload=16, data=bytes(40_000))
-    assert len(await read_by_wireshark(path)) == len(heard.messages)
+    record = await captured(path, payload=16, data=bytes(40_000))
+    assert len(await read_by_wireshark(path)) == len(record.messages)
 
 
 @pytest.mark.tshark
@@ -434,9 +434,9 @@ async def test_a_full_disk_costs_the_capture_only(
             while "trio_smc capture" in {each.name for each in threading.enumerate()}:
                 await talk(stack, port, SECRET)
         await talk(stack, port, SECRET)
-    said = [each for each in caplog.records if each.name == "trio_smc.capture"]
-    assert [each.levelno for each in said] == [logging.ERROR]
-    assert str(path) in said[0].getMessage()
+    logged = [each for each in caplog.records if each.name == "trio_smc.capture"]
+    assert [each.levelno for each in logged] == [logging.ERROR]
+    assert str(path) in logged[0].getMessage()
     assert packets_of(path)
     assert room - 300 < path.stat().st_size < room
 
@@ -446,14 +446,14 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
 ) -> None:
     gate = threading.Event()
     path = tmp_path / "capture.pcapng"
-    put = sinks.FileCapture._put
+    original = sinks.FileCapture._write
 
     def slow(self: sinks.FileCapture, blocks: list[bytes]) -> None:
         gate.wait(20)
-        put(self, blocks)
+        original(self, blocks)
 
-    monkeypatch.setattr(sinks.FileCapture, "_put", slow)
-    monkeypatch.setattr(sinks, "_MOST_WAITING", 3000)
+    monkeypatch.setattr(sinks.FileCapture, "_write", slow)
+    monkeypatch.setattr(sinks, "_MAX_QUEUED", 3000)
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         capture = sinks.FileCapture(stack, path)
         try:
@@ -471,11 +471,11 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
     assert packets_of(path)
 
 
-async def test_a_disk_that_hangs_holds_nobody_up(
+async def test_a_disk_that_hangs_delays_no_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(sinks.FileCapture, "_put", lambda self, blocks: gate.wait(20))
+    monkeypatch.setattr(sinks.FileCapture, "_write", lambda self, blocks: gate.wait(20))
     path = tmp_path / "capture.pcapng"
     try:
         with trio.fail_after(10):
@@ -528,7 +528,7 @@ def _wait_for_size(path: Path, size: int) -> None:
     raise AssertionError("nothing was captured")
 
 
-async def test_paths_that_cannot_be(tmp_path: Path) -> None:
+async def test_paths_that_are_refused(tmp_path: Path) -> None:
     async def refusal(path: Path) -> int | None:
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is looked at
             async with trio_smc.open_stack(smc_config(capture=path)):

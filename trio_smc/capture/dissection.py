@@ -39,7 +39,7 @@ _SENDS: Final = frozenset({0x04, 0x05, 0x17})
 _SEND_FIRST, _SEND_MIDDLE = 0x00, 0x01
 _SEND_LASTS: Final = frozenset({0x02, 0x03, 0x16})
 _WRITES: Final = frozenset({0x06, 0x0A, 0x0B})
-_MOST_RUNS: Final = 4096
+_MAX_RUNS: Final = 4096
 _SYN: Final = 0x02
 
 
@@ -186,7 +186,7 @@ def _is_version_2(data: bytes) -> bool:
 
 
 class _Sends:
-    """SENDs of several packets that have begun, the last `_MOST_RUNS`."""
+    """SENDs of several packets that have begun, the last `_MAX_RUNS`."""
 
     def __init__(self) -> None:
         self._begun: OrderedDict[tuple[bytes, bytes, int], bytes] = OrderedDict()
@@ -197,7 +197,7 @@ class _Sends:
             return payload
         if opcode == _SEND_FIRST:
             self._begun[ends] = b""
-            if len(self._begun) > _MOST_RUNS:
+            if len(self._begun) > _MAX_RUNS:
                 self._begun.popitem(last=False)
         elif opcode != _SEND_MIDDLE and opcode not in _SEND_LASTS:
             return b""
@@ -218,16 +218,16 @@ class _Run:
       next: the sequence number after what was taken.
     """
 
-    __slots__ = ("data", "next", "over")
+    __slots__ = ("data", "ended", "next")
 
     def __init__(self, sequence: int) -> None:
         self.next = sequence
         self.data = b""
-        self.over = False
+        self.ended = False
 
 
 class _Runs:
-    """All of them, the last `_MOST_RUNS`."""
+    """All of them, the last `_MAX_RUNS`."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[tuple[End, End], _Run] = OrderedDict()
@@ -247,13 +247,13 @@ class _Runs:
             if not starts:
                 return []
             run = self._runs[ends] = _Run(sequence)
-            if len(self._runs) > _MOST_RUNS:
+            if len(self._runs) > _MAX_RUNS:
                 self._runs.popitem(last=False)
         known = (run.next - sequence) & 0xFFFFFFFF
         if known >= 1 << 31:
             known = 0  # a segment is missing: go on where this one begins
-            run.data, run.over = b"", not starts
-        if run.over or known >= len(payload):
+            run.data, run.ended = b"", not starts
+        if run.ended or known >= len(payload):
             return []
         run.next = (sequence + len(payload)) & 0xFFFFFFFF
         run.data += payload[known:]
@@ -263,7 +263,7 @@ class _Runs:
 def _messages_untrusted(run: _Run) -> Iterator[Event]:
     while run.data:
         if not run.data.startswith(clc.EYE_CATCHER[: len(run.data)]):
-            run.over, run.data = True, b""
+            run.ended, run.data = True, b""
             return
         if len(run.data) < clc.HEADER_SIZE:
             return
@@ -274,5 +274,5 @@ def _messages_untrusted(run: _Run) -> Iterator[Event]:
             message, run.data = run.data[:length], run.data[length:]
             yield clc.decode_untrusted(message)
         except ProtocolError as error:
-            run.over, run.data = True, b""
+            run.ended, run.data = True, b""
             yield Unreadable(str(error))

@@ -32,7 +32,7 @@ _SECTION, _INTERFACE, _SIMPLE, _STATISTICS, _ENHANCED = 0x0A0D0D0A, 1, 3, 5, 6
 _ORDER_MAGIC: Final = 0x1A2B3C4D
 _END_OF_OPTIONS, _USER_APPLICATION, _IF_NAME, _IF_TSRESOL, _ISB_IFDROP = 0, 4, 2, 9, 5
 _NANOSECONDS: Final = 9
-_MOST: Final = 1 << 24
+_MAX_BLOCK: Final = 1 << 24
 """Bytes of the largest block that is believed: a frame has at most some 64 KiB."""
 
 # The four ways a pcap file can begin: byte order and what a time stamp's second half counts.
@@ -102,7 +102,7 @@ def whole_blocks_untrusted(data: bytes | bytearray) -> int:
     end = 0
     while end + 8 <= len(data):
         [length] = struct.unpack_from("<I", data, end + 4)
-        if length % 4 or not 12 <= length <= _MOST:
+        if length % 4 or not 12 <= length <= _MAX_BLOCK:
             raise ProtocolError(f"a pcapng block of {length} bytes")
         if end + length > len(data):
             break
@@ -140,7 +140,7 @@ def read(file: BinaryIO) -> Iterator[Packet]:
 
 
 def _read_pcap(file: BinaryIO, order: str, unit: int) -> Iterator[Packet]:
-    rest = _take(file, 20, 4)
+    rest = _read_exactly(file, 20, 4)
     link_type = struct.unpack(order + "HHiIII", rest)[5] & 0xFFFF
     record = struct.Struct(order + "IIII")
     at = 24
@@ -148,9 +148,9 @@ def _read_pcap(file: BinaryIO, order: str, unit: int) -> Iterator[Packet]:
         if len(head) < record.size:
             raise DamagedCapture(f"cut off at byte {at}")
         seconds, fraction, kept, length = record.unpack(head)
-        if kept > _MOST:
+        if kept > _MAX_BLOCK:
             raise DamagedCapture(f"a packet of {kept} bytes at byte {at}")
-        data = _take(file, kept, at)
+        data = _read_exactly(file, kept, at)
         yield Packet(seconds * 1_000_000_000 + fraction * unit, link_type, data, length)
         at += record.size + kept
 
@@ -190,10 +190,10 @@ class _Pcapng:
             [kind] = struct.unpack(self.order + "I", start)
 
     def _body(self, kind: int) -> bytes:
-        raw = _take(self.file, 4, self.at)
+        raw = _read_exactly(self.file, 4, self.at)
         known = b""
         if kind == _SECTION:
-            known = _take(self.file, 4, self.at)
+            known = _read_exactly(self.file, 4, self.at)
             for order in "<>":
                 if struct.unpack(order + "I", known)[0] == _ORDER_MAGIC:
                     self.order = order
@@ -201,10 +201,10 @@ class _Pcapng:
             else:
                 raise DamagedCapture(f"a section without byte order at byte {self.at}")
         [total] = struct.unpack(self.order + "I", raw)
-        if total % 4 or not 12 + len(known) <= total <= _MOST:
+        if total % 4 or not 12 + len(known) <= total <= _MAX_BLOCK:
             raise DamagedCapture(f"a block of {total} bytes at byte {self.at}")
-        body = known + _take(self.file, total - 12 - len(known), self.at)
-        if _take(self.file, 4, self.at) != raw:
+        body = known + _read_exactly(self.file, total - 12 - len(known), self.at)
+        if _read_exactly(self.file, 4, self.at) != raw:
             raise DamagedCapture(f"a block with two lengths at byte {self.at}")
         return body
 
@@ -214,17 +214,17 @@ class _Pcapng:
         elif kind == _INTERFACE:
             link_type, _, snap = struct.unpack_from(self.order + "HHI", body)
             self.interfaces.append(_Interface(link_type, snap))
-            self._take_options(body[8:])
+            self._read_options(body[8:])
         elif kind == _ENHANCED:
             number, high, low, kept, length = struct.unpack_from(self.order + "IIIII", body)
-            return self._made(number, high << 32 | low, body[20:], kept, length)
+            return self._new_packet(number, high << 32 | low, body[20:], kept, length)
         elif kind == _SIMPLE:
             [length] = struct.unpack_from(self.order + "I", body)
             snap = self.interfaces[0].snap if self.interfaces else 0
-            return self._made(0, 0, body[4:], min(length, snap or length), length)
+            return self._new_packet(0, 0, body[4:], min(length, snap or length), length)
         return None
 
-    def _made(self, number: int, stamp: int, data: bytes, kept: int, length: int) -> Packet:
+    def _new_packet(self, number: int, stamp: int, data: bytes, kept: int, length: int) -> Packet:
         if number >= len(self.interfaces):
             raise DamagedCapture(f"a packet of an unknown interface at byte {self.at}")
         if kept > len(data):
@@ -233,7 +233,7 @@ class _Pcapng:
         time = stamp * 1_000_000_000 // interface.per_second
         return Packet(time, interface.link_type, data[:kept], length)
 
-    def _take_options(self, options: bytes) -> None:
+    def _read_options(self, options: bytes) -> None:
         while len(options) >= 4:
             code, size = struct.unpack_from(self.order + "HH", options)
             if code == _END_OF_OPTIONS:
@@ -246,7 +246,7 @@ class _Pcapng:
             options = options[4 + size + (-size & 3) :]
 
 
-def _take(file: BinaryIO, count: int, at: int) -> bytes:
+def _read_exactly(file: BinaryIO, count: int, at: int) -> bytes:
     data = file.read(count)
     if len(data) < count:
         raise DamagedCapture(f"cut off at byte {at}")

@@ -36,10 +36,10 @@ from trio_smc.capture import frames, pcapng
 
 __all__ = ["Capture"]
 
-_MOST_REMEMBERED: Final = 4096
+_MAX_ENTRIES: Final = 4096
 _PSN_MASK: Final = 0xFFFFFF
 _PROPOSAL: Final = 1
-_NEXT_CALL: Final = 1 << 16
+_NEXT_CONNECTION: Final = 1 << 16
 _Name: TypeAlias = tuple[bytes, int]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -49,17 +49,17 @@ class _Link:
     """What frames of one link have in common.
 
     Attributes:
-      peer_name: what its other end is called in `Capture._own_ends`, if it is there.
+      peer_end: what its other end is called in `Capture._own_ends`, if it is there.
       psn, peer_psn: of the next packet from here, and to here.
     """
 
-    __slots__ = ("local", "mtu", "peer", "peer_name", "peer_psn", "psn", "source", "target")
+    __slots__ = ("local", "mtu", "peer", "peer_end", "peer_psn", "psn", "source", "target")
 
     def __init__(self, local: LinkEnd, peer: LinkEnd, mtu: int) -> None:
         self.local = local
         self.peer = peer
         self.mtu = mtu
-        self.peer_name = peer.gid, peer.qp_number
+        self.peer_end = peer.gid, peer.qp_number
         self.source = frames.gid_address(local.gid)
         self.target = frames.gid_address(peer.gid)
         if len(self.source) != len(self.target):
@@ -83,7 +83,7 @@ class Capture:
         self._links: OrderedDict[object, _Link] = OrderedDict()
         self._own_ends: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         # By (here, there): the next sequence numbers of both directions.
-        self._calls: OrderedDict[tuple[_Name, _Name], list[int]] = OrderedDict()
+        self._sequences: OrderedDict[tuple[_Name, _Name], list[int]] = OrderedDict()
         write(pcapng.header(f"trio_smc, {os.path.basename(sys.argv[0])} {os.getpid()}", "trio_smc"))
 
     # --- trio_smc.Observer -------------------------------------------------------------------
@@ -96,11 +96,11 @@ class Capture:
         here, there = ((frames.host_address(host), port) for host, port in names)
         if len(here[0]) != len(there[0]):
             return
-        if not outgoing and (there, here) in self._calls:
+        if not outgoing and (there, here) in self._sequences:
             return
-        counts = _remembered(self._calls, (here, there), lambda: [1, 1])
+        counts = _get_or_create(self._sequences, (here, there), lambda: [1, 1])
         if message[4] == _PROPOSAL and counts != [1, 1]:
-            counts[:] = (each + _NEXT_CALL for each in counts)  # another one of the same name
+            counts[:] = (each + _NEXT_CONNECTION for each in counts)  # another one of the same name
         first, second = (here, there) if outgoing else (there, here)
         mine = 0 if outgoing else 1
         self._frame(frames.tcp_frame(first, second, counts[mine], counts[1 - mine], message))
@@ -116,7 +116,7 @@ class Capture:
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
         """An RDMA write (RFC 7609, 4.3)."""
-        known = self._known(link)
+        known = self._link_of(link)
         if known is None:
             return
         kept = bytes(data[: min(self._payload, known.mtu)])
@@ -135,8 +135,8 @@ class Capture:
     # --- frames ------------------------------------------------------------------------------
 
     def _send(self, link: object, outgoing: bool, message: bytes) -> None:
-        known = self._known(link)
-        if known is None or (not outgoing and known.peer_name in self._own_ends):
+        known = self._link_of(link)
+        if known is None or (not outgoing and known.peer_end in self._own_ends):
             return
         if outgoing:
             psn, known.psn = known.psn, known.psn + 1
@@ -163,21 +163,23 @@ class Capture:
     def _frame(self, data: bytes) -> None:
         self._write(pcapng.packet(time.time_ns(), data, len(data)))
 
-    def _known(self, link: object) -> _Link | None:
+    def _link_of(self, link: object) -> _Link | None:
         known = self._links.get(link)
         if known is not None:
             return known
         ends = link_ends(link)
         if ends is None:
             return None
-        _remembered(self._own_ends, (ends.local.gid, ends.local.qp_number), lambda: None)
-        return _remembered(self._links, link, lambda: _Link(*ends))
+        _get_or_create(self._own_ends, (ends.local.gid, ends.local.qp_number), lambda: None)
+        return _get_or_create(self._links, link, lambda: _Link(*ends))
 
 
-def _remembered(table: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
+def _get_or_create(
+    table: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value]
+) -> _Value:
     """The value of ``key``, made when there is none; the oldest go when there are too many."""
     if key not in table:
         table[key] = make()
-        if len(table) > _MOST_REMEMBERED:
+        if len(table) > _MAX_ENTRIES:
             table.popitem(last=False)
     return table[key]

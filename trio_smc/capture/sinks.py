@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 The file is written by a thread of its own, so that no disk stops Trio.  The Trio thread appends
 blocks to a queue; the thread takes what is there, writes it in one system call and sleeps for
-`_GATHER` seconds, so that busy connections cost few wakeups and the file is never older than that.
+`_WRITE_INTERVAL` seconds, so that busy connections cost few wakeups and the file is never older
+than that.
 Nothing is buffered beyond it: what was written survives the process.
 
 The queue is bounded.  When a disk is slower than the traffic, blocks are dropped and counted, and
@@ -46,8 +47,8 @@ __all__ = [
 
 LOGGER = logging.getLogger("trio_smc.capture")
 
-_GATHER: Final = 0.02
-_MOST_WAITING: Final = 16 * 1024 * 1024
+_WRITE_INTERVAL: Final = 0.02
+_MAX_QUEUED: Final = 16 * 1024 * 1024
 """Bytes that may wait for the disk."""
 
 
@@ -72,11 +73,11 @@ class FileCapture:
         self._path = Path(path)
         self._fd = create(self._path)
         self._stack = stack
-        self._waiting: deque[bytes] = deque()
-        self._given = 0  # bytes; only the Trio thread counts here
-        self._taken = 0  # and here only the capture's
-        self._whole = 0  # bytes of the file that are whole blocks
-        self._news = threading.Event()
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0  # bytes; only the Trio thread counts here
+        self._dequeued_bytes = 0  # and here only the capture's
+        self._complete_bytes = 0  # bytes of the file that are whole blocks
+        self._wakeup = threading.Event()
         self._ending = threading.Event()
         self._failed = False
         self._abandoned = False
@@ -92,7 +93,7 @@ class FileCapture:
         if self._abandoned:
             return
         self._ending.set()
-        self._news.set()
+        self._wakeup.set()
 
     def abandon(self) -> None:
         """This process is a forked child: the file, its lock and the thread are the parent's.
@@ -120,48 +121,48 @@ class FileCapture:
     def _append(self, block: bytes) -> None:
         if self._failed:
             return
-        if self._given - self._taken + len(block) > _MOST_WAITING:
+        if self._queued_bytes - self._dequeued_bytes + len(block) > _MAX_QUEUED:
             self.dropped += 1
             return
-        self._given += len(block)
-        self._waiting.append(block)
-        if not self._news.is_set():
-            self._news.set()
+        self._queued_bytes += len(block)
+        self._queue.append(block)
+        if not self._wakeup.is_set():
+            self._wakeup.set()
 
     # --- the capture's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
-        told = 0
+        reported = 0
         try:
             while True:
-                self._news.wait()
+                self._wakeup.wait()
                 last = self._ending.is_set()
-                self._news.clear()
-                blocks = self._take()
-                if self.dropped != told:
-                    told = self.dropped
-                    blocks.append(pcapng.statistics(time.time_ns(), told))
-                self._put(blocks)
+                self._wakeup.clear()
+                blocks = self._dequeue()
+                if self.dropped != reported:
+                    reported = self.dropped
+                    blocks.append(pcapng.statistics(time.time_ns(), reported))
+                self._write(blocks)
                 if last:
                     return
-                self._ending.wait(_GATHER)
+                self._ending.wait(_WRITE_INTERVAL)
         except OSError as error:
             self._failed = True
             LOGGER.error("the capture %s ends: %s", self._path, error)
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._whole)
+                os.ftruncate(self._fd, self._complete_bytes)
         finally:
-            self._waiting.clear()
+            self._queue.clear()
             fd, self._fd = self._fd, -1  # a forked child must not close another file
             os.close(fd)
 
-    def _take(self) -> list[bytes]:
-        waiting = self._waiting
-        blocks = [waiting.popleft() for _ in range(len(waiting))]
-        self._taken += sum(map(len, blocks))
+    def _dequeue(self) -> list[bytes]:
+        queue = self._queue
+        blocks = [queue.popleft() for _ in range(len(queue))]
+        self._dequeued_bytes += sum(map(len, blocks))
         return blocks
 
-    def _put(self, blocks: list[bytes]) -> None:
+    def _write(self, blocks: list[bytes]) -> None:
         rest = memoryview(b"".join(blocks))
         written = 0
         try:
@@ -174,10 +175,10 @@ class FileCapture:
                 if len(block) > written:
                     break
                 written -= len(block)
-                self._whole += len(block)
+                self._complete_bytes += len(block)
 
 
-_SEND_EVERY: Final = 0.02
+_SEND_INTERVAL: Final = 0.02
 _PATIENCE: Final = 1.0
 """Seconds a receiver may take for what is left when the capture ends."""
 _MOST_UNSENT: Final = 4 * 1024 * 1024
@@ -191,7 +192,7 @@ class _Backlog:
     """Blocks that wait, bounded."""
 
     def __init__(self) -> None:
-        self.news = trio.Event()
+        self.arrived = trio.Event()
         self.end = trio.Event()
         self.dropped = 0
         self._blocks: deque[bytes] = deque()
@@ -203,10 +204,10 @@ class _Backlog:
             return
         self._size += len(block)
         self._blocks.append(block)
-        self.news.set()
+        self.arrived.set()
 
     def take(self) -> bytes:
-        self.news = trio.Event()
+        self.arrived = trio.Event()
         data = b"".join(self._blocks)
         self._blocks.clear()
         self._size = 0
@@ -217,14 +218,14 @@ async def send_capture(
     stack: Observed,
     stream: trio.abc.Stream,
     payload: int = 0,
-    untaken: Callable[[], bool] = lambda: False,
+    has_unread: Callable[[], bool] = lambda: False,
 ) -> None:
     """Send a pcapng file of what happens from now on, until cancelled or the receiver leaves.
 
     Args:
       stream: whatever comes from there, or its end, ends the capture.
       payload: how many bytes of each RDMA write to keep.
-      untaken: whether something that was sent waits for the receiver; one that takes nothing for
+      has_unread: whether something that was sent waits for the receiver; one that takes nothing for
         30 s is given up.
     """
     backlog = _Backlog()
@@ -236,7 +237,7 @@ async def send_capture(
             scope = trio.CancelScope(shield=True)
 
             async def send() -> None:
-                await _send(backlog, stream, scope, untaken)
+                await _send(backlog, stream, scope, has_unread)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(send)
@@ -245,7 +246,7 @@ async def send_capture(
                     await stream.receive_some(1)
             finally:
                 backlog.end.set()
-                backlog.news.set()
+                backlog.arrived.set()
                 scope.deadline = trio.current_time() + _PATIENCE
     finally:
         stack.remove_observer(observer)
@@ -255,25 +256,25 @@ async def _send(
     backlog: _Backlog,
     stream: trio.abc.Stream,
     scope: trio.CancelScope,
-    untaken: Callable[[], bool],
+    has_unread: Callable[[], bool],
 ) -> None:
-    told = 0
+    reported = 0
     with scope, contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
         ended = False
         while not ended:
             with trio.move_on_after(_STALLED) as quiet:
-                await backlog.news.wait()
+                await backlog.arrived.wait()
             if quiet.cancelled_caught:
-                if untaken():
+                if has_unread():
                     return
                 continue
             ended = backlog.end.is_set()
             data = backlog.take()
-            if backlog.dropped != told:
-                told = backlog.dropped
-                data += pcapng.statistics(time.time_ns(), told)
+            if backlog.dropped != reported:
+                reported = backlog.dropped
+                data += pcapng.statistics(time.time_ns(), reported)
             for begin in range(0, len(data), _PIECE):
                 with trio.fail_after(_STALLED):
                     await stream.send_all(data[begin : begin + _PIECE])
-            with trio.move_on_after(_SEND_EVERY):
+            with trio.move_on_after(_SEND_INTERVAL):
                 await backlog.end.wait()
