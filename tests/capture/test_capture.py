@@ -1,4 +1,4 @@
-"""Captures of our own: what is in them, who reads them, and what a bad disk costs."""
+"""Captures that a stack writes: their contents, reading them, and disks that are slow or full."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trio_smc.wire.cdc import CdcMessage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kernel-two-links.pcap"
 GOLDEN_V2 = GOLDEN.with_name("kernel-v2-two-links.pcapng")
-SECRET = b"what nobody else should read"
+SECRET = b"only the two peers read this"
 
 
 def packets_of(path: Path) -> list[pcapng.Packet]:
@@ -50,7 +50,7 @@ def seen_in(path: Path) -> list[Seen]:
 
 
 class Record:
-    """An observer that keeps messages, and the length of writes."""
+    """An observer that keeps all messages, and the address, RKey and length of each write."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -83,7 +83,7 @@ async def echo(stream: trio_smc.SmcStream) -> None:
 
 @asynccontextmanager
 async def echo_port() -> AsyncIterator[int]:
-    """The port of an echo server in a stack of its own."""
+    """The port of an echo server in a separate stack."""
     async with trio_smc.open_stack(smc_config()) as server, trio.open_nursery() as nursery:
         [listener] = await server.open_listeners(0, host=HOST)
         nursery.start_soon(trio.serve_listeners, echo, [listener])
@@ -92,7 +92,7 @@ async def echo_port() -> AsyncIterator[int]:
 
 
 async def talk(stack: Stack, port: int, data: bytes) -> None:
-    """Send data to the echo server and take it back."""
+    """Send data to the echo server and receive it back."""
     with trio.fail_after(20):
         async with await stack.open_stream(HOST, port) as stream, trio.open_nursery() as nursery:
             assert stream.mode is trio_smc.Mode.SMC_R
@@ -103,7 +103,7 @@ async def talk(stack: Stack, port: int, data: bytes) -> None:
 
 
 async def captured(path: Path, *, payload: int = 0, data: bytes = SECRET, times: int = 2) -> Record:
-    """Write a capture of a client's stack; what an observer beside it record."""
+    """Write a capture of a client's stack; returns the record of a second observer."""
     record = Record()
     async with echo_port() as port:
         config = smc_config(capture=path, capture_payload=payload)
@@ -145,7 +145,7 @@ def test_a_write_with_data_of_any_size_is_read_again(size: int, version: int) ->
 
 @pytest.mark.v2("v2.13/2")
 def test_two_kernels_of_version_2() -> None:
-    """Two links, one lost, an asymmetric one, REQUEST ADD LINK; of the data only some, cut off."""
+    """Two links, one lost; an asymmetric link; REQUEST ADD LINK; some truncated data."""
     packets = packets_of(GOLDEN_V2)
     counts: Counter[str] = Counter()
     for packet in packets:
@@ -163,7 +163,7 @@ def test_two_kernels_of_version_2() -> None:
             assert not isinstance(event, Unreadable | clc.Decline)
             raw = llc.V2.encode(event)
         assert packet.data.count(raw) == 1
-    # As another decoder counts them.
+    # The counts of an independent decoder.
     assert counts == {
         "Proposal": 3, "Accept": 3, "Confirm": 3, "ConfirmLink": 8, "AddLink": 6, "TestLink": 38,
         "ConfirmRkey": 8, "DeleteLink": 4, "RequestAddLink": 1, "DeleteRkey": 12, "CdcMessage": 16,
@@ -219,7 +219,7 @@ def test_what_is_no_message_of_several_packets() -> None:
     for missing in range(len(whole)):
         rest = whole[:missing] + whole[missing + 1 :]
         assert list(dissect(_sent(*each) for each in rest)) == []
-    # Somebody else's, and without end.
+    # Another protocol's message that never ends.
     endless = [(FIRST, pieces[0])] + [(MIDDLE, bytes(4096))] * 50 + [(LAST, b"")]
     assert list(dissect(_sent(*each) for each in endless)) == []
 
@@ -272,7 +272,7 @@ def test_a_truncated_file_raises_after_its_whole_packets() -> None:
 
 
 def _read_until_damage(data: bytes) -> tuple[int, str]:
-    """How many packets come out, and what is wrong after them."""
+    """The number of packets before the first error, and the text of the error."""
     count = 0
     try:
         for _ in pcapng.read(io.BytesIO(data)):
@@ -311,7 +311,7 @@ def test_damaged_files_raise_damaged_capture_only(rng: random.Random) -> None:
     assert outcomes["damaged"] > 10
 
 
-# --- a stack's ---------------------------------------------------------------------------------
+# --- captures of a stack -----------------------------------------------------------------------
 
 
 async def test_the_file_has_all_that_an_observer_receives(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ async def test_data_is_kept_only_as_asked(tmp_path: Path, payload: int) -> None:
     await captured(path, payload=payload, times=1)
     begin = SECRET[:4]
     kept = [packet.data for packet in packets_of(path) if begin in packet.data]
-    # Behind the data comes the frame's checksum: any four bytes, so also those that were not kept.
+    # The frame's checksum follows the data; its four bytes may equal dropped ones by chance.
     assert {data[data.index(begin) : -4] for data in kept} == ({SECRET[:payload]} - {b""})
     assert path.read_bytes().count(begin) == len(kept) == (payload > 0)
 
@@ -377,7 +377,7 @@ async def test_wireshark_finds_nothing_wrong_with_a_failover(tmp_path: Path) -> 
 
 
 async def read_by_wireshark(path: Path) -> list[str]:
-    """The type of each message; fails when tshark finds anything wrong, but for what is known."""
+    """The type of each message.  Fails if tshark reports any error except a known one."""
     checks = [f"{name}.check_checksum:TRUE" for name in ("ip", "tcp", "udp")]
     options = [part for check in checks for part in ("-o", check)]
     run = await trio.run_process(
@@ -404,7 +404,7 @@ async def read_by_wireshark(path: Path) -> list[str]:
             if (name := field.get("name", "")) in ("smc.clc_msg", "smc.llc_msg")
         )
         found.append(str(int(value, 0)))
-        # Known: a Proposal without a growth area is read as if it had one.
+        # Known error of tshark: it reads each Proposal as if it had a growth area.
         proposal = (kind, found[-1]) == ("smc.clc_msg", "1")
         assert wrong == (["Malformed Packet (Exception occurred)"] if proposal else [])
     return found
@@ -417,7 +417,7 @@ async def test_a_full_disk_costs_the_capture_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "capture.pcapng"
-    room = 4001  # not at the end of a block
+    room = 4001  # within a block
     write = os.write
 
     def full(fd: int, data: bytes) -> int:
@@ -483,7 +483,7 @@ async def test_a_disk_that_hangs_delays_no_program(
                 config = smc_config(capture=path, shutdown_timeout=0.1)
                 async with trio_smc.open_stack(config) as stack:
                     await talk(stack, port, SECRET)
-        assert "its disk does not answer" in caplog.text
+        assert "its disk does not respond" in caplog.text
     finally:
         gate.set()
         for thread in threading.enumerate():
@@ -513,7 +513,7 @@ def test_what_was_captured_survives_a_kill(tmp_path: Path) -> None:
             _wait_for_size(path, 20_000)
         finally:
             process.send_signal(signal.SIGKILL)
-    shutil.rmtree(private)  # sockets of a process that could not tidy up
+    shutil.rmtree(private)  # sockets of the killed process
     count = Counter(type(each.event).__name__ for each in seen_in(path))
     assert count["Write"] > 10
     assert count["Accept"] > 1
@@ -530,9 +530,9 @@ def _wait_for_size(path: Path, size: int) -> None:
 
 async def test_paths_that_are_refused(tmp_path: Path) -> None:
     async def refusal(path: Path) -> int | None:
-        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is looked at
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is compared
             async with trio_smc.open_stack(smc_config(capture=path)):
-                raise AssertionError("it opened")
+                raise AssertionError("the stack has opened")
         return caught.value.errno
 
     os.mkfifo(tmp_path / "fifo")

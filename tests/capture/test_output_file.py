@@ -18,7 +18,7 @@ from tests.streams.stream_pairs import smc_config
 from trio_smc.capture.output_file import create, trust_directory
 
 OTHER = 12345
-"""A user that owns nothing else."""
+"""A user that owns no other file."""
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
 
 
@@ -48,7 +48,7 @@ def test_a_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_a_file_of_this_user_is_replaced_and_not_opened(tmp_path: Path) -> None:
-    """A reader of the old file, or another name of it, sees nothing of the new one."""
+    """A process that has the old file open, or another name of it, never sees the new data."""
     path, other_name = tmp_path / "file", tmp_path / "other"
     path.write_bytes(b"old")
     path.chmod(0o644)
@@ -147,7 +147,7 @@ def _far_below_one_of_another(path: Path) -> Path:
 def test_what_another_user_could_replace(
     writer: str, prepare: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """Each way to name an output file; nothing is written, and the message names the path."""
+    """Each option that names an output file: no file is written, and the message has the path."""
     (tmp_path / "theirs").mkdir()
     path = prepare(tmp_path / "theirs" / "file")
     before = sorted(tmp_path.rglob("*"))
@@ -217,7 +217,7 @@ def test_a_capture_takes_the_place_of_a_public_file(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_file_that_root_prepared_for_a_user(tmp_path: Path) -> None:
-    """Its directory is closed to that user, so the file itself is used; then with mode 0600."""
+    """The user cannot create files in that directory, so the file itself is written, mode 0600."""
     outer = Path("/run") / f"trio-smc-test-{os.getpid()}"
     outer.mkdir(mode=0o755)
     path = outer / "file"

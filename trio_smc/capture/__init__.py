@@ -1,1 +1,1 @@
-"""What a stack says and writes, as frames: recording it into captures, and reading captures."""
+"""Captures: recording the messages and RDMA writes of a stack as frames, and reading them."""

@@ -1,16 +1,17 @@
-"""The SMC-R messages and RDMA writes in a capture, whoever made it.
+"""Extracts the SMC-R messages and RDMA writes from a capture of any program.
 
 Theory of operation
 -------------------
-Everything here was written by somebody else, so a frame that is not understood is passed over,
-and a message of SMC-R that breaks its format becomes an `Unreadable`.
+The contents of a capture are not trusted.  A frame with an unknown protocol is skipped.  A message
+of SMC-R with a wrong format becomes an `Unreadable`.
 
 - TCP: a segment that begins with the eye catcher starts a run of CLC messages in its direction.
-  The run ends with the first bytes that are none; nothing else of TCP is kept.
-- RoCE, version 2 (UDP 4791) or 1 (its own Ethernet type): SENDs that are an LLC or a CDC message,
-  and the first packet of each RDMA write, whose header tells all of it.  An LLC message tells its
-  version of SMC-R by its first byte.  Those of version 2 may be longer than a packet: the packets
-  of such a SEND follow each other, for it is alone on its link's way.
+  The run ends at the first bytes that are not a CLC message.  All other TCP data is skipped.
+- RoCE, version 2 (UDP 4791) or 1 (its own Ethernet type): SENDs that contain an LLC or a CDC
+  message, and the first packet of each RDMA write, whose header describes the whole write.  The
+  first byte of an LLC message shows its version of SMC-R.  A message of version 2 may be longer
+  than a packet.  The packets of such a SEND are consecutive, because a queue pair sends one message
+  after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trio_smc.wire import cdc, clc, llc
 __all__ = ["End", "Event", "Seen", "Unreadable", "Write", "dissect"]
 
 _LINK_HEADERS: Final = {1: (14, 12), 113: (16, 14), 276: (20, 0)}
-"""By link type: bytes before the packet, and where among them its type is (Ethernet, "cooked")."""
+"""By link type (Ethernet, two "cooked" ones): size of the link header, and offset of its type."""
 _RAW_IP: Final = frozenset({12, 101, 228, 229})
 _VLANS: Final = frozenset({0x8100, 0x88A8})
 _IPV4, _IPV6, _ROCE_V1 = 0x0800, 0x86DD, 0x8915
@@ -44,11 +45,11 @@ _SYN: Final = 0x02
 
 
 class End(NamedTuple):
-    """Where a frame came from or went to.
+    """The source or the destination of a frame.
 
     Fields:
       address: 4 or 16 bytes.
-      number: TCP port; QP number; None for the sender of a RoCE packet, which does not tell it.
+      number: TCP port or QP number; None for the source of a RoCE packet, which lacks it.
     """
 
     address: bytes
@@ -56,7 +57,7 @@ class End(NamedTuple):
 
 
 class Write(NamedTuple):
-    """An RDMA write of ``length`` bytes to ``address`` of the memory that ``rkey`` names."""
+    """An RDMA write of ``length`` bytes to ``address`` in the memory region of ``rkey``."""
 
     address: int
     rkey: int
@@ -64,7 +65,7 @@ class Write(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A message that breaks the rules; ``reason`` says which."""
+    """A message with a wrong format; ``reason`` is the text of the error."""
 
     reason: str
 
@@ -78,7 +79,7 @@ class Seen:
 
     Attributes:
       time: nanoseconds since 1970.
-      tcp: whether it was on a TCP connection, and not on a link.
+      tcp: True for a CLC message on a TCP connection, False for traffic on a link.
     """
 
     time: int
@@ -89,7 +90,7 @@ class Seen:
 
 
 def dissect(packets: Iterable[Packet]) -> Iterator[Seen]:
-    """What SMC-R has said in these packets, in their order."""
+    """The SMC-R messages and RDMA writes in these packets, in their order."""
     runs, sends = _Runs(), _Sends()
     for packet in packets:
         try:
@@ -101,7 +102,7 @@ def dissect(packets: Iterable[Packet]) -> Iterator[Seen]:
             else:
                 continue
         except (struct.error, IndexError):
-            continue  # a packet that was cut off
+            continue  # the packet is truncated
         yield from found
 
 
@@ -127,7 +128,7 @@ def _ip(time: int, data: bytes, runs: _Runs, sends: _Sends) -> list[Seen]:
         if fragment & 0x1FFF:
             return []
         source, target = data[12:16], data[16:20]
-        # Segmentation offload leaves the length to the adapter.
+        # With segmentation offload the length is 0, and the adapter fills it in.
         body = data[header : size or None]
     else:
         size, protocol = struct.unpack_from(">4xHB", data)
@@ -141,7 +142,7 @@ def _ip(time: int, data: bytes, runs: _Runs, sends: _Sends) -> list[Seen]:
 
 
 def _roce_v1(time: int, data: bytes, sends: _Sends) -> list[Seen]:
-    if data[6] != 0x1B:  # what follows the global route header is a base transport header
+    if data[6] != 0x1B:  # next header: 0x1B is a base transport header
         return []
     [size] = struct.unpack_from(">H", data, 4)
     source, target = frames.gid_address(data[8:24]), frames.gid_address(data[24:40])
@@ -164,7 +165,7 @@ def _roce(time: int, source: bytes, target: bytes, data: bytes, sends: _Sends) -
 
 
 def _link_message_untrusted(data: bytes) -> Event | None:
-    """None: it looks like nothing that SMC-R says, so others said it."""
+    """Decode a SEND; None: it does not look like a message of SMC-R."""
     try:
         if _is_version_2(data):
             return llc.V2.decode_untrusted(data)
@@ -186,13 +187,13 @@ def _is_version_2(data: bytes) -> bool:
 
 
 class _Sends:
-    """SENDs of several packets that have begun, the last `_MAX_RUNS`."""
+    """SENDs of several packets that are not complete; the last `_MAX_RUNS` are kept."""
 
     def __init__(self) -> None:
         self._begun: OrderedDict[tuple[bytes, bytes, int], bytes] = OrderedDict()
 
     def packet(self, ends: tuple[bytes, bytes, int], opcode: int, payload: bytes) -> bytes:
-        """The message that ends with this packet; b"" for none."""
+        """The message that this packet completes; b"" if it completes none."""
         if opcode in _SENDS:
             return payload
         if opcode == _SEND_FIRST:
@@ -215,7 +216,9 @@ class _Run:
     """CLC messages in one direction of a TCP connection.
 
     Attributes:
-      next: the sequence number after what was taken.
+      next: the next expected sequence number.
+      data: bytes that are not decoded yet.
+      ended: other data has followed the CLC messages.
     """
 
     __slots__ = ("data", "ended", "next")
@@ -227,7 +230,7 @@ class _Run:
 
 
 class _Runs:
-    """All of them, the last `_MAX_RUNS`."""
+    """The runs of all TCP connections; the last `_MAX_RUNS` are kept."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[tuple[End, End], _Run] = OrderedDict()
@@ -251,7 +254,7 @@ class _Runs:
                 self._runs.popitem(last=False)
         known = (run.next - sequence) & 0xFFFFFFFF
         if known >= 1 << 31:
-            known = 0  # a segment is missing: go on where this one begins
+            known = 0  # a segment is missing: continue at the start of this one
             run.data, run.ended = b"", not starts
         if run.ended or known >= len(payload):
             return []

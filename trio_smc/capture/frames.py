@@ -1,8 +1,8 @@
-"""Ethernet frames around SMC-R messages, as they would be on a wire.
+"""Builds Ethernet frames around SMC-R messages, as they would appear on a network.
 
-CLC messages travel in TCP segments, LLC and CDC messages as RoCE SENDs, data as RDMA writes (all
-RoCE version 2: UDP port 4791, a base transport header, an invariant CRC).  Pure functions of
-bytes and numbers; `trio_smc.capture.dissection` is the way back.
+CLC messages become TCP segments, LLC and CDC messages RoCE SENDs, and data RDMA writes.  RoCE is
+always version 2: UDP port 4791, a base transport header, an invariant CRC.  All functions are
+pure.  `trio_smc.capture.dissection` is the inverse.
 
 InfiniBand Architecture Specification 1.4, 9.2, 9.3 and annex A17 (RoCEv2).
 """
@@ -32,7 +32,7 @@ ROCE_PORT: Final = 4791
 """UDP port of RoCEv2."""
 
 MAX_PAYLOAD: Final = 4096
-"""Bytes of an RDMA write that a capture keeps at most: the largest path MTU."""
+"""The most bytes of an RDMA write that a capture keeps: the largest path MTU."""
 
 # Opcodes of reliable connections, the only transport SMC-R uses.
 SEND_ONLY: Final = 0x04
@@ -48,20 +48,20 @@ _DEFAULT_PKEY: Final = 0xFFFF
 _UDP_SOURCE: Final = 0xC000
 _BTH: Final = struct.Struct(">BBHII")
 _RETH: Final = struct.Struct(">QII")
-# What routers may change counts as ones in the invariant CRC: before the packet 8 bytes for an
-# absent local route header, then these of IPv4 (TOS, TTL, checksum) or IPv6 (class and flow label,
-# hop limit), the UDP checksum and the reserved byte of the base transport header.
+# The invariant CRC replaces all fields that routers may change by ones.  8 bytes for the absent
+# local route header come first.  These are the offsets of the others: for IPv4 TOS, TTL and
+# checksum, for IPv6 class, flow label and hop limit; the UDP checksum; a reserved byte of the BTH.
 _V4_MASK: Final = (1, 8, 10, 11, 26, 27, 32)
 _V6_MASK: Final = (1, 2, 3, 7, 46, 47, 52)
 
 
 def gid_address(gid: bytes) -> bytes:
-    """The IP address, 4 or 16 bytes, that a RoCEv2 GID stands for."""
+    """The IP address of a RoCEv2 GID, 4 or 16 bytes."""
     return gid[12:] if gid.startswith(_V4_MAPPED) else gid
 
 
 def host_address(host: str) -> bytes:
-    """An IP address as text, with or without a zone, as 4 or 16 bytes."""
+    """Convert an IP address from text, with or without a zone, to 4 or 16 bytes."""
     return gid_address(ipaddress.ip_address(host.partition("%")[0]).packed)
 
 
@@ -85,7 +85,7 @@ def tcp_frame(
 
 
 def reth(address: int, rkey: int, length: int) -> bytes:
-    """The header of an RDMA write's first packet: where to, and how many bytes in all."""
+    """The extended header of an RDMA write's first packet; ``length`` counts the whole write."""
     return _RETH.pack(address, rkey, length)
 
 
@@ -98,7 +98,7 @@ def roce_frame(
     Args:
       source, target: IP addresses of one family, 4 or 16 bytes.
       target_qp, psn: 24 bits each; a base transport header does not name the sender's queue pair.
-      payload: what follows the base transport header: an extended header, data.
+      payload: the bytes after the base transport header: extended header and data.
     """
     padding = -len(payload) & 3
     size = 8 + _BTH.size + len(payload) + padding + _ICRC_SIZE
@@ -106,16 +106,16 @@ def roce_frame(
     udp = struct.pack(">HHH", _UDP_SOURCE | target_qp & 0x3FFF, ROCE_PORT, size)
     bth = _BTH.pack(opcode, padding << 4, _DEFAULT_PKEY, target_qp, psn & 0xFFFFFF)
     body = bth + payload + bytes(padding)
-    # The CRC takes the UDP checksum for ones, whatever it is.
+    # The CRC does not depend on the value of the UDP checksum.
     body += invariant_crc(ip + udp + bytes(2) + body)
-    # RoCEv2 needs none, but readers of IPv6 miss it.
+    # RoCEv2 does not need the UDP checksum, but readers report its absence over IPv6.
     check = _udp_checksum(source + target, udp + body) if len(source) == 16 else 0
     head = target_mac + source_mac + _ether_type(source)
     return b"".join((head, ip, udp, check.to_bytes(2, "big"), body))
 
 
 def invariant_crc(packet: bytes) -> bytes:
-    """The 4 bytes behind a RoCEv2 packet that begins with its IP header (without options)."""
+    """The 4-byte CRC of a RoCEv2 packet that begins with its IP header (without options)."""
     masked = bytearray(packet)
     for place in _V4_MASK if packet[0] >> 4 == 4 else _V6_MASK:
         masked[place] = 0xFF
@@ -139,12 +139,12 @@ def _ip(source: bytes, target: bytes, protocol: int, size: int) -> bytes:
 
 
 def _udp_checksum(addresses: bytes, datagram: bytes) -> int:
-    """Of a datagram without its checksum's two bytes; never 0, which would mean none."""
+    """The checksum of a datagram without its checksum field; never 0, which means "no checksum"."""
     size = len(datagram) + 2
     return _internet_checksum(addresses + struct.pack(">IHH", size, 0, _UDP) + datagram) or 0xFFFF
 
 
 def _internet_checksum(data: bytes) -> int:
-    """The ones' complement of the sum, which is a remainder (RFC 1071)."""
+    """The ones' complement of the ones' complement sum, computed as a remainder (RFC 1071)."""
     number = int.from_bytes(data + bytes(len(data) & 1), "big")
     return 0xFFFF - (number % 0xFFFF or (0xFFFF if number else 0))

@@ -1,15 +1,16 @@
-"""Files that a stack or a command writes: created new, mode 0600, under a name that is safe.
+"""Files that a stack or a command writes: always new, with mode 0600, at a safe path.
 
 Theory of operation
 -------------------
-A name is safe if no other user can make it lead elsewhere.  Therefore the path is walked part by
-part, each opened relative to the one before.  Every directory on the way belongs to this user or
-root, and only they may write to it, unless it is sticky like /tmp.  A symbolic link is followed
-only if it belongs to this user or root.
+A path is safe if no other user can make it lead elsewhere.  Therefore its parts are opened one by
+one, each relative to the directory before.  Each directory must belong to this user or root, and
+only they may write to it, unless it is sticky like /tmp.  A symbolic link is followed only if it
+belongs to this user or root.
 
-The file is made under a random name with O_EXCL and then renamed to its own.  So nothing that is
-there already is written to: neither a FIFO, which could block, nor a file that another process has
-open.  A regular file of this user is replaced; anything else under that name is an error.
+The file is created under a random name with O_EXCL and then renamed to its final name.  So an
+existing file is not written to: neither a FIFO, which could block, nor a file that another process
+has open.  A regular file of this user is replaced.  Anything else at that path is an error.  The
+only existing file that is written to is one that root has prepared for this user.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 _PRESENT: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _MODE: Final = 0o600
 _MAX_LINKS: Final = 40
-"""Symbolic links on the way to one file, as in the kernel (MAXSYMLINKS)."""
+"""Largest number of symbolic links in one path, as in the kernel (MAXSYMLINKS)."""
 _ATTEMPTS: Final = 10
 
 
 def create(path: Path | str) -> int:
     """Create a file for writing and return its descriptor, with an exclusive flock(2) on it.
 
-    A regular file of this user under that name is replaced.
+    A regular file of this user at that path is replaced.
 
     Raises:
-      OSError: the file cannot be created; another user could replace a name on the way (EPERM);
-        something else has the name (EINVAL); another capture writes there (EBUSY).
+      OSError: the file cannot be created; another user could replace a part of the path (EPERM);
+        the path is not a regular file (EINVAL); another capture is writing to it (EBUSY).
     """
     with _parent(os.fspath(path)) as (directory, name):
         for _ in range(_ATTEMPTS):
@@ -55,7 +56,7 @@ def trust_directory(path: Path | str) -> None:
     """Check that no other user can make the path of a directory lead elsewhere.
 
     Raises:
-      OSError: another user can (EPERM), or there is no such directory.
+      OSError: another user can do so (EPERM), or there is no such directory.
     """
     with _parent(os.path.join(path, ".")):
         pass
@@ -65,7 +66,7 @@ def trust_directory(path: Path | str) -> None:
 
 
 def _replace(directory: int, name: str, path: Path | str) -> int:
-    """One attempt.  Raises FileNotFoundError if another process has renamed the file meanwhile."""
+    """Try once to create the file.  Raises FileNotFoundError if another process has replaced it."""
     present = _lock_present(directory, name, path)
     try:
         hidden = f".{name[:100]}.{secrets.token_hex(8)}"
@@ -74,13 +75,13 @@ def _replace(directory: int, name: str, path: Path | str) -> int:
         except PermissionError:
             if present is None:
                 raise
-            # An administrator has prepared the file in a directory that only root may write.
+            # An administrator has created the file in a directory that only root may write to.
             os.fchmod(present, _MODE)
             os.ftruncate(present, 0)
             return os.dup(present)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(fd, _MODE)  # whatever the umask left
+            os.fchmod(fd, _MODE)  # the umask may have removed bits
             os.rename(hidden, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             os.close(fd)
@@ -94,13 +95,13 @@ def _replace(directory: int, name: str, path: Path | str) -> int:
 
 
 def _lock_present(directory: int, name: str, path: Path | str) -> int | None:
-    """Open and lock the file that has the name now; None: there is none."""
+    """Open and lock the file that has this name; None: there is no such file."""
     try:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return None
     _check_present(found, path)
-    # Opened only now: to open a device may do something.
+    # Opened only after the check, because opening a device can have effects.
     fd = os.open(name, _PRESENT, dir_fd=directory)
     try:
         opened = os.fstat(fd)
@@ -122,17 +123,17 @@ def _check_present(found: os.stat_result, path: Path | str) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise _is_directory(os.fspath(path))
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, f"{path} is no regular file")
+        raise OSError(errno.EINVAL, f"{path} is not a regular file")
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"{path} belongs to user {found.st_uid}")
 
 
-# --- the way to it -----------------------------------------------------------------------------
+# --- the path ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _parent(path: str) -> Iterator[tuple[int, str]]:
-    """The open directory that a path leads to, and the last part of its name."""
+    """The opened parent directory of a path, and the last part of the path."""
     if path.endswith("/"):
         raise _is_directory(path)
     start = "" if path.startswith("/") else os.getcwd()
@@ -174,7 +175,7 @@ def _is_directory(path: str) -> IsADirectoryError:
 
 
 def _link(directory: int, name: str, path: str) -> str | None:
-    """Where a symbolic link leads; None: the name is none."""
+    """The target of a symbolic link; None: ``name`` is not a symbolic link."""
     try:
         target = os.readlink(name, dir_fd=directory)
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -205,7 +206,7 @@ def _check_directory(directory: int, path: str) -> None:
 
 
 def _is_trusted(user: int) -> bool:
-    """True if a user is root or this one; or unknown to this user namespace, as root may be."""
+    """True if a user is root or this user, or is unknown in this user namespace, as root may be."""
     return user in (0, os.geteuid()) or (user == _overflow() and not _knows_all_users())
 
 
@@ -224,7 +225,7 @@ def _knows_all_users() -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """True if a group is root's, or has this user as its only member and bears its name."""
+    """True if a group is root's, or has the name of this user and this user as its only member."""
     if group == 0:
         return True
     import grp

@@ -1,7 +1,7 @@
-"""The pcapng file format: writing the four blocks a capture of ours has, reading any capture.
+"""The pcapng file format: writes the four kinds of blocks of our captures, reads any capture.
 
-`read` also takes the older pcap format, as tcpdump and QEMU write it.  Reading is of bytes that
-somebody else made: whatever is wrong with them raises `DamagedCapture`, which says where.
+`read` also accepts the older pcap format of tcpdump and QEMU.  The bytes are not trusted: any error
+in them raises `DamagedCapture`, which names the byte.
 (draft-ietf-opsawg-pcapng; draft-ietf-opsawg-pcap)
 """
 
@@ -33,9 +33,9 @@ _ORDER_MAGIC: Final = 0x1A2B3C4D
 _END_OF_OPTIONS, _USER_APPLICATION, _IF_NAME, _IF_TSRESOL, _ISB_IFDROP = 0, 4, 2, 9, 5
 _NANOSECONDS: Final = 9
 _MAX_BLOCK: Final = 1 << 24
-"""Bytes of the largest block that is believed: a frame has at most some 64 KiB."""
+"""Largest accepted block, in bytes.  A frame has at most about 64 KiB."""
 
-# The four ways a pcap file can begin: byte order and what a time stamp's second half counts.
+# The magic numbers of pcap: byte order, and nanoseconds per unit of a time stamp's second half.
 _PCAP: Final = {
     b"\xd4\xc3\xb2\xa1": ("<", 1000),
     b"\xa1\xb2\xc3\xd4": (">", 1000),
@@ -45,7 +45,7 @@ _PCAP: Final = {
 
 
 class DamagedCapture(ValueError):
-    """The file is no capture, or not a whole one; the text says where it breaks off."""
+    """The file is not a capture, or not a complete one; the text names the byte of the error."""
 
 
 class Packet(NamedTuple):
@@ -53,9 +53,9 @@ class Packet(NamedTuple):
 
     Fields:
       time: nanoseconds since 1970.
-      link_type: as tcpdump.org numbers them; `ETHERNET` is 1.
-      data: the bytes that were kept.
-      length: bytes the frame had.
+      link_type: the number of the link type at tcpdump.org; `ETHERNET` is 1.
+      data: the captured bytes.
+      length: bytes of the frame on the network.
     """
 
     time: int
@@ -68,7 +68,7 @@ class Packet(NamedTuple):
 
 
 def header(application: str, interface: str) -> bytes:
-    """What a file begins with: a section, and one Ethernet interface with times in ns."""
+    """The start of a file: a section, and one Ethernet interface with times in nanoseconds."""
     section = struct.pack("<IHHq", _ORDER_MAGIC, 1, 0, -1)
     options = _option(_USER_APPLICATION, application.encode()) + _option(_END_OF_OPTIONS, b"")
     described = struct.pack("<HHI", ETHERNET, 0, 0)
@@ -81,23 +81,23 @@ def header(application: str, interface: str) -> bytes:
 
 
 def packet(time: int, data: bytes, length: int) -> bytes:
-    """One frame: ``time`` in nanoseconds, ``length`` as it would be on the wire."""
+    """A block for one frame.  ``time``: nanoseconds; ``length``: bytes of the complete frame."""
     head = struct.pack("<IIIII", 0, time >> 32, time & 0xFFFFFFFF, len(data), length)
     return _block(_ENHANCED, head + data)
 
 
 def statistics(time: int, dropped: int) -> bytes:
-    """How many frames are missing from here on back to the beginning."""
+    """A block that reports how many frames were dropped since the start of the file."""
     head = struct.pack("<III", 0, time >> 32, time & 0xFFFFFFFF)
     option = _option(_ISB_IFDROP, struct.pack("<Q", dropped)) + _option(_END_OF_OPTIONS, b"")
     return _block(_STATISTICS, head + option)
 
 
 def whole_blocks_untrusted(data: bytes | bytearray) -> int:
-    """How many of the bytes, of a file as we write it, are whole blocks.
+    """The number of leading bytes that are complete blocks, in a file that this module writes.
 
     Raises:
-      ProtocolError: they are no such file's.
+      ProtocolError: the bytes are not blocks of such a file.
     """
     end = 0
     while end + 8 <= len(data):
@@ -126,10 +126,10 @@ def _option(code: int, value: bytes) -> bytes:
 
 
 def read(file: BinaryIO) -> Iterator[Packet]:
-    """The packets of a pcapng or pcap file, in the file's order.
+    """The packets of a pcapng or pcap file, in the order of the file.
 
     Raises:
-      DamagedCapture: after the last whole packet.
+      DamagedCapture: the file is damaged; all packets before the error were yielded.
     """
     start = file.read(4)
     if start in _PCAP:
@@ -164,7 +164,7 @@ class _Interface:
 
 @dataclass(slots=True)
 class _Pcapng:
-    """Reads on behind the first four bytes."""
+    """Reads the rest of a pcapng file whose first four bytes were read."""
 
     file: BinaryIO
     order: str = "<"
@@ -241,7 +241,7 @@ class _Pcapng:
             if code == _IF_TSRESOL and size == 1 and len(options) > 4:
                 power = options[4] & 0x7F
                 if power > 63:
-                    raise DamagedCapture(f"a clock that cannot be at byte {self.at}")
+                    raise DamagedCapture(f"an impossible time resolution at byte {self.at}")
                 self.interfaces[-1].per_second = (2 if options[4] & 0x80 else 10) ** power
             options = options[4 + size + (-size & 3) :]
 

@@ -1,24 +1,24 @@
-"""A stack's messages and RDMA writes as a capture that Wireshark reads.
+"""Records a stack's messages and RDMA writes as a capture for Wireshark.
 
 Theory of operation
 -------------------
-`Capture` is an observer: it makes one frame of each CLC, LLC and CDC message, sent or received,
-and of each RDMA write, and gives them as pcapng blocks to a function.  What the
-observer interface does not show is not made up:
+`Capture` is an observer.  It builds one frame from each CLC, LLC and CDC message, sent or received,
+and from each RDMA write, and passes the frames as pcapng blocks to a function.  The capture
+contains only events that observers receive:
 
-- The peer's RDMA writes are not in the capture: nothing tells this side of them but the cursor
-  in the CDC message that follows.
-- TCP's handshake and acknowledgements, and those of RoCE, belong to the kernel and the RNIC.
-- PSNs count from the first one that the peers agreed on through what the capture contains.  A
-  received message's is the least it can be: the peer's writes before it used some up, too.
+- The peer's RDMA writes are missing.  This side learns of them only by the cursor in the CDC
+  message that follows.
+- Handshakes and acknowledgements of TCP and RoCE are missing.  The kernel and the RNIC handle them.
+- PSNs start at the first one that the peers agreed on and count the packets in the capture.  The
+  PSN of a received message is a lower bound, because the peer's writes before it also have PSNs.
 
-A write is one RDMA WRITE ONLY packet, whose header tells the address, the RKey and the length of
-all of it, and which carries only as much of the data as was asked for.  PSNs go on by as many
-packets as the path MTU makes of the write.  (Wireshark takes packets that were cut off, the usual
-way to leave data out, for damaged ones.)
+A write becomes one RDMA WRITE ONLY packet.  Its header has the address, the RKey and the length of
+the whole write; the packet contains only as much data as ``payload`` allows.  The next PSN counts
+as many packets as the path MTU requires for the write.  (A truncated packet is the usual way to
+leave data out, but Wireshark reports truncated packets as damaged.)
 
-A stack that talks to itself tells of every message twice, at both ends of a link, and so
-everything that comes from one of the ends already seen is left out.
+If a stack is connected to itself, each message is observed at both ends of a link.  So a message
+that one of the stack's own ends has sent is recorded only there.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _Value = TypeVar("_Value")
 
 
 class _Link:
-    """What frames of one link have in common.
+    """The parts of a frame that are the same for all frames of one link.
 
     Attributes:
-      peer_end: what its other end is called in `Capture._own_ends`, if it is there.
-      psn, peer_psn: of the next packet from here, and to here.
+      peer_end: GID and QP number of the other end; a key of `Capture._own_ends` if the stack is
+        connected to itself.
+      psn, peer_psn: PSN of the next packet that this side sends, and that it receives.
     """
 
     __slots__ = ("local", "mtu", "peer", "peer_end", "peer_psn", "psn", "source", "target")
@@ -69,12 +70,12 @@ class _Link:
 
 
 class Capture:
-    """An observer that writes what it hears (`trio_smc.Stack.add_observer`).
+    """An observer that records messages and writes (`trio_smc.Stack.add_observer`).
 
     Args:
-      write: takes pcapng blocks, one or more whole ones a call, on the Trio thread; must not
-        block.  The first call brings the file's header.
-      payload: how many bytes of each RDMA write to keep, at most the path MTU; 0: none.
+      write: called with one or more complete pcapng blocks on the Trio thread; must not block.  The
+        first call passes the file's header.
+      payload: bytes of each RDMA write to keep, at most the path MTU; 0: none.
     """
 
     def __init__(self, write: Callable[[bytes], None], payload: int = 0) -> None:
@@ -82,14 +83,14 @@ class Capture:
         self._payload = payload
         self._links: OrderedDict[object, _Link] = OrderedDict()
         self._own_ends: OrderedDict[tuple[bytes, int], None] = OrderedDict()
-        # By (here, there): the next sequence numbers of both directions.
+        # By (local, remote) address and port: the next sequence numbers of both directions.
         self._sequences: OrderedDict[tuple[_Name, _Name], list[int]] = OrderedDict()
         write(pcapng.header(f"trio_smc, {os.path.basename(sys.argv[0])} {os.getpid()}", "trio_smc"))
 
     # --- trio_smc.Observer -------------------------------------------------------------------
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
-        """A CLC message (RFC 7609, A.2): a TCP segment."""
+        """Record a CLC message (RFC 7609, A.2) as a TCP segment."""
         names = tcp_names(connection)
         if names is None:
             return
@@ -100,22 +101,23 @@ class Capture:
             return
         counts = _get_or_create(self._sequences, (here, there), lambda: [1, 1])
         if message[4] == _PROPOSAL and counts != [1, 1]:
-            counts[:] = (each + _NEXT_CONNECTION for each in counts)  # another one of the same name
+            # A new connection of the same addresses and ports.
+            counts[:] = (each + _NEXT_CONNECTION for each in counts)
         first, second = (here, there) if outgoing else (there, here)
         mine = 0 if outgoing else 1
         self._frame(frames.tcp_frame(first, second, counts[mine], counts[1 - mine], message))
         counts[mine] += len(message)
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """An LLC message (A.3): a SEND."""
+        """Record an LLC message (A.3) as a SEND."""
         self._send(link, outgoing, message)
 
     def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """A CDC message (A.4): a SEND."""
+        """Record a CDC message (A.4) as a SEND."""
         self._send(link, outgoing, message)
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        """An RDMA write (RFC 7609, 4.3)."""
+        """Record an RDMA write (RFC 7609, 4.3)."""
         known = self._link_of(link)
         if known is None:
             return
@@ -125,12 +127,12 @@ class Capture:
         known.psn += max(1, -(-len(data) // known.mtu))
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """Links that are DOWN are forgotten."""
+        """Remove a link that is DOWN."""
         if new == "DOWN":
             self._links.pop(subject, None)
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """The CLC messages have told."""
+        """No-op: the CLC messages show the mode."""
 
     # --- frames ------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Capture:
 def _get_or_create(
     table: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value]
 ) -> _Value:
-    """The value of ``key``, made when there is none; the oldest go when there are too many."""
+    """The value of ``key``, created if missing.  A full table loses its oldest entry."""
     if key not in table:
         table[key] = make()
         if len(table) > _MAX_ENTRIES:

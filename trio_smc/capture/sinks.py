@@ -1,18 +1,17 @@
-"""Where a capture goes: into the file of `Config(capture=...)`, or to somebody who asked for it.
+"""The destinations of a capture: the file of `Config(capture=...)`, or a stream.
 
 Theory of operation
 -------------------
-The file is written by a thread of its own, so that no disk stops Trio.  The Trio thread appends
-blocks to a queue; the thread takes what is there, writes it in one system call and sleeps for
-`_WRITE_INTERVAL` seconds, so that busy connections cost few wakeups and the file is never older
-than that.
-Nothing is buffered beyond it: what was written survives the process.
+A separate thread writes the file, so that a slow disk never blocks Trio.  The Trio thread appends
+blocks to a queue.  The thread writes all queued blocks in one system call and then sleeps for
+`_WRITE_INTERVAL` seconds.  So busy connections cost few wakeups, and a block reaches the file after
+at most that time.  There is no other buffer, so written blocks survive the end of the process.
 
-The queue is bounded.  When a disk is slower than the traffic, blocks are dropped and counted, and
-the file says how many (interface statistics, ``isb_ifdrop``).  A disk that is full, or fails, ends
-the capture and nothing else: one line in the log, the file cut back to its last whole block.
+The queue is bounded.  If a disk is slower than the traffic, blocks are dropped and counted, and the
+file contains the count (interface statistics, ``isb_ifdrop``).  If a disk is full or fails, only
+the capture ends: an error is logged, and the file is truncated to its last complete block.
 
-Whoever asks while the stack runs (`send_capture`) is sent the capture as it is made.
+`send_capture` sends a capture over a stream while the stack runs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from trio_smc.capture.recorder import Capture
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observed
 
-if sys.platform == "linux":  # elsewhere there is nothing to capture
+if sys.platform == "linux":  # other systems have no SMC-R to capture
     from trio_smc.capture.output_file import create
 
 __all__ = [
@@ -49,24 +48,24 @@ LOGGER = logging.getLogger("trio_smc.capture")
 
 _WRITE_INTERVAL: Final = 0.02
 _MAX_QUEUED: Final = 16 * 1024 * 1024
-"""Bytes that may wait for the disk."""
+"""Largest number of bytes in the queue for the disk."""
 
 
 class FileCapture:
-    """Captures a stack into a file until `end`; then `join`.
+    """Captures a stack into a file until `end` is called.  Call `join` afterwards.
 
     Args:
-      stack: which one; it must be open.
-      path: created new with mode 0600; a regular file of this user is replaced
+      stack: the stack to capture; it must be open.
+      path: the file, created with mode 0600.  A regular file of this user is replaced
         (`trio_smc.capture.output_file`).
-      payload: how many bytes of each RDMA write to keep.
+      payload: bytes of each RDMA write to keep.
 
     Raises:
-      OSError: the file cannot be created, another user could replace a name on its path, something
-        else than a regular file has its name, or another capture writes there just now.
+      OSError: the file cannot be created, another user could replace a part of its path, the path
+        is not a regular file, or another capture is writing to it.
 
     Attributes:
-      dropped: blocks that were not written because the disk was too slow.
+      dropped: blocks that were dropped because the disk was too slow.
     """
 
     def __init__(self, stack: Observed, path: Path | str, payload: int = 0) -> None:
@@ -74,9 +73,9 @@ class FileCapture:
         self._fd = create(self._path)
         self._stack = stack
         self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0  # bytes; only the Trio thread counts here
-        self._dequeued_bytes = 0  # and here only the capture's
-        self._complete_bytes = 0  # bytes of the file that are whole blocks
+        self._queued_bytes = 0  # only the Trio thread adds to it
+        self._dequeued_bytes = 0  # only the capture's thread adds to it
+        self._complete_bytes = 0  # bytes of complete blocks in the file
         self._wakeup = threading.Event()
         self._ending = threading.Event()
         self._failed = False
@@ -88,7 +87,7 @@ class FileCapture:
         stack.add_observer(self._observer)
 
     def end(self) -> None:
-        """Capture nothing more; what waits is still written.  On the Trio thread; idempotent."""
+        """Stop capturing; queued blocks are still written.  On the Trio thread.  Idempotent."""
         self._stack.remove_observer(self._observer)
         if self._abandoned:
             return
@@ -96,9 +95,9 @@ class FileCapture:
         self._wakeup.set()
 
     def abandon(self) -> None:
-        """This process is a forked child: the file, its lock and the thread are the parent's.
+        """Release the file in a forked child: it, its lock and the thread belong to the parent.
 
-        The thread may have held the lock of an event at the fork, so none is touched.
+        The thread may have held the lock of an event at the fork, so no event is used.
         """
         self._abandoned = self._failed = True
         fd, self._fd = self._fd, -1
@@ -106,15 +105,15 @@ class FileCapture:
             os.close(fd)
 
     def join(self, timeout: float) -> None:
-        """After `end`: block until the disk has taken everything, ``timeout`` seconds at most.
+        """After `end`: block until everything is written, at most ``timeout`` seconds.
 
-        A thread that hangs in a disk's driver is left behind; it ends with the process.
+        If the thread hangs in the driver of a disk, it stays until the process ends.
         """
         if self._abandoned:
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            LOGGER.error("the capture %s is not complete: its disk does not answer", self._path)
+            LOGGER.error("the capture %s is incomplete: its disk does not respond", self._path)
 
     # --- the Trio thread ---------------------------------------------------------------------
 
@@ -148,12 +147,13 @@ class FileCapture:
                 self._ending.wait(_WRITE_INTERVAL)
         except OSError as error:
             self._failed = True
-            LOGGER.error("the capture %s ends: %s", self._path, error)
+            LOGGER.error("the capture %s has ended early: %s", self._path, error)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._complete_bytes)
         finally:
             self._queue.clear()
-            fd, self._fd = self._fd, -1  # a forked child must not close another file
+            # Cleared first, so that a forked child does not close another file of this number.
+            fd, self._fd = self._fd, -1
             os.close(fd)
 
     def _dequeue(self) -> list[bytes]:
@@ -180,16 +180,16 @@ class FileCapture:
 
 _SEND_INTERVAL: Final = 0.02
 _PATIENCE: Final = 1.0
-"""Seconds a receiver may take for what is left when the capture ends."""
+"""Seconds for which the end of a capture waits until the receiver has read the rest."""
 _MOST_UNSENT: Final = 4 * 1024 * 1024
-"""Bytes that may wait for a receiver that is too slow."""
+"""Largest number of bytes in the backlog of a slow receiver."""
 _PIECE: Final = 64 * 1024
 _STALLED: Final = 30.0
-"""Seconds after which a receiver that takes nothing of what waits for it is given up."""
+"""Seconds after which a capture ends because its receiver reads nothing."""
 
 
 class _Backlog:
-    """Blocks that wait, bounded."""
+    """A bounded queue of blocks to send."""
 
     def __init__(self) -> None:
         self.arrived = trio.Event()
@@ -220,20 +220,20 @@ async def send_capture(
     payload: int = 0,
     has_unread: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Send a pcapng file of what happens from now on, until cancelled or the receiver leaves.
+    """Send a pcapng file of all traffic from now on, until cancelled or the receiver ends it.
 
     Args:
-      stream: whatever comes from there, or its end, ends the capture.
-      payload: how many bytes of each RDMA write to keep.
-      has_unread: whether something that was sent waits for the receiver; one that takes nothing for
-        30 s is given up.
+      stream: the receiver.  If it sends anything or closes the stream, the capture ends.
+      payload: bytes of each RDMA write to keep.
+      has_unread: returns True if the receiver has not read all sent bytes.  If it reads nothing for
+        30 s, the capture ends.
     """
     backlog = _Backlog()
     observer = Capture(backlog.append, payload)
     stack.add_observer(observer)
     try:
         async with trio.open_nursery() as nursery:
-            # Shielded: cancelled in the middle of a block, all of the rest could not be read.
+            # Shielded, because a block that is cut off would make the rest unreadable.
             scope = trio.CancelScope(shield=True)
 
             async def send() -> None:
