@@ -31,8 +31,8 @@ class ClcClientChart(Chart):
     FALLEN_BACK = State("FALLEN_BACK")
     FAILED = State("FAILED")
 
-    _UNDER_WAY = (START, PROPOSED, PREPARING, CONFIRMED, CONFIRMING_LINK, LINK_LOST, DECLINING)
-    _OVER = (ESTABLISHED, FALLEN_BACK, FAILED)
+    _RUNNING = (START, PROPOSED, PREPARING, CONFIRMED, CONFIRMING_LINK, LINK_LOST, DECLINING)
+    _ENDED = (ESTABLISHED, FALLEN_BACK, FAILED)
 
     # fmt: off
     edge(START, "propose", PROPOSED, do="send_proposal", rfc="3.5.1.2")
@@ -78,10 +78,10 @@ class ClcClientChart(Chart):
          rfc="C.1 (no chasing)")
     edge((PROPOSED, PREPARING, CONFIRMED, CONFIRMING_LINK, LINK_LOST, DECLINING), "protocol_error",
          FAILED, do="fail_protocol abandon", rfc="C.6")
-    edge(_UNDER_WAY, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
+    edge(_RUNNING, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
     ignore((CONFIRMED, LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
            rfc="C.3 (the link group does not matter any more)")
-    ignore(_OVER, "group_formed group_failed llc_timeout llc_error element_ready unable sent"
+    ignore(_ENDED, "group_formed group_failed llc_timeout llc_error element_ready unable sent"
            " tcp_lost clc_timeout decline protocol_error", rfc="3.5.1 (the negotiation is over)")
     # fmt: on
 
@@ -104,8 +104,8 @@ class ClcServerChart(Chart):
     FALLEN_BACK = State("FALLEN_BACK")
     FAILED = State("FAILED")
 
-    _UNDER_WAY = (LISTENING, WAITING, PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING)
-    _OVER = (ESTABLISHED, FALLEN_BACK, FAILED)
+    _RUNNING = (LISTENING, WAITING, PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING)
+    _ENDED = (ESTABLISHED, FALLEN_BACK, FAILED)
 
     # fmt: off
     edge(LISTENING, "decline", FALLEN_BACK, do="note_decline",
@@ -161,11 +161,11 @@ class ClcServerChart(Chart):
     edge(DECLINING, "sent", FALLEN_BACK, do="fall_back", rfc="C.1 (no confirmation is required)")
     edge((WAITING, PREPARING, DECLINING), "decline", FAILED, do="fail_protocol abandon",
          rfc="C.1 (no chasing)")
-    edge(_UNDER_WAY, "protocol_error", FAILED, do="fail_protocol abandon", rfc="C.6")
-    edge(_UNDER_WAY, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
+    edge(_RUNNING, "protocol_error", FAILED, do="fail_protocol abandon", rfc="C.6")
+    edge(_RUNNING, "tcp_lost", FAILED, do="fail_tcp abandon", rfc="C.5")
     ignore((LINK_LOST, DECLINING), "group_formed group_failed llc_timeout llc_error",
            rfc="C.3 (the link group does not matter any more)")
-    ignore(_OVER, "group_formed group_failed llc_timeout llc_error group_settled waited_enough"
+    ignore(_ENDED, "group_formed group_failed llc_timeout llc_error group_settled waited_enough"
            " element_ready unable sent tcp_lost clc_timeout decline protocol_error",
            rfc="3.5.1 (the negotiation is over)")
     ignore((PREPARING, ACCEPTED, CONFIRMING_LINK, LINK_LOST, DECLINING),

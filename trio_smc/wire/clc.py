@@ -122,14 +122,14 @@ _V2_FIRST_ACCEPT_SIZE = _V2_ACCEPT_SIZE + _V2_FIRST.size
 _V2_FIRST_CONFIRM_SIZE = _V2_FIRST_ACCEPT_SIZE + _V2_GIDS.size
 _DECLINE_SIZES = (28, 44)
 
-_REMEMBERED = 64  # Proposals encoded and decoded last
+_CACHED_PROPOSALS = 64  # Proposals encoded and decoded last
 _FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7; in Confirm from version 2 on
 # Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers, the two
 # above them what version 2 does.  (1 is SMC-D.)
 _OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
 _NO_GID = bytes(16)
 _DIRECT = 0x80
-_MEMORY = 1 << 64
+_END_OF_MEMORY = 1 << 64
 _MAX_GIDS = (MAX_MESSAGE_SIZE - _V2_FIRST_CONFIRM_SIZE) // len(_NO_GID)
 
 
@@ -171,7 +171,7 @@ _LENGTH_STARTS: dict[int, frozenset[int]] = {
 
 
 @contextmanager
-def _received_untrusted(kind: MessageType) -> Iterator[None]:
+def _decoding_untrusted(kind: MessageType) -> Iterator[None]:
     """What may not be sent is a ProtocolError where it was received."""
     try:
         yield
@@ -295,7 +295,7 @@ class V2Offer(_Part):
         end = _V2_OFFER.size + EID_SIZE * count
         if end > len(data) or (end < len(data) and not smc_d):
             raise ProtocolError(f"CLC PROPOSAL: {count} EIDs in {len(data)} bytes")
-        with _received_untrusted(MessageType.PROPOSAL):
+        with _decoding_untrusted(MessageType.PROPOSAL):
             return cls(
                 eids=tuple(data[at : at + EID_SIZE] for at in range(_V2_OFFER.size, end, EID_SIZE)),
                 gid=gid,
@@ -382,7 +382,7 @@ def _offers_v2(version: int, flags: int) -> bool:
     return version > 1 and flags >> 2 & _OFFER_MASK in (_SMC_R, _BOTH)
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHED_PROPOSALS)
 def _encoded(m: Proposal) -> bytes:
     """A client sends the same one for all its connections."""
     prefixes = b""
@@ -409,7 +409,7 @@ def _encoded(m: Proposal) -> bytes:
     )
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHED_PROPOSALS)
 def _decoded_untrusted(raw: bytes) -> Proposal:
     """A peer sends the same one for all its connections."""
     *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
@@ -432,7 +432,7 @@ def _decoded_untrusted(raw: bytes) -> Proposal:
             if at < end:
                 raise ProtocolError(f"CLC PROPOSAL: version 2 at byte {at}, before {end}")
             parts["v2"] = V2Offer.read_untrusted(data[at:])
-    with _received_untrusted(MessageType.PROPOSAL):
+    with _decoding_untrusted(MessageType.PROPOSAL):
         return Proposal(peer_id=peer_id, version=version, gid=gid, mac=mac, flags=flags, **parts)
 
 
@@ -445,7 +445,7 @@ def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
     end = start + _PREFIX.size * count
     if end > len(data):
         raise ProtocolError(f"CLC PROPOSAL: {count} IPv6 prefixes in {len(data) - start} bytes")
-    with _received_untrusted(MessageType.PROPOSAL):
+    with _decoding_untrusted(MessageType.PROPOSAL):
         prefixes = tuple(
             Ipv6Prefix(prefix=prefix, length=length)
             for prefix, length in _PREFIX.iter_unpack(data[start:end])
@@ -575,7 +575,7 @@ class V2Answer(_Part):
         if count != len(starts):
             raise ProtocolError(f"CLC CONFIRM: {count} GIDs in {len(data)} bytes")
         gids = tuple(data[at : at + len(_NO_GID)] for at in starts)
-        with _received_untrusted(MessageType.CONFIRM):
+        with _decoding_untrusted(MessageType.CONFIRM):
             return cls(eid=eid, first=first, gids=gids)
 
 
@@ -636,7 +636,7 @@ class Credentials(ClcMessage):
             raise ValueError("a GID of zeros")
         if self.rmbe_index == 0:
             raise ValueError("RMBE index 0")
-        if self.rmb_address + self.rmbe_index * self.buffer_size > _MEMORY:
+        if self.rmb_address + self.rmbe_index * self.buffer_size > _END_OF_MEMORY:
             raise ValueError("an RMBE beyond the end of memory")
         if self.first_contact and not self._has_first_contact(self.version):
             raise ValueError("a first-contact flag in a Confirm of version 1")

@@ -80,7 +80,7 @@ __all__ = [
 MESSAGE_SIZE = 44
 """Bytes in an LLC message of version 1, always, and at least those of one of version 2."""
 
-_MOST = 255  # items that a message of version 2 tells of: RTokens, GIDs, RKeys
+_MAX_ITEMS = 255  # items that a message of version 2 tells of: RTokens, GIDs, RKeys
 _NATIVE = sys.byteorder
 
 
@@ -193,8 +193,8 @@ class AddLinkExtension(Value):
     def __post_init__(self) -> None:
         if len(self.target_gid) != 16:
             raise ValueError(f"target_gid has {len(self.target_gid)} bytes instead of 16")
-        if len(self.pairs) > _MOST:
-            raise ValueError(f"{len(self.pairs)} pairs where {_MOST} belong")
+        if len(self.pairs) > _MAX_ITEMS:
+            raise ValueError(f"{len(self.pairs)} pairs where {_MAX_ITEMS} belong")
 
     def encode(self) -> bytes:
         """The bytes from offset 44 on."""
@@ -210,7 +210,7 @@ class AddLinkExtension(Value):
           ProtocolError: it ends within an RToken, or has too many.
         """
         count, rest = divmod(len(data) - _EXTENSION.size - 2, _PAIR_SIZE)
-        if rest or not 0 <= count <= _MOST:
+        if rest or not 0 <= count <= _MAX_ITEMS:
             raise ProtocolError(f"LLC ADD_LINK with an extension of {len(data)} bytes")
         flags, gid = _EXTENSION.unpack_from(data)
         starts = range(_EXTENSION.size + 2, len(data), _PAIR_SIZE)
@@ -242,7 +242,7 @@ class AddLink(LlcMessage):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.ADD_LINK
-    LARGEST: ClassVar[int] = MESSAGE_SIZE + _EXTENSION.size + 2 + _MOST * _PAIR_SIZE
+    LARGEST: ClassVar[int] = MESSAGE_SIZE + _EXTENSION.size + 2 + _MAX_ITEMS * _PAIR_SIZE
 
     rejected: Annotated[bool, Bits(3, 0x40)] = False
     reason: Annotated[int, Bits(2, 0x0F, 1)] = 0
@@ -267,9 +267,9 @@ class RequestAddLink(LlcMessage):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.REQUEST_ADD_LINK
-    LARGEST: ClassVar[int] = 28 + _MOST * 16
+    LARGEST: ClassVar[int] = 28 + _MAX_ITEMS * 16
 
-    gids: Annotated[tuple[bytes, ...], Slots(28, 16, slots=_MOST, count_in=24, version=2)] = ()
+    gids: Annotated[tuple[bytes, ...], Slots(28, 16, slots=_MAX_ITEMS, count_in=24, version=2)] = ()
 
 
 @laid_out(MESSAGE_SIZE)
@@ -406,7 +406,7 @@ class DeleteRkey(LlcMessage):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
-    LARGEST: ClassVar[int] = 8 + _MOST * 4
+    LARGEST: ClassVar[int] = 8 + _MAX_ITEMS * 4
 
     negative: Annotated[bool, Bits(3, 0x20)] = False
     error_mask: Annotated[int, Span(5, 1, 1)] = 0
@@ -414,7 +414,7 @@ class DeleteRkey(LlcMessage):
     rkeys: Annotated[
         tuple[int, ...],
         Slots(8, 4, slots=8, count_in=4, version=1),
-        Slots(8, 4, slots=_MOST, count_in=4, version=2),
+        Slots(8, 4, slots=_MAX_ITEMS, count_in=4, version=2),
     ]
 
 
@@ -486,7 +486,7 @@ class Framing(ABC):
         body = message.LAYOUT.pack(message, self.version)
         if self.version > 1 and isinstance(message, AddLink) and message.extension is not None:
             body += message.extension.encode()
-        return self._labelled(kind, body)
+        return self._with_header(kind, body)
 
     def decode_untrusted(self, data: bytes | bytearray | memoryview) -> Message:
         """Decode one message; `encode` of the value gives the same bytes but for reserved bits.
@@ -521,7 +521,7 @@ class Framing(ABC):
             raise ProtocolError(f"LLC message of {len(raw)} bytes instead of {wanted}")
 
     @abstractmethod
-    def _labelled(self, kind: int, body: bytearray) -> bytes:
+    def _with_header(self, kind: int, body: bytearray) -> bytes:
         """The message with its type and length."""
 
     @abstractmethod
@@ -535,7 +535,7 @@ class _Version1(Framing):
     _MARK = 0
     _ONLY = (AddLinkContinuation, ConfirmRkeyContinuation)
 
-    def _labelled(self, kind: int, body: bytearray) -> bytes:
+    def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:2] = bytes((kind, MESSAGE_SIZE))
         return bytes(body)
 
@@ -550,7 +550,7 @@ class _Version2(Framing):
     _MARK = 0x20
     _ONLY = (RequestAddLink,)
 
-    def _labelled(self, kind: int, body: bytearray) -> bytes:
+    def _with_header(self, kind: int, body: bytearray) -> bytes:
         body[:3] = bytes((kind,)) + len(body).to_bytes(2, _NATIVE)
         return bytes(body)
 
