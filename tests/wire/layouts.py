@@ -1,10 +1,10 @@
-"""Where the fields of every CLC, LLC and CDC message lie, and so which bits are reserved.
+"""The positions of all fields of CLC, LLC and CDC messages, and so the reserved bits.
 
-Written down from the figures of RFC 7609, appendix A, and for version 2 from what kernels send; not
-taken from the codecs, which it checks. Bits that no field owns are reserved: sent as zero and never
-looked at (A.2). So are the slots of a list that has fewer items (A.3: "padded out with zeros").
+Typed from the figures of RFC 7609, appendix A, and for version 2 from messages of kernels;
+independent of the codecs, which it checks. Bits without a field are reserved: sent as zero and
+ignored when received (A.2). So are unused slots of a list (A.3: "padded out with zeros").
 
-ADD LINK is as it is on the wire, with two bytes between MAC and GID that figure 32 does not draw.
+ADD LINK is as on the wire, with two bytes between MAC and GID that figure 32 does not show.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _CDC = (
 )  # fmt: skip
 
 NOT_OURS = ("SMC-D", "vendor options")
-"""How the names of fields start that have a meaning, but none for us: we send zeros there."""
+"""Prefixes of the names of fields that we do not use: we send zeros there."""
 
 # (kind, type, byte): the bits, and why.
 Exceptions: TypeAlias = dict[tuple[str, int, int], tuple[int, str]]
@@ -87,16 +87,16 @@ EXCEPTIONS: Exceptions = {
         "CONFIRM LINK: RMB elements have no eye catcher. Linux insists on these bits.",
     ),
 }
-"""Reserved bits that we send, and look at."""
+"""Reserved bits that we set and read."""
 
 KERNELS: Exceptions = EXCEPTIONS | {
     ("clc", 0x03, 7): (0x08, "Confirm of version 1: Linux repeats the F bit of Accept there."),
 }
-"""Reserved bits that kernels send."""
+"""Reserved bits that kernels set."""
 
 
 def reserved_bits(kind: str, data: bytes, *, not_ours: bool = False) -> bytes:
-    """For each byte of a message the bits that are reserved in it.
+    """For each byte of a message a mask of its reserved bits.
 
     Args:
       kind: "clc", "llc" or "cdc".
@@ -124,7 +124,7 @@ def excepted(exceptions: Exceptions, kind: str, data: bytes) -> dict[int, int]:
 
 
 def with_all_set(kind: str, data: bytes) -> bytes:
-    """The same message with all of its reserved bits set, but for those of `EXCEPTIONS`."""
+    """The message with all reserved bits set except those of `EXCEPTIONS`."""
     made = bytearray(had | mask for had, mask in zip(data, reserved_bits(kind, data), strict=True))
     for at, bits in excepted(EXCEPTIONS, kind, data).items():
         made[at] = made[at] & ~bits | data[at] & bits
@@ -132,7 +132,7 @@ def with_all_set(kind: str, data: bytes) -> bytes:
 
 
 def without_reserved(kind: str, data: bytes) -> bytes:
-    """The same message with all of its reserved bits clear, but for those of `EXCEPTIONS`."""
+    """The message with all reserved bits clear except those of `EXCEPTIONS`."""
     kept = excepted(EXCEPTIONS, kind, data)
     return bytes(
         had & (~mask | kept.get(at, 0))
@@ -141,7 +141,7 @@ def without_reserved(kind: str, data: bytes) -> bytes:
 
 
 def wrongly_set(exceptions: Exceptions, kind: str, data: bytes) -> dict[int, int]:
-    """Reserved bits that are set in a message, by byte; `NOT_OURS` are reserved, too."""
+    """Reserved bits that are set in a message, by byte.  `NOT_OURS` count as reserved."""
     mask = bytearray(reserved_bits(kind, data, not_ours=True))
     for at, bits in excepted(exceptions, kind, data).items():
         mask[at] &= ~bits

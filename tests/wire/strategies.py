@@ -193,7 +193,7 @@ def confirm_rkey_continuations(draw: st.DrawFn) -> llc.ConfirmRkeyContinuation:
     )
 
 
-# What tshark 4.0 reads: all but optional messages.
+# The messages that tshark 4.0 reads: all but optional ones.
 TSHARK_LLC: st.SearchStrategy[llc.Message] = (
     CONFIRM_LINKS
     | ADD_LINKS
@@ -206,7 +206,7 @@ TSHARK_LLC: st.SearchStrategy[llc.Message] = (
 )
 LLC_MESSAGES: st.SearchStrategy[llc.Message] = TSHARK_LLC | OPTIONAL
 
-# What only version 2 has; what it shares with version 1 is above.
+# Messages of version 2 only; the common ones are above.
 V2_LLC: st.SearchStrategy[llc.Message] = (
     st.builds(
         llc.AddLink,

@@ -59,7 +59,7 @@ def test_captured() -> None:
         message = cdc.decode_untrusted(item.data)
         assert message.encode() == item.data
         assert expected(message) == item.tshark, item.frame
-    # Kernels set one flag only in what was captured: hand-typed messages have the others.
+    # In the captured messages kernels set one flag only; the hand-typed ones have the others.
     flags = {(item.data[24], item.data[25]) for item in captured}
     assert flags == {(0, 0), (0, cdc.CONNECTION_CLOSED)}
 

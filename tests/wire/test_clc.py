@@ -51,7 +51,7 @@ def test_captured() -> None:
     for item in captured:
         message = clc.decode_untrusted(item.data)
         assert message.encode() == without_reserved("clc", item.data)
-        # tshark shows the F bit, which kernels set in Confirm and the RFC reserves there.
+        # tshark shows the F bit, which kernels set in Confirm, although the RFC reserves it there.
         flag = ("smc.confirm.first.contact", 1)
         shown = [(name, 0) if (name, value) == flag else (name, value)
                  for name, value in item.tshark]  # fmt: skip
@@ -86,7 +86,7 @@ def test_any_damage_is_seen_or_makes_a_message(message: clc.Message, data: st.Da
         again = clc.decode_untrusted(raw)
     except ProtocolError:
         return
-    # But for reserved bits, which are not kept, it is what was decoded.
+    # Except for reserved bits, which are not kept, the bytes are the decoded ones.
     assert clc.decode_untrusted(again.encode()) == again
 
 
@@ -128,7 +128,7 @@ def test_every_bit_is_a_field_or_reserved(data: bytes) -> None:
         except ProtocolError:
             assert not reserved[byte] & bit
             continue
-        if byte < 7:  # only the type: Accept and Confirm differ in one bit
+        if byte < 7:  # only the type can: Accept and Confirm differ in one bit
             assert byte == 4
             assert type(message) is not type(original)
         else:
@@ -190,7 +190,7 @@ def test_nine_prefixes() -> None:
 def test_a_reader_takes_what_belongs_to_a_message_and_no_more(
     message: clc.Message, data: bytes, most: int
 ) -> None:
-    """What follows on the TCP connection may be another message, or the application's."""
+    """The next bytes on the TCP connection may be another message, or the application's."""
     reader = clc.ClcReader()
     rest = data + data + b"of the application"
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_a_reader_takes_what_belongs_to_a_message_and_no_more(
     assert rest == b"of the application"
 
 
-# (type, length) of all messages there are, in versions 1 and 2.
+# (type, length) of all messages in versions 1 and 2.
 KINDS = {
     *((1, size) for size in range(52, 1025)),
     *((2, 68), (2, 108), (2, 160), (3, 68), (3, 108), (4, 28), (4, 44)),
@@ -217,7 +217,7 @@ STARTS = {
 
 
 def fed(data: bytes, most: int = 1, **awaited: Any) -> tuple[int, bytes | None]:
-    """How many bytes a reader takes until it refuses one, and the message if it does not."""
+    """The number of bytes before the reader refuses one, and the message if it refuses none."""
     reader, taken, found = clc.ClcReader(), 0, None
     while taken < len(data) and found is None:
         piece = data[taken : taken + min(reader.wanted, most)]
@@ -237,7 +237,7 @@ def test_a_byte_that_starts_no_message_is_refused_as_it_arrives(data: bytes, pla
         start = data[:place] + bytes((byte,))
         refused, _ = fed(start)
         assert refused == (place + 2 if start in STARTS else place + 1)
-        # However it is cut, and whatever follows.
+        # For each way to cut the data, and each continuation.
         for most in (2, 3, 5, 8, 1000):
             refused, found = fed(start + bytes(7 - place), most)
             assert found is None
@@ -303,7 +303,7 @@ def test_version(nibble: int, answer: int) -> None:
 
 @pytest.mark.rfc("A.2.3/8")
 def test_mtu_values() -> None:
-    """A reserved MTU is no protocol error: it is what a Decline is for (RFC 7609, C.6)."""
+    """A reserved MTU is not a protocol error: it is declined (RFC 7609, C.6)."""
     sizes = []
     for nibble in range(16):
         message = clc.decode_untrusted(patch(ACCEPT, 50, bytes((0x50 | nibble,))))

@@ -1,4 +1,4 @@
-"""CLC messages of SMC-R version 2: those of kernels, those typed by hand, and hostile ones."""
+"""CLC messages of SMC-R version 2: sent by kernels, typed by hand, and hostile ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def patched(data: bytes, at: int, new: bytes) -> bytes:
 
 
 def resized(data: bytes, change: int) -> bytes:
-    """The same with bytes more (zeros) or less before the trailer, and a length that fits."""
+    """The message with zeros added or bytes removed before the trailer, and a correct length."""
     body = data[:-4] + bytes(max(change, 0))
     body = body[: len(data) - 4 + change] + data[-4:]
     return patched(body, 5, len(body).to_bytes(2, "big"))
@@ -35,11 +35,11 @@ def resized(data: bytes, change: int) -> bytes:
 NO_AREA = patched(vectors.CLC["Proposal, IPv4"][1], 7, b"\x20")
 
 
-# --- what kernels say --------------------------------------------------------------------------
+# --- messages of kernels -----------------------------------------------------------------------
 
 
 def _flat(message: clc.Message) -> dict[str, Any]:
-    """The fields as the golden file calls them."""
+    """The fields by their names in the golden file."""
     found: dict[str, Any] = {
         "type": type(message).__name__,
         "length": len(message.encode()),
@@ -105,7 +105,7 @@ def test_what_kernels_say(item: vectors.CapturedV2) -> None:
     message = clc.decode_untrusted(item.data)
     assert message.encode() == item.data
     assert clc.message_length_untrusted(item.data[:8]) == len(item.data)
-    # The rest of the golden fields are offsets and reserved, or SMC-D's.
+    # The other fields of the golden file are offsets, reserved, or SMC-D's.
     found = _flat(message)
     wanted = {name: value for name, value in item.fields.items() if name in found}
     if "first_contact_extension" in wanted:
@@ -120,7 +120,7 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
     message = clc.decode_untrusted(PROPOSAL)
     assert isinstance(message, clc.Proposal)
     assert not any(message.peer_id + message.gid + message.mac)
-    assert not message.offers_smc_r, "version 1, that is"
+    assert not message.offers_smc_r, "the offer of version 1"
     assert clc.proposal_flags(v1=False, v2=True) == message.flags
     assert message.v2 is not None
     assert message.v2.eids == (encode_ueid("SMCLAB"),)
@@ -128,7 +128,7 @@ def test_kernels_do_not_name_themselves_in_a_proposal_of_version_2_only() -> Non
 
 @pytest.mark.v2("v2.2/7")
 def test_a_proposal_may_offer_smc_d_as_well() -> None:
-    """What SMC-D adds behind the EIDs is skipped."""
+    """The part of SMC-D after the EIDs is skipped."""
     at = 80 + 6
     data = patched(resized(patched(PROPOSAL, 7, b"\x2e"), 48), at, (40 + 32 - 8).to_bytes(2, "big"))
     message = clc.decode_untrusted(data)
@@ -136,7 +136,7 @@ def test_a_proposal_may_offer_smc_d_as_well() -> None:
     only_r = clc.decode_untrusted(PROPOSAL)
     assert isinstance(only_r, clc.Proposal)
     assert message.v2 == only_r.v2
-    # Without SMC-R nothing of version 2 is looked at.
+    # Without SMC-R the part of version 2 is ignored.
     message = clc.decode_untrusted(patched(data, 7, b"\x26"))
     assert isinstance(message, clc.Proposal)
     assert message.v2 is None
@@ -144,7 +144,7 @@ def test_a_proposal_may_offer_smc_d_as_well() -> None:
 
 @pytest.mark.parametrize("nothing", [patched(BOTH, 50, b"\0\0"), NO_AREA])
 def test_a_proposal_without_the_extension_that_it_speaks_of(nothing: bytes) -> None:
-    """No offset to it, or prefixes where the offset would be: version 1 is offered still."""
+    """The offset to it is missing, or prefixes are in its place.  Version 1 is still offered."""
     message = clc.decode_untrusted(nothing)
     assert isinstance(message, clc.Proposal)
     assert message.v2 is None
@@ -157,7 +157,7 @@ def test_a_host_name_is_shown_as_printable_text() -> None:
     assert first.host_name == "a\\x1b[2Jb\\xff"
 
 
-# --- what is hostile ---------------------------------------------------------------------------
+# --- hostile messages --------------------------------------------------------------------------
 
 
 def _gids(count: int, listed: int) -> bytes:
@@ -220,7 +220,7 @@ def test_hostile(data: bytes) -> None:
 def test_every_length_but_the_right_one_is_refused() -> None:
     for item in KERNEL.values():
         for change in range(-len(item.data) + 8, 40):
-            # The sizes of version 1 are there in every version.
+            # Each version allows the sizes of version 1.
             now = (item.data[4], len(item.data) + change)
             if change and now not in ((4, 28), (2, 68), (3, 68)):
                 with pytest.raises(ProtocolError):
@@ -229,7 +229,7 @@ def test_every_length_but_the_right_one_is_refused() -> None:
 
 @pytest.mark.v2("v2.2/6")
 def test_an_extension_that_begins_in_the_area_that_names_it_is_refused() -> None:
-    """Well formed as it is, it lies on the last bytes of that area, which are reserved."""
+    """The extension is well-formed, but overlaps the reserved bytes at the end of that area."""
     assert PROPOSAL[50:52] == (80 - 52).to_bytes(2, "big")
     for less in (1, 4, 27):
         earlier = PROPOSAL[: 80 - less] + PROPOSAL[80:]

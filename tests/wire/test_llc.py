@@ -133,7 +133,7 @@ def test_size(size: int, kind: int) -> None:
 def test_length_byte() -> None:
     with pytest.raises(ProtocolError, match="length byte 43"):
         llc.decode_untrusted(b"\x07\x2b" + bytes(42))
-    # We do not know the format of an optional message, so it is none of our business.
+    # The format of an optional message is unknown, so its length byte is not checked.
     assert llc.decode_untrusted(b"\xbf\x2b" + bytes(42)).encode()[1] == 43
 
 

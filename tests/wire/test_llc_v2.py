@@ -1,4 +1,4 @@
-"""LLC messages of SMC-R version 2: those of kernels, and hostile ones."""
+"""LLC messages of SMC-R version 2: sent by kernels, and hostile ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PAIR = llc.RTokenPair(reference_rkey=1, new_rkey=2, new_address=3)
 
 
 def sized(data: bytes, size: int) -> bytes:
-    """The same cut or filled up to this size, with a length that fits."""
+    """The message truncated or padded to this size, with the length field of that size."""
     data = data[:size].ljust(size, b"\0")
     return data[:1] + size.to_bytes(2, sys.byteorder) + data[3:]
 
 
-# --- what kernels say --------------------------------------------------------------------------
+# --- messages of kernels -----------------------------------------------------------------------
 
 
 def _flat(m: Any) -> dict[str, Any]:
-    """The fields as the golden file calls them."""
+    """The fields by their names in the golden file."""
     found: dict[str, Any] = {"reply": int(m.reply), "length_le": len(llc.V2.encode(m))}
     numbers = ("qp_number", "link_number", "qp_mtu", "initial_psn", "max_links", "other_tokens")
     found |= {name: getattr(m, name) for name in (*numbers, "rkey") if hasattr(m, name)}
@@ -90,7 +90,7 @@ def test_round_trip(message: llc.Message) -> None:
     if not isinstance(message, llc.OptionalMessage):
         assert int.from_bytes(data[1:3], sys.byteorder) == len(data)
         assert data[0] == 0x20 | message.TYPE
-    if not isinstance(message, llc.DeleteRkey):  # whose error mask version 2 does not have
+    if not isinstance(message, llc.DeleteRkey):  # version 2 has no error mask
         assert again == message
 
 
@@ -123,9 +123,9 @@ def test_a_version_sends_only_what_it_has() -> None:
 
 @pytest.mark.v2("v2.9/3")
 def test_messages_of_the_other_version() -> None:
-    with pytest.raises(ValueError, match="REQUEST_ADD_LINK is no message of version 1"):
+    with pytest.raises(ValueError, match="REQUEST_ADD_LINK is not a message of version 1"):
         llc.V1.encode(llc.RequestAddLink())
-    with pytest.raises(ValueError, match="ADD_LINK_CONTINUATION is no message of version 2"):
+    with pytest.raises(ValueError, match="ADD_LINK_CONTINUATION is not a message of version 2"):
         llc.V2.encode(llc.AddLinkContinuation(link_number=1, tokens_left=0))
     for _, data in vectors.LLC.values():
         if data[0] < 0x80:

@@ -1,6 +1,6 @@
-"""Reserved bits of all messages: zero where we send them, ignored where we receive them (A.2, A.3).
+"""Reserved bits of all messages: sent as zero, ignored when received (A.2, A.3).
 
-What is reserved is in `tests.wire.layouts`, which the codecs have no part in.
+`tests.wire.layouts` lists the reserved bits, independently of the codecs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.wire import vectors
 from tests.wire.layouts import EXCEPTIONS, KERNELS, reserved_bits, with_all_set, wrongly_set
 from trio_smc.wire import cdc, clc, llc
 
-# The flags that have names; the codec carries the others, too, and senders know only these.
+# The flags that have names.  The codec keeps the others as well, but senders never set them.
 CDC_SENT = st.builds(
     cdc.CdcMessage,
     sequence=wire.U16,
@@ -126,14 +126,14 @@ CAPTURED = {
 
 @pytest.mark.parametrize(("kind", "data"), CAPTURED.values(), ids=CAPTURED)
 def test_kernels_set_the_listed_ones_only(kind: str, data: bytes) -> None:
-    """And what they send decodes, whatever they set."""
+    """And each of their messages can be decoded."""
     assert wrongly_set(KERNELS, kind, data) == {}
     assert decoded(kind, with_all_set(kind, data)) == decoded(kind, data)
 
 
 @pytest.mark.parametrize("where", EXCEPTIONS, ids=str)
 def test_each_exception_is_one(where: tuple[str, int, int]) -> None:
-    """Its bits are reserved in the table, some message of ours has them set, and it says why."""
+    """Its bits are reserved in the table, a message of ours sets them, and it has a reason."""
     kind, number, at = where
     bits, why = EXCEPTIONS[where]
     assert kind == "llc"

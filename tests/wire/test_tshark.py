@@ -1,4 +1,4 @@
-"""tshark reads in our messages what we put there, but for its known errors."""
+"""tshark reads our messages with the values that we encoded, except for its known errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.wire import tshark_reader as tshark
 from tests.wire import vectors
 from trio_smc.wire import cdc, clc, llc
 
-# What tshark reads beyond our codec: version 2's extension, SMC-D's part of a Proposal that
-# offers it; and the optional message, of which it says nothing.
+# tshark reads more of these than our codec does: version 2's extension, and SMC-D's part of a
+# Proposal that offers it.  Of the optional message it shows nothing.
 BEYOND = {
     "Proposal, version 2 that offers SMC-R in both versions",
     "Proposal, both versions and an IPv6 prefix",
@@ -48,7 +48,7 @@ def test_hand_typed_messages(tmp_path: Path) -> None:
 
 @pytest.mark.tshark
 def test_captured_messages_framed_by_us(tmp_path: Path) -> None:
-    """Our framing makes no difference to how tshark reads."""
+    """tshark reads the same values in the original frames and in ours."""
     captured = vectors.captured()
     readings = tshark.read([item.data for item in captured], tmp_path)
     for item, reading in zip(captured, readings, strict=True):
@@ -58,7 +58,7 @@ def test_captured_messages_framed_by_us(tmp_path: Path) -> None:
 def _ordinary(message: clc.Message) -> clc.Message:
     """The same message as version 1, or as Linux's version 2 that offers version 1 only.
 
-    tshark knows more of the others than we: SMC-D by the low flag bits, version 2's extensions.
+    Of the others tshark reads more than our codec: SMC-D by the low flag bits, and extensions.
     """
     if isinstance(message, clc.Proposal):
         newer = message.version > 1 and message.flags & 3 != 2

@@ -1,18 +1,19 @@
 """tshark as an independent reader of CLC, LLC and CDC messages.
 
-:func:`read` hands messages to tshark in a capture of its own (CLC in TCP segments, LLC and CDC as
-RoCEv2 SENDs) and returns every field it saw.  :func:`expected` says what tshark should see in a
-value of ours; tests compare the two lists whole.  tshark 4.0's known errors are part of
+:func:`read` writes messages to a capture (CLC in TCP segments, LLC and CDC as RoCEv2 SENDs), runs
+tshark and returns each field that it shows.  :func:`expected` lists the fields that tshark should
+show for a value of ours; tests compare the two lists.  The known errors of tshark 4.0 are part of
 ``expected``:
 
-- A Proposal without a growth area is read as if it had one of 40 bytes: nothing is shown after
-  the offset field, and the short ones (52 and 69 bytes) are called malformed.
-- ADD LINK CONTINUATION is read two bytes early, as if bytes 6-7 were not reserved, and the second
-  pair's address is shown under the first one's name.
+- It reads each Proposal as if it had a growth area of 40 bytes.  If there is none, it shows no
+  field after the offset, and reports short Proposals (52 and 69 bytes) as malformed.
+- It reads ADD LINK CONTINUATION two bytes early, as if bytes 6-7 were not reserved, and shows the
+  second pair's address under the name of the first one.
 
-Newer ones have a name for each field that 4.0 shows under another's; both count as 4.0's.
+Newer versions have separate names for fields that 4.0 shows under one name; they are mapped to
+4.0's names.
 
-It never shows the reason of a rejected ADD LINK, TEST LINK's user data or reserved bits.
+tshark never shows the reason of a rejected ADD LINK, TEST LINK's user data or reserved bits.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ROCE_PORT = 4791
 
 
 def require_tshark() -> None:
-    """Skip where tshark is missing, but fail where everything must run."""
+    """Skip the test if tshark is missing, but fail if all tests must run."""
     if shutil.which("tshark"):
         return
     if os.environ.get("CI") == "true" or os.environ.get("TRIO_SMC_FULL") == "1":
@@ -60,12 +61,12 @@ def capture(messages: Sequence[bytes]) -> bytes:
     out = [struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1)]
     for number, message in enumerate(messages):
         if message.startswith(clc.EYE_CATCHER):
-            # A connection of its own: nothing for tshark to reassemble.
+            # A separate connection, so that tshark reassembles nothing.
             ports = struct.pack(">HH", 10000 + number, 5000)
             segment = ports + struct.pack(">IIBBHHH", 1, 1, 5 << 4, 0x18, 65535, 0, 0) + message
             frame = _ETHERNET + _ipv4(6, segment)
         else:
-            # BTH: RC SEND Only, default P_Key, QP 17; then the message and an ICRC nobody checks.
+            # BTH: RC SEND Only, default P_Key, QP 17; then the message and an unchecked ICRC.
             bth = struct.pack(">BBHII", 0x04, 0, 0xFFFF, 17, number)
             packet = bth + message + bytes(4)
             udp = struct.pack(">HHHH", 49152, _ROCE_PORT, 8 + len(packet), 0)
@@ -80,7 +81,7 @@ def _ipv4(protocol: int, payload: bytes) -> bytes:
 
 
 def read(messages: Sequence[bytes], directory: Path) -> list[list[Reading]]:
-    """What tshark reads in each message, in the order of its bytes."""
+    """The fields that tshark shows for each message, in the order of its bytes."""
     path = directory / "messages.pcap"
     path.write_bytes(capture(messages))
     run = subprocess.run(
@@ -122,7 +123,7 @@ def value(show: str) -> int | bytes | str:
 
 
 def expected(message: Any) -> list[Reading]:
-    """What tshark 4.0 shows of one of our values, its known errors included."""
+    """The fields that tshark 4.0 shows for one of our values, its known errors included."""
     return _EXPECTED[type(message)](message)
 
 

@@ -1,8 +1,8 @@
-"""Messages typed by hand from RFC 7609, appendix A: each value beside its bytes.
+"""Messages typed by hand from RFC 7609, appendix A: each value next to its bytes.
 
-They cover what the captured messages of ``golden/kernel_messages.json`` lack: CONFIRM RKEY
-CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal and its IPv6 form,
-the 44-byte Decline.  :func:`captured` reads the captured ones.
+They cover the cases that the captured messages of ``golden/kernel_messages.json`` lack: CONFIRM
+RKEY CONTINUATION, negative and rejecting replies, every flag, the 52-byte Proposal and its IPv6
+form, the 44-byte Decline.  :func:`captured` reads the captured ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GOLDEN_V2 = _GOLDEN.with_name("kernel_v2_messages.json")
 
 @dataclass(frozen=True)
 class Captured:
-    """A message between two Linux kernels, and what tshark read in it."""
+    """A message between two Linux kernels, and the fields that tshark showed."""
 
     codec: str
     frame: int
@@ -45,7 +45,7 @@ def captured(codec: str = "") -> list[Captured]:
 
 @dataclass(frozen=True)
 class CapturedV2:
-    """A message of version 2 between stock kernels, and what an independent decoder read in it."""
+    """A message of version 2 between stock kernels, as read by an independent decoder."""
 
     name: str
     codec: str
@@ -63,7 +63,7 @@ def captured_v2(codec: str = "") -> list[CapturedV2]:
 
 
 def gid_text(gid: bytes) -> str:
-    """As the golden file of version 2 writes a GID."""
+    """A GID as text in the form of version 2's golden file."""
     if gid.startswith(bytes(10) + b"\xff\xff"):
         return "::ffff:" + ".".join(map(str, gid[12:]))
     return gid.hex()
@@ -341,7 +341,7 @@ LLC: dict[str, tuple[llc.Message, bytes]] = {
         llc.DeleteLink(reply=True, link_number=9, reason=llc.DeleteLinkReason.UNKNOWN_LINK),
         _bytes("04 2c 00 80", "09", "00100000", "00" * 35),
     ),
-    "DELETE LINK with a reason nobody knows": (
+    "DELETE LINK with an unknown reason": (
         llc.DeleteLink(link_number=1, reason=0xDEADBEEF),
         _bytes("04 2c 00 00", "01", "deadbeef", "00" * 35),
     ),

@@ -1,1 +1,1 @@
-"""Every message byte by byte: CLC, LLC, CDC (RFC 7609, appendix A). Pure; below everything else."""
+"""Codecs of all CLC, LLC and CDC messages (RFC 7609, appendix A). Pure; below all other rooms."""

@@ -1,9 +1,9 @@
 """Connection Data Control messages, the control half of the data path (RFC 7609, A.4).
 
 Every RDMA write is followed by one of these 44-byte messages, so this codec is on the hot path:
-:func:`pack` and :func:`unpack_untrusted` are one ``struct`` call on plain integers each, and
-that is what senders and receivers use.  :class:`CdcMessage` is the same message as a value, for
-captures and tests; ``decode_untrusted`` makes one.
+senders and receivers use :func:`pack` and :func:`unpack_untrusted`, which are one ``struct`` call
+on plain integers each.  :class:`CdcMessage` is the same message as a value, for captures and tests;
+``decode_untrusted`` makes one.
 
 ========  ==========================================================================
 offset    field (big-endian)
@@ -20,9 +20,9 @@ offset    field (big-endian)
 25        connection flags: SENDING_DONE, CONNECTION_CLOSED, ABNORMAL_CLOSE
 ========  ==========================================================================
 
-Bytes 8-9, 16-17 and 26-43 are reserved, and so are the flag bits without a name.  Whether cursors
-lie in the ring and whether the token is anybody's is not the codec's to know: see
-``trio_smc.datapath``.
+Bytes 8-9, 16-17 and 26-43 are reserved, and so are the flag bits without a name.  The codec does
+not check that cursors lie in the ring, or that a connection has the token: ``trio_smc.datapath``
+does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ producer flags, connection flags.  Reserved bytes are written as zero and skippe
 WRITER_BLOCKED = 0x80  # B
 URGENT_PENDING = 0x40  # P
 URGENT_PRESENT = 0x20  # U
-UPDATE_REQUESTED = 0x10  # R: send your consumer cursor at once
+UPDATE_REQUESTED = 0x10  # R: asks the receiver for its consumer cursor at once
 FAILOVER_VALIDATION = 0x08  # F: only token and sequence number count (4.6.1)
 
 # Connection flags, byte 25.
@@ -85,10 +85,10 @@ _unpack = LAYOUT.unpack
 
 
 class MessageMissing(ProtocolError):
-    """A failover validation message names one that did not arrive before it (4.6.1).
+    """A failover validation message names a message that has not been received yet (4.6.1).
 
-    That may still wait to be taken from another link: the peer's RNIC had its acknowledgement,
-    but links have no order between them.
+    The missing message may still be in the queue of another link: the peer's RNIC got the
+    acknowledgement for it, but links have no order between them.
     """
 
 
@@ -130,7 +130,7 @@ def pack(
 def unpack_untrusted(data: bytes | bytearray | memoryview) -> CdcItems:
     """The receive path's decoder: the nine items of :data:`LAYOUT`, ``HEADER`` first.
 
-    Reserved bytes are ignored, as RFC 7609, A.4 has it; reserved flag bits stay in the flags.
+    Reserved bytes are ignored, as RFC 7609, A.4 requires; reserved flag bits stay in the flags.
 
     Raises:
       ProtocolError: not 44 bytes, or not type 0xFE with length 44.
@@ -168,7 +168,7 @@ class CdcMessage(NamedTuple):
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> CdcMessage:
-    """Decode one CDC message; ``encode`` of the value gives the same bytes but for reserved ones.
+    """Decode one CDC message; ``encode`` of the value gives the same bytes except reserved ones.
 
     Parameters:
       data: exactly the message, 44 bytes.

@@ -1,13 +1,13 @@
 """Connection Layer Control messages (RFC 7609, A.2): the handshake on the TCP connection.
 
-Every message is a value with ``encode() -> bytes``; :func:`decode_untrusted` makes one out
-of what a peer sent.  A constructor raises ValueError for a value that may not be sent.  Reserved
-bits are zero from us and never looked at (A.2).
+Each message is a value with ``encode() -> bytes``; :func:`decode_untrusted` makes a value from the
+bytes of a peer.  A constructor raises ValueError for a value that may not be sent.  Reserved bits
+are sent as zero and ignored when received (A.2).
 
-After a Decline the application's bytes follow at once, so nothing beyond a message may be taken
-from the TCP connection.  :class:`ClcReader` takes :data:`HEADER_SIZE` bytes, reads the length in
-them, and then takes exactly the rest.  The reader checks eye catcher, type and length byte by byte
-as they arrive, so the rest of something that is no CLC message is never waited for.
+After a Decline the application's bytes follow at once, so no byte beyond a message may be read
+from the TCP connection.  :class:`ClcReader` reads :data:`HEADER_SIZE` bytes, decodes the length and
+then reads exactly the rest.  It checks eye catcher, type and length as each byte arrives.  So it
+never waits for the rest of data that is not a CLC message.
 
 Theory of operation: error or Decline?  RFC 7609, C.6 ends the TCP connection for everything that
 is not a well-formed message, and wants a Decline only for reserved values of enumerations, since
@@ -17,31 +17,31 @@ a peer that uses them may just be newer.  So
   does not allow or that its parts do not add up to; an IPv4 mask beyond 32 or an IPv6 prefix
   beyond 128 bits, more than 8 prefixes; in Accept and Confirm an RMBE index of 0 (they count from
   1), QP number 0 (never a reliably connected QP), a GID of zeros, and an RMBE that would end
-  beyond 2**64, none of which names anything that could be written to.
-- Decode, for the negotiation to Decline: a reserved QP MTU (``known_mtu`` is None; it counts on
-  first contact only), a Proposal that does not offer SMC-R (``offers_smc_r``), and whatever is a
-  matter of policy, such as a buffer size above the RFC's 512 KiB.
+  beyond 2**64: none of these is a possible target of a write.
+- Decoded, so that the negotiation can decline: a reserved QP MTU (``known_mtu`` is None; it matters
+  on first contact only), a Proposal that does not offer SMC-R (``offers_smc_r``), and each value
+  that is a matter of policy, such as a buffer size above the RFC's 512 KiB.
 
-A newer version nibble decodes; the answer carries ``answer_version``, the lower of both (A.2).
+A newer version nibble is decoded; the answer has ``answer_version``, the lower of both (A.2).
 
 Version 2
 ---------
-Version 2 (as Linux 6.12 speaks it) adds a part to each message of the RFC, and that part is the
-field ``v2``: `V2Offer` in a Proposal, `V2Answer` in Accept and Confirm; None makes the RFC's
-messages.  One Proposal may offer both versions.  What negotiation has to give:
+Version 2 (as in Linux 6.12) adds a part to each message of the RFC, the field ``v2``: `V2Offer` in
+a Proposal, `V2Answer` in Accept and Confirm.  With None the messages are the RFC's.  One Proposal
+may offer both versions.  The negotiation creates:
 
 - client: ``Proposal(version=2, flags=..., v2=V2Offer(...))``; `proposal_flags` makes the flags;
 - server: ``Accept(version=2, v2=V2Answer(...))`` if it chose version 2, and with ``first_contact``
-  a `FirstContact` in it: release, limits and features that it agrees to, whether its route is
+  a `FirstContact` in it: the accepted release, limits and features, and True if its route is
   direct;
-- client: ``Confirm`` likewise, which repeats EID, release and limits; on first contact with the
+- client: a similar ``Confirm``, which repeats EID, release and limits; on first contact with the
   GIDs of its RNICs, the link's own first;
 - either: ``Decline(version=2, more_diagnosis=..., system=...)``, 44 bytes.
 
-Only lengths, counts and offsets are judged here, and GIDs of zeros in Confirm's list.  Whether
-EIDs, releases, limits and GIDs make sense is a matter of negotiation: a Decline says what does not.
-That an ID, GID and MAC of a Proposal are zeros must be borne: so are Linux's that offers version 2
-only.  What SMC-D adds is skipped.
+The codec checks lengths, counts and offsets, and refuses GIDs of zeros in Confirm's list.  The
+negotiation checks EIDs, releases, limits and all other GIDs, and declines invalid ones.  A Proposal
+may have zeros as its ID, GID and MAC: Linux sends these if it offers version 2 only.  The parts of
+SMC-D are skipped.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ _V2_FIRST_ACCEPT_SIZE = _V2_ACCEPT_SIZE + _V2_FIRST.size
 _V2_FIRST_CONFIRM_SIZE = _V2_FIRST_ACCEPT_SIZE + _V2_GIDS.size
 _DECLINE_SIZES = (28, 44)
 
-_CACHED_PROPOSALS = 64  # Proposals encoded and decoded last
+_CACHED_PROPOSALS = 64  # how many encoded and decoded Proposals are cached
 _FIRST_CONTACT = _OUT_OF_SYNC = 0x08  # in byte 7; in Confirm from version 2 on
-# Version 2 and newer: the two low bits of a Proposal's flags say what version 1 offers, the two
-# above them what version 2 does.  (1 is SMC-D.)
+# Version 2 and newer: the two low bits of a Proposal's flags are the offer of version 1, the two
+# above them that of version 2.  (1 is SMC-D.)
 _OFFER_MASK, _SMC_R, _NOTHING, _BOTH = 0x03, 0, 2, 3
 _NO_GID = bytes(16)
 _DIRECT = 0x80
@@ -142,7 +142,7 @@ class MessageType(IntEnum):
     DECLINE = 4
 
 
-# Bytes that a message of each type may have, in version 1; and what is new in version 2.
+# Sizes in bytes that a message of each type may have in version 1, and further ones in version 2.
 _SIZES: dict[int, Container[int]] = {
     MessageType.PROPOSAL: range(_MIN_PROPOSAL_SIZE, MAX_MESSAGE_SIZE + 1),
     MessageType.ACCEPT: (_ACCEPT_SIZE,),
@@ -159,7 +159,7 @@ _V2_SIZES: dict[int, Container[int]] = {
     MessageType.DECLINE: (),
 }
 _TYPES: frozenset[int] = frozenset(MessageType)
-# Of the lengths that a message of each type may have, in any version: the first byte.
+# The first byte of each length that a message of a type may have, in any version.
 _LENGTH_STARTS: dict[int, frozenset[int]] = {
     kind: frozenset(
         size >> 8
@@ -172,7 +172,7 @@ _LENGTH_STARTS: dict[int, frozenset[int]] = {
 
 @contextmanager
 def _decoding_untrusted(kind: MessageType) -> Iterator[None]:
-    """What may not be sent is a ProtocolError where it was received."""
+    """Turn ValueError of a constructor into ProtocolError, because the values were received."""
     try:
         yield
     except ValueError as error:
@@ -186,7 +186,7 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 class _Part(Value):
     """A message, or a part of one, whose fields have sizes."""
 
-    # How many bytes, and how many bits, they have.
+    # Names of fields, with their sizes in bytes or in bits.
     SIZES: ClassVar[_Sizes] = ()
     BITS: ClassVar[_Sizes] = ()
 
@@ -200,12 +200,12 @@ class _Part(Value):
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError for what only this kind forbids."""
+        """Raise ValueError for values that this class forbids."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class ClcMessage(_Part):
-    """What all CLC messages have.
+    """Base class of all CLC messages.
 
     Fields:
       peer_id: the sender's: 2 bytes instance, 6 bytes RoCE MAC (A.2.1).
@@ -245,10 +245,10 @@ class Ipv6Prefix(Value):
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Offer(_Part):
-    """What a Proposal of version 2 offers.
+    """The offer of version 2 in a Proposal.
 
     Fields:
-      eids: all that the client has, 32 bytes each, 1 to 8 (a peer may send none).
+      eids: all EIDs of the client, 32 bytes each, 1 to 8 (a peer may send none).
       gid: of its RNIC, a RoCE version 2 GID, 16 bytes.
       release: 0 or 1; 4 bits.
       max_connections, max_links: of a link group, from release 1 on; else 0.
@@ -287,7 +287,7 @@ class V2Offer(_Part):
         """Decode the rest of a Proposal, trailer excluded, from the extension on.
 
         Raises:
-          ProtocolError: its parts do not add up to its length; too many EIDs.
+          ProtocolError: the parts do not add up to the length, or there are too many EIDs.
         """
         if len(data) < _V2_OFFER.size:
             raise ProtocolError("CLC PROPOSAL: no room for what version 2 adds")
@@ -325,8 +325,8 @@ class Proposal(ClcMessage):
         says mask; its use in 3.5.1.2 and every known peer mean the subnet.)
       ipv4_mask_length: bits of it, 0..32; 0 on IPv6.
       ipv6_prefixes: at most 8; empty on IPv4.
-      v2: what it offers of SMC-R version 2, if version and flags say that it does; None also when
-        they say so and there is nothing.
+      v2: the offer of SMC-R version 2.  None if version and flags announce no offer, or if the
+        announced offer is missing.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PROPOSAL
@@ -343,7 +343,7 @@ class Proposal(ClcMessage):
 
     @property
     def offers_smc_r(self) -> bool:
-        """Whether SMC-R version 1 is offered; a newer client may offer SMC-D or nothing."""
+        """True if SMC-R version 1 is offered; a newer client may offer SMC-D or nothing instead."""
         return self.version == 1 or self.flags & _OFFER_MASK in (_SMC_R, _BOTH)
 
     def _check(self) -> None:
@@ -369,7 +369,7 @@ class Proposal(ClcMessage):
         """Decode a Proposal whose header and trailer were checked.
 
         Raises:
-          ProtocolError: its parts do not add up to its length, or have values that none may have.
+          ProtocolError: the parts do not add up to the length, or have forbidden values.
         """
         return _decoded_untrusted(raw)
 
@@ -384,7 +384,7 @@ def _offers_v2(version: int, flags: int) -> bool:
 
 @functools.lru_cache(_CACHED_PROPOSALS)
 def _encoded(m: Proposal) -> bytes:
-    """A client sends the same one for all its connections."""
+    """Cached, because a client sends the same Proposal for all its connections."""
     prefixes = b""
     if _has_prefixes(m.version, m.flags):
         prefixes = _AREA.pack(m.ipv4_subnet, m.ipv4_mask_length, len(m.ipv6_prefixes))
@@ -411,7 +411,7 @@ def _encoded(m: Proposal) -> bytes:
 
 @functools.lru_cache(_CACHED_PROPOSALS)
 def _decoded_untrusted(raw: bytes) -> Proposal:
-    """A peer sends the same one for all its connections."""
+    """Cached, because a peer sends the same Proposal for all its connections."""
     *_, last, peer_id, gid, mac, skip = _PROPOSAL.unpack_from(raw)
     version = last >> 4
     flags = last & 0x0F if version > 1 else 0
@@ -437,7 +437,7 @@ def _decoded_untrusted(raw: bytes) -> Proposal:
 
 
 def _prefixes_untrusted(data: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """The fields of the prefix area at this byte, and where it ends."""
+    """The fields of the prefix area at byte ``at``, and the offset of its end."""
     if at + _AREA.size > len(data):
         raise ProtocolError(f"CLC PROPOSAL: no room for a prefix area at byte {at}")
     subnet, mask_length, count = _AREA.unpack_from(data, at)
@@ -474,14 +474,14 @@ class QpMtu(IntEnum):
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class FirstContact(_Part):
-    """What version 2 adds to Accept and Confirm on first contact.
+    """The additional part of Accept and Confirm of version 2 on first contact.
 
     Fields:
-      direct: no gateway is between the RNICs; the server says what its route is, the client must
-        find the same.
-      release: that was agreed on, 4 bits.
+      direct: no gateway is between the RNICs; the server announces its route, and that of the
+        client must be the same.
+      release: the agreed one, 4 bits.
       max_connections, max_links: of the link group, from release 1 on; else 0.
-      features: of those of the Proposal, from release 1 on, a mask of 16 bits.
+      features: a subset of the Proposal's, from release 1 on, a mask of 16 bits.
       system: operating system: 1 z/OS, 2 Linux, 3 AIX; 4 bits.
       host: its name in ASCII, padded with blanks, 32 bytes; see ``host_name``.
     """
@@ -502,11 +502,11 @@ class FirstContact(_Part):
 
     @property
     def host_name(self) -> str:
-        """The peer's name for people to read, printable ASCII whatever it sent."""
+        """The peer's name as printable ASCII; all other bytes are escaped."""
         return eid_name(self.host)
 
     def encode(self) -> bytes:
-        """The 52 bytes behind the EID."""
+        """The 52 bytes after the EID."""
         limits = self.max_connections, self.max_links, self.features
         direct = _DIRECT if self.direct else 0
         return _V2_FIRST.pack(direct, self.system << 4 | self.release, self.host, *limits)
@@ -528,13 +528,13 @@ class FirstContact(_Part):
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class V2Answer(_Part):
-    """What version 2 adds to Accept and Confirm.
+    """The additional part of Accept and Confirm in version 2.
 
     Fields:
-      eid: that was agreed on, 32 bytes.
-      first: there on first contact.
-      gids: in a Confirm on first contact those of the client's RNICs, 16 bytes each, first the
-        link's own.
+      eid: the agreed one, 32 bytes.
+      first: only on first contact, else None.
+      gids: in a Confirm on first contact the GIDs of the client's RNICs, 16 bytes each, the link's
+        own first.
     """
 
     SIZES: ClassVar[_Sizes] = (("eid", EID_SIZE),)
@@ -548,7 +548,7 @@ class V2Answer(_Part):
             raise ValueError("a GID has 16 bytes, which are not all zero")
 
     def encode(self, kind: MessageType) -> bytes:
-        """What follows the credentials in an Accept or a Confirm."""
+        """The bytes after the credentials in an Accept or a Confirm."""
         parts = [_V2_ANSWER.pack(self.eid)]
         if self.first is not None:
             parts.append(self.first.encode())
@@ -558,10 +558,10 @@ class V2Answer(_Part):
 
     @classmethod
     def read_untrusted(cls, data: bytes, kind: int) -> V2Answer:
-        """Decode what `encode` makes.
+        """Decode the bytes after the credentials.
 
         Raises:
-          ProtocolError: its parts do not add up to its length; GIDs of zeros.
+          ProtocolError: the parts do not add up to the length, or a GID has only zeros.
         """
         [eid] = _V2_ANSWER.unpack_from(data)
         data = data[_V2_ANSWER.size :]
@@ -581,19 +581,19 @@ class V2Answer(_Part):
 
 @dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Credentials(ClcMessage):
-    """What Accept and Confirm have in common: how to write to the sender (A.2.3).
+    """The common part of Accept and Confirm: the target of writes to the sender (A.2.3).
 
     Fields:
       first_contact: the F bit; the server sets up a new link group.  Confirm has it from version 2
         on.  Version 1 reserves the bit there (A.2.4): Linux sets it, and its servers never read it.
       gid, mac, qp_number: the sender's end of the link: 16 and 6 bytes, 24 bits, not zero.
       rkey, rmb_address: the RToken of its RMB, 32 and 64 bits.
-      rmbe_index: which element of the RMB is this connection's, 1..255.
-      alert_token: what CDC messages to the sender carry, 32 bits.
+      rmbe_index: the element of the RMB that belongs to this connection, 1..255.
+      alert_token: the token in all CDC messages to the sender, 32 bits.
       buffer_size_code: n; an element has 16 KiB << n.  The RFC ends at 5, Linux at 15.
       qp_mtu: enumerated path MTU, 4 bits; see ``known_mtu``.
       initial_psn: the first packet sequence number the sender will use, 24 bits.
-      v2: what version 2 adds.
+      v2: the additional part of version 2.
     """
 
     SIZES: ClassVar[_Sizes] = (("peer_id", 8), ("gid", 16), ("mac", 6))
@@ -659,7 +659,7 @@ class Credentials(ClcMessage):
             raise ValueError(f"{len(v2.gids)} GIDs")
 
     def encode(self) -> bytes:
-        """The message on the wire: 68 bytes, and what version 2 adds."""
+        """The message on the wire: 68 bytes, and the additional part of version 2."""
         more = EYE_CATCHER if self.v2 is None else self.v2.encode(self.TYPE) + EYE_CATCHER
         return (
             _ACCEPT.pack(
@@ -683,11 +683,11 @@ class Credentials(ClcMessage):
 
     @classmethod
     def read_untrusted(cls, raw: bytes) -> Self:
-        """Decode one whose header and trailer were checked.
+        """Decode a message whose header and trailer were checked.
 
         Raises:
-          ProtocolError: it names nothing that could be written to, or what version 2 adds is not
-            as long as it must be.
+          ProtocolError: the values are not a possible target of a write, or the additional part of
+            version 2 has a wrong length.
         """
         *_, last, peer_id, gid, mac, qp, rkey, index, token, codes, address, psn = (
             _ACCEPT.unpack_from(raw)
@@ -731,11 +731,11 @@ class Credentials(ClcMessage):
         initial_psn: int,
         v2: V2Answer | None,
     ) -> Self:
-        """One whose values fit their fields: a struct has read them, or they are ours.
+        """Create a message from values that fit their fields: our own, or read by a struct.
 
-        Every connection has two, and ``__init__`` looks at the size of each field.
+        Each connection needs two messages, so this skips the size checks of ``__init__``.
 
-        Raises ValueError: they are no credentials.
+        Raises ValueError: the values are not a possible target of a write.
         """
         made = object.__new__(cls)
         made.peer_id = peer_id
@@ -807,7 +807,7 @@ class Decline(ClcMessage):
 
     @classmethod
     def read_untrusted(cls, raw: bytes) -> Decline:
-        """Decode one whose header and trailer were checked."""
+        """Decode a Decline whose header and trailer were checked."""
         *_, length, last, peer_id, diagnosis, system = _DECLINE.unpack_from(raw)
         newer = length > _DECLINE_SIZES[0]
         return cls(
@@ -829,12 +829,12 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
     """The length in bytes of a message, header included, from its first :data:`HEADER_SIZE` bytes.
 
     Parameters:
-      header: at least 8 bytes; more are not looked at.
+      header: at least 8 bytes; further bytes are ignored.
 
     Raises:
       ProtocolError: too few bytes, no eye catcher, an unknown type, version 0, or a length that
-        this type cannot have.  So bytes that are not a CLC message fail here, before anything
-        beyond the header was taken from the stream.
+        this type cannot have.  So bytes that are not a CLC message are refused before anything
+        beyond the header is read from the stream.
     """
     if len(header) < HEADER_SIZE:
         raise ProtocolError(f"CLC header of {len(header)} bytes")
@@ -852,18 +852,18 @@ def message_length_untrusted(header: bytes | bytearray | memoryview) -> int:
 
 
 def decode_untrusted(data: bytes | bytearray | memoryview) -> Message:
-    """Decode one CLC message; ``encode`` of the value gives the same bytes but for reserved bits.
+    """Decode one CLC message; ``encode`` of the value gives the same bytes except reserved bits.
 
     Parameters:
       data: exactly the message.
 
     Raises:
-      ProtocolError: the module's docstring lists what for.
+      ProtocolError: see the docstring of this module.
     """
     raw = bytes(data)
     length = message_length_untrusted(raw)
     if len(raw) != length:
-        raise ProtocolError(f"CLC message says {length} bytes and has {len(raw)}")
+        raise ProtocolError(f"CLC message of {len(raw)} bytes with length {length}")
     if raw[-4:] != EYE_CATCHER:
         raise ProtocolError("CLC message without the eye catcher at its end")
     return _CLASSES[raw[4]].read_untrusted(raw)
@@ -873,7 +873,7 @@ def _check_start_untrusted(data: bytearray) -> None:
     """Check the first bytes of a message, fewer than a header.
 
     Raises:
-      ProtocolError: no CLC message starts with them, of whatever version.
+      ProtocolError: no CLC message of any version starts with these bytes.
     """
     if not EYE_CATCHER.startswith(data[: len(EYE_CATCHER)]):
         raise ProtocolError("no CLC message: it does not start with the eye catcher")
@@ -891,10 +891,10 @@ def _check_start_untrusted(data: bytearray) -> None:
 
 
 class ClcReader:
-    """Collects one message after the other.
+    """Collects one message after another from a TCP connection.
 
     Attributes:
-      wanted: how many bytes may be taken now, at most; never 0.
+      wanted: the most bytes that may be read now; never 0.
     """
 
     def __init__(self) -> None:
@@ -903,22 +903,22 @@ class ClcReader:
 
     @property
     def halfway(self) -> bool:
-        """Whether a message has begun and is not complete."""
+        """True if a part of a message was received."""
         return bool(self._data)
 
     def feed_untrusted(self, piece: bytes, awaited: frozenset[int] = _TYPES) -> bytes | None:
-        """Take 1 to `wanted` bytes; returns a message when it is complete.
+        """Add 1 to `wanted` bytes; returns the message if they complete it.
 
         The eye catcher at the end is checked here while a message is incomplete;
         `decode_untrusted` checks it in a complete one.
 
         Args:
           piece: the bytes.
-          awaited: types of the messages that may come now.
+          awaited: types of the messages that are allowed now.
 
         Raises:
-          ProtocolError: no CLC message, or none that is awaited, begins or ends with these bytes
-            (RFC 7609, C.6).
+          ProtocolError: no CLC message, or none of an awaited type, begins or ends with these
+            bytes (RFC 7609, C.6).
         """
         data = self._data
         if not data and not awaited:

@@ -1,11 +1,10 @@
-"""Fields that messages carry as codes: sizes of RMB elements, and UEIDs; and what messages are.
+"""Encoded fields, which are sizes of RMB elements and UEIDs, and the base class of messages.
 
 The size of an RMB element is 16 KiB << n (RFC 7609, A.2.2).
 
-User enterprise IDs (UEIDs) are the names by which hosts of SMC-R version 2 know that they may
-talk.  Hosts with a UEID in common speak version 2, whatever their subnets.  On the wire an EID
-has 32 bytes, padded with blanks; Linux's ``smcr ueid add`` takes the same names.  It is a name,
-no secret.
+User enterprise IDs (UEIDs) select the peers of SMC-R version 2.  Two hosts with a UEID in common
+use version 2, even in different subnets.  On the wire an EID has 32 bytes, padded with blanks.
+Linux's ``smcr ueid add`` accepts the same names.  A UEID is not a secret.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 class Value:
-    """A message, or a part of one: equal, hashed and shown by its fields, which nobody changes.
+    """Base class of a message or a part of one: an immutable value that is compared, hashed and
+    shown by its fields.
 
-    A dataclass would make these methods for each class anew, at each import: a third of what
-    making the class takes.
+    A dataclass would generate these methods again for each class, at each import.  That takes a
+    third of the time in which the class is created.
     """
 
     __slots__ = ()
@@ -83,7 +83,7 @@ def rmbe_size_for(size: int) -> int:
 EID_SIZE = 32
 """Bytes of an EID on the wire."""
 MAX_EIDS = 8
-"""EIDs in a Proposal; for more, Linux closes the TCP connection."""
+"""The most EIDs in a Proposal; if there are more, Linux closes the TCP connection."""
 
 _NAME = re.compile(r"[A-Z0-9][A-Z0-9.-]*")
 
@@ -96,7 +96,7 @@ def encode_ueid(name: str) -> bytes:
         may follow.
 
     Raises:
-      ValueError: it is no such name.
+      ValueError: ``name`` has another form.
     """
     if len(name) > EID_SIZE or not _NAME.fullmatch(name.rstrip(" ")):
         raise ValueError(
@@ -106,5 +106,5 @@ def encode_ueid(name: str) -> bytes:
 
 
 def eid_name(eid: bytes) -> str:
-    """An EID for people to read; bytes that are no printable ASCII become ``\\xNN``."""
+    """An EID as printable text; bytes that are not printable ASCII become ``\\xNN``."""
     return "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in eid).rstrip(" ")

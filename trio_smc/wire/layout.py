@@ -1,16 +1,16 @@
-"""Where the fields of an LLC message lie, read from the annotations of its class.
+"""The positions of the fields of an LLC message, read from the annotations of its class.
 
-A message class is a frozen dataclass whose annotations say where each field lies, in the words of
-the figures of RFC 7609, A.3::
+A message class is a frozen dataclass.  The annotation of each field gives its position, in the
+terms of the figures of RFC 7609, A.3::
 
     qp_number: Annotated[int, Span(26, 3)]            # bytes 26-28
     reply: Annotated[bool, Bits(3, 0x80)]             # one bit of byte 3
     max_connections: Annotated[int, Span(35, 1, 2)]   # byte 35, in version 2 only
 
-:func:`laid_out` reads them once, at the first use, into a :class:`Layout`, which packs, unpacks and
-checks values.  So the annotation is the only place that knows a layout, and encoder, decoder and
-range checks cannot disagree about it.  Bits that no field of the version owns are reserved: zero
-from us, and never looked at (A.3).  Numbers are big-endian.
+:func:`laid_out` adds a :class:`Layout`, which reads the annotations at the first use and then
+packs, unpacks and checks values.  Encoder, decoder and range checks cannot disagree, because they
+share the annotations.  Bits without a field in the version are reserved: sent as zero, and ignored
+when received (A.3).  Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _T = TypeVar("_T", bound="type[Any]")
 
 
 class Span(NamedTuple):
-    """``size`` whole bytes from ``offset`` on: an int, or bytes; ``version`` 0 is every one."""
+    """``size`` whole bytes from ``offset`` on: an int, or bytes.  ``version`` 0: all versions."""
 
     offset: int
     size: int
@@ -51,8 +51,8 @@ class Span(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool, which is set when
-    any of them is."""
+    """The adjacent bits ``mask`` of the byte at ``offset``: an int, or a bool, which is True if any
+    of the bits is set."""
 
     offset: int
     mask: int
@@ -60,13 +60,13 @@ class Bits(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """``slots`` places of ``size`` bytes each from ``offset`` on: a tuple of ints, bytes or items.
+    """``slots`` slots of ``size`` bytes each from ``offset`` on: a tuple of ints, bytes or items.
 
-    Slots beyond the layout's size are there when the message is long enough.
+    Slots beyond the layout's size exist if the message is long enough.
 
-    ``count_in`` tells how many items the sender has in all.  It is the name of a field, which may
-    exceed ``slots`` (the rest follows in a continuation message), or the offset of a byte, which
-    is the length of the tuple.
+    ``count_in`` is the place of the number of items.  Either it is the name of a field: its value
+    counts all items of the sender and may exceed ``slots`` (a continuation message has the rest).
+    Or it is the offset of a byte, whose value is the length of the tuple.
     """
 
     offset: int
@@ -81,8 +81,8 @@ class _Field(NamedTuple):
     kind: type
     start: int
     size: int
-    low: int  # of the field's bits: the lowest
-    largest: int  # number that fits
+    low: int  # the number of the field's lowest bit
+    largest: int  # the largest number that fits
 
     def read_untrusted(self, data: bytes, _: dict[str, Any]) -> int | bytes:
         piece = data[self.start : self.start + self.size]
@@ -154,7 +154,7 @@ class _List(NamedTuple):
 
 
 class Layout:
-    """Where the fields of one message class lie in ``size`` bytes, in versions 1 and 2."""
+    """The positions of the fields of one message class in ``size`` bytes, in versions 1 and 2."""
 
     def __init__(self, cls: type, size: int) -> None:
         self.size = size
@@ -162,7 +162,7 @@ class Layout:
 
     @cached_property
     def _placed(self) -> list[tuple[int, _Field | _List]]:
-        # At the first use: evaluating annotations took a tenth of the package's import.
+        # At the first use, because evaluating annotations took a tenth of the package's import.
         hints = get_type_hints(self._cls, include_extras=True)
         found = []
         for name in [field.name for field in fields(self._cls)]:
@@ -173,7 +173,7 @@ class Layout:
 
     @cached_property
     def _all(self) -> list[_Field | _List]:
-        # Of each name the newer version's, which has more room.
+        # If both versions have a field of that name, version 2's wins, which has more room.
         return list({field.name: field for _, field in self._placed}.values())
 
     @cached_property
@@ -183,7 +183,7 @@ class Layout:
     def unpack_untrusted(self, data: bytes, version: int = 1) -> dict[str, Any]:
         """The fields of a message of at least ``size`` bytes, by name.
 
-        Any bit pattern fits a field; what a class forbids beyond that, its constructor refuses.
+        Each bit pattern fits its field.  The constructor of the class refuses forbidden values.
 
         Raises:
           ProtocolError: a list is longer than its slots, or than the message.
@@ -197,7 +197,7 @@ class Layout:
         """The bytes of ``value``, at least ``size``.
 
         Raises:
-          ValueError: a list is longer than this version can say.
+          ValueError: a list is longer than this version allows.
         """
         body = bytearray(self.size)
         for field in self._of_version[version]:
@@ -205,7 +205,7 @@ class Layout:
         return body
 
     def check(self, value: Any) -> None:
-        """Raise ValueError where a value does not fit its field."""
+        """Raise ValueError if a value does not fit its field."""
         for field in self._all:
             field.check(value)
 

@@ -1,9 +1,9 @@
 """Link Layer Control messages (RFC 7609, A.3): how two RNICs manage their links and RMBs.
 
-Sent by RoCE SEND on a link.  Every message is a frozen value; `V1` and `V2` encode and decode them
-for a link group of version 1 (the RFC's) or version 2.  A field's annotation says where it lies
-(byte offsets from the start of the message); ``trio_smc.wire.layout`` explains how.  A constructor
-raises ValueError for a value that does not fit its field.
+LLC messages are sent by RoCE SEND on a link.  Each message is a frozen value; `V1` and `V2` encode
+and decode messages for a link group of version 1 (the RFC's) or version 2.  A field's annotation
+gives its position, in bytes from the start of the message (``trio_smc.wire.layout``).  A
+constructor raises ValueError for a value that does not fit its field.
 
 The versions differ in framing, and little in what the messages mean:
 
@@ -18,10 +18,10 @@ client has a new RNIC    ADD LINK without a QP       REQUEST ADD LINK
 limits of the group      links                       links, and from release 1 on connections
 =======================  ==========================  ===============================================
 
-Version 2 is as Linux 6.12 speaks it.  That a length or the count of RTokens is in the sender's byte
-order leaves nothing to believe but the size that was received; so that is what counts here.
+Version 2 is the protocol of Linux 6.12.  A length and the count of RTokens are in the sender's byte
+order, which the receiver does not know.  So the decoder relies on the received size instead.
 
-The two high bits of the type say what to do with a type that is not known (A.3):
+The two high bits of the type define how a receiver treats a type that it does not know (A.3):
 
 ====  =========================================================================
 b00   must be supported: ProtocolError
@@ -30,9 +30,9 @@ b11   a CDC message (``trio_smc.wire.cdc``), never an LLC message: ProtocolError
 b01   not defined: ProtocolError
 ====  =========================================================================
 
-The codec judges form only.  Reasons, MTUs, link numbers and counts a peer made up survive
-decoding as plain integers; whether they make sense is for the exchange that gets them, which may
-still have to answer (a negative CONFIRM RKEY reply, an ADD LINK rejection).
+The codec checks the form only.  Invalid reasons, MTUs, link numbers and counts of a peer are
+decoded as plain integers.  The exchange that receives them checks their meaning, because it may
+have to answer (a negative CONFIRM RKEY reply, an ADD LINK rejection).
 
 An answer repeats its request with the reply flag: ``dataclasses.replace(request, reply=True)``.
 """
@@ -78,9 +78,9 @@ __all__ = [
 
 
 MESSAGE_SIZE = 44
-"""Bytes in an LLC message of version 1, always, and at least those of one of version 2."""
+"""Bytes of each LLC message of version 1, and of the shortest one of version 2."""
 
-_MAX_ITEMS = 255  # items that a message of version 2 tells of: RTokens, GIDs, RKeys
+_MAX_ITEMS = 255  # the most RTokens, GIDs or RKeys in a message of version 2
 _NATIVE = sys.byteorder
 
 
@@ -100,7 +100,7 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class LlcMessage(Value):
-    """What all LLC messages have.
+    """Base class of all LLC messages.
 
     Fields:
       reply: the R bit; clear in a request.
@@ -159,7 +159,7 @@ class AddLinkReason(IntEnum):
 @laid_out(16)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class RTokenPair(Value):
-    """What an RMB is called on the new link (RFC 7609, figure 34).
+    """The RToken of an RMB on the new link (RFC 7609, figure 34).
 
     Fields:
       reference_rkey: the RMB's RKey on the link that the message travels on.
@@ -178,7 +178,7 @@ class RTokenPair(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class AddLinkExtension(Value):
-    """What version 2 adds to ADD LINK and to its reply: the RTokens on the new link.
+    """The additional part of ADD LINK and its reply in version 2: the RTokens on the new link.
 
     Fields:
       direct: no gateway is between the two RNICs.
@@ -204,10 +204,11 @@ class AddLinkExtension(Value):
 
     @classmethod
     def decode_untrusted(cls, data: bytes) -> AddLinkExtension:
-        """What `encode` makes; how many RTokens there are, its size says, and not its count.
+        """Decode the bytes from offset 44 on.  The number of RTokens follows from the size; the
+        count field is ignored.
 
         Raises:
-          ProtocolError: it ends within an RToken, or has too many.
+          ProtocolError: the bytes end within an RToken, or there are too many RTokens.
         """
         count, rest = divmod(len(data) - _EXTENSION.size - 2, _PAIR_SIZE)
         if rest or not 0 <= count <= _MAX_ITEMS:
@@ -279,7 +280,7 @@ class AddLinkContinuation(LlcMessage):
 
     Fields:
       link_number: the new link.
-      tokens_left: RTokens still to tell, those in this message included; 0..255.
+      tokens_left: RTokens not sent yet, those in this message included; 0..255.
       pairs: two of them, or as many as are left.
     """
 
@@ -291,7 +292,7 @@ class AddLinkContinuation(LlcMessage):
 
 
 class DeleteLinkReason(IntEnum):
-    """Why a link or all links go (RFC 7609, A.3.4); UNKNOWN_* are a reply's."""
+    """Why one or all links are deleted (RFC 7609, A.3.4); UNKNOWN_* are for replies."""
 
     LOST_PATH = 0x00010000
     OPERATOR = 0x00020000
@@ -305,13 +306,13 @@ class DeleteLinkReason(IntEnum):
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class DeleteLink(LlcMessage):
-    """DELETE LINK, figure 35: one link goes, or with ``all_links`` the link group.
+    """DELETE LINK, figure 35: delete one link, or with ``all_links`` the link group.
 
     Fields:
       all_links: the A bit; ``link_number`` is then 0 and means nothing.
       orderly: the O bit; not because of an error.
-      link_number: the link that goes.
-      reason: 32 bits, :class:`DeleteLinkReason` or anything else a peer thinks of.
+      link_number: the link to delete.
+      reason: 32 bits, :class:`DeleteLinkReason` or any other value of a peer.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE_LINK
@@ -325,9 +326,9 @@ class DeleteLink(LlcMessage):
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class TestLink(LlcMessage):
-    """TEST LINK, figure 40: is this link alive?  The reply echoes the 16 bytes of ``user_data``."""
+    """TEST LINK, figure 40: a keepalive.  The reply echoes the 16 bytes of ``user_data``."""
 
-    __test__: ClassVar[bool] = False  # not a test case, whatever its name says to pytest
+    __test__: ClassVar[bool] = False  # or pytest would collect it as a test case
     TYPE: ClassVar[MessageType] = MessageType.TEST_LINK
 
     user_data: Annotated[bytes, Span(4, 16)] = bytes(16)
@@ -336,7 +337,7 @@ class TestLink(LlcMessage):
 @laid_out(13)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class LinkRToken(Value):
-    """What an RMB is called on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
+    """The RToken of an RMB on one link (RFC 7609, figure 37): 8, 32 and 64 bits."""
 
     LAYOUT: ClassVar[Layout]
 
@@ -351,7 +352,7 @@ class LinkRToken(Value):
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class ConfirmRkey(LlcMessage):
-    """CONFIRM RKEY, figure 36: a new RMB, and what it is called on every link.
+    """CONFIRM RKEY, figure 36: a new RMB, with its RToken on each link.
 
     Fields:
       negative: the Z bit of a reply.
@@ -382,7 +383,7 @@ class ConfirmRkeyContinuation(LlcMessage):
 
     Fields:
       negative: the Z bit of a reply.
-      tokens_left: RTokens still to tell, those in this message included.
+      tokens_left: RTokens not sent yet, those in this message included.
       others: three RTokens on other links, or as many as are left.
     """
 
@@ -396,13 +397,13 @@ class ConfirmRkeyContinuation(LlcMessage):
 @laid_out(MESSAGE_SIZE)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class DeleteRkey(LlcMessage):
-    """DELETE RKEY, figure 39: RMBs that are no more.
+    """DELETE RKEY, figure 39: deleted RMBs.
 
     Fields:
-      negative: the Z bit of a reply; then ``error_mask`` tells which RKeys were not deleted,
-        0x80 being the first, or in version 2 ``unknown`` how many.
-      rkeys: at most 8, or 255 in version 2, as known on the link the message travels on.  Linux
-        tells one at a time, and its replies of version 2 have zeros in their place.
+      negative: the Z bit of a reply; then ``error_mask`` marks the RKeys that were not deleted,
+        0x80 being the first; in version 2 ``unknown`` is their number.
+      rkeys: at most 8, or 255 in version 2: the RKeys on the link that carries the message.  Linux
+        sends one at a time, and its replies of version 2 have zeros in their place.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE_RKEY
@@ -420,7 +421,7 @@ class DeleteRkey(LlcMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class OptionalMessage(Value):
-    """A message of an optional type that we do not know, to be discarded silently (A.3).
+    """A message of an unknown optional type, to be discarded silently (A.3).
 
     Fields:
       data: its bytes; the first is the type, 0x80-0xBF.
@@ -429,7 +430,7 @@ class OptionalMessage(Value):
     data: bytes
 
     def encode(self) -> bytes:
-        """The bytes as they came."""
+        """The received bytes, unchanged."""
         return self.data
 
 
@@ -452,15 +453,15 @@ _BOTH: tuple[type[LlcMessage], ...] = (
 
 
 class Framing(ABC):
-    """How the messages of a link group are cut and labelled: `V1` or `V2`, as CLC agreed.
+    """The framing of the messages of a link group: `V1` or `V2`, as agreed by CLC.
 
-    What a version has no field for is not sent, and is the default in what is read: the RTokens of
+    A version omits fields that it does not have, and decodes them as their defaults: the RTokens of
     an ADD LINK in version 1, the reason of its rejection in version 2.
 
     Attributes:
       version: of SMC-R.
       types: first bytes of the messages that must be supported.
-      largest: bytes of the longest message, for which receives must have room.
+      largest: bytes of the longest message; receive buffers need as many.
     """
 
     version: ClassVar[int]
@@ -482,21 +483,21 @@ class Framing(ABC):
             return message.data
         kind = self._MARK | message.TYPE
         if kind not in self._classes:
-            raise ValueError(f"{message.TYPE.name} is no message of version {self.version}")
+            raise ValueError(f"{message.TYPE.name} is not a message of version {self.version}")
         body = message.LAYOUT.pack(message, self.version)
         if self.version > 1 and isinstance(message, AddLink) and message.extension is not None:
             body += message.extension.encode()
         return self._with_header(kind, body)
 
     def decode_untrusted(self, data: bytes | bytearray | memoryview) -> Message:
-        """Decode one message; `encode` of the value gives the same bytes but for reserved bits.
+        """Decode one message; `encode` of the value gives the same bytes except reserved bits.
 
         Parameters:
-          data: exactly the message, as long as it was received.
+          data: exactly the received message.
 
         Raises:
-          ProtocolError: a size that no message of its type has, another length than that, a type
-            that must be supported and is not, or a list that is longer than the message.
+          ProtocolError: no message of the type has this size, the length field has another value,
+            the type must be supported but is unknown, or a list is longer than the message.
         """
         raw = bytes(data)
         self._check_size_untrusted(raw, self.largest)
@@ -522,11 +523,11 @@ class Framing(ABC):
 
     @abstractmethod
     def _with_header(self, kind: int, body: bytearray) -> bytes:
-        """The message with its type and length."""
+        """The message: ``body`` with type and length filled in."""
 
     @abstractmethod
     def _check_length_untrusted(self, raw: bytes) -> None:
-        """ProtocolError: it is not as long as it says."""
+        """Raise ProtocolError if the length field differs from the size."""
 
 
 class _Version1(Framing):
