@@ -24,7 +24,7 @@ help:
 	@echo 'make wheels     what is published, in dist: sdist, pure wheel, compiled wheels, all tried'
 	@echo 'make interop    the Linux kernel as peer, in QEMU guests: about twenty minutes, Debian only'
 	@echo 'make bench      compare with TCP under Trio and others; ARGS=--short, --programs or --proxy'
-	@echo 'make lint       ruff and the import rules between rooms'
+	@echo 'make lint       ruff, the import rules between rooms, counts that may only fall'
 	@echo 'make types      mypy --strict'
 	@echo 'make states     write the state diagrams and tables into docs/states'
 	@echo 'make rooms      write the table and the drawing of rooms in CONTRIBUTING.md'
@@ -87,7 +87,8 @@ bench: ready-bench
 
 lint: ready-dev
 	@failed=0; $(BIN)/ruff check . || failed=1; \
-	    $(BIN)/lint-imports --no-cache || failed=1; exit $$failed
+	    $(BIN)/lint-imports --no-cache || failed=1; \
+	    $(BIN)/python -m scripts.ratchets || failed=1; exit $$failed
 
 types: ready-dev
 	@$(BIN)/mypy

@@ -98,7 +98,7 @@ class Process:
 
     def _status(self, field: str) -> tuple[int, ...]:
         # The name of the process comes before the other fields.  The kernel escapes a line feed in
-        # it, but no carriage return, where `splitlines` would begin a line of its own.
+        # the name, but no carriage return, which would end a line for `splitlines`.
         for line in self._read("status", _STATUS).split(b"\n"):
             if line.startswith(field.encode() + b":"):
                 return tuple(map(int, line.split()[1:]))

@@ -152,7 +152,7 @@ async def test_one_user_with_all_places(private: Path, monkeypatch: pytest.Monke
             await trio.testing.wait_all_tasks_blocked()
         assert await held[0].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
         assert await held[3].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
-        known = server.publication._clients.values()
+        known = server.publication.clients.values()
         for each in known:
             server.publication.hear_all(each)
         assert [each.user for each in known] == [1, 2]
@@ -168,7 +168,7 @@ async def test_clients_leave_descriptors_to_the_program(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     async with serving(private) as server:
-        assert server.publication._most_clients == most
+        assert server.publication.most_clients == most
 
 
 async def test_a_client_of_a_claim_keeps_its_place(
@@ -213,7 +213,7 @@ async def test_one_user_with_all_announcements(
             client = await opened.enter_async_context(bound())
             held.append(await announce(asking, client, server.address))
             await trio.testing.wait_all_tasks_blocked()
-            for each in list(server.publication._clients.values()):
+            for each in list(server.publication.clients.values()):
                 server.publication.hear_all(each)
         for refused in (held[0], held[4], held[5]):
             assert await refused.accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
@@ -231,7 +231,7 @@ async def test_too_many_announcements(private: Path, monkeypatch: pytest.MonkeyP
             client = await opened.enter_async_context(bound())
             held.append(await announce(asking, client, server.address))
         await trio.testing.wait_all_tasks_blocked()
-        (known,) = server.publication._clients.values()
+        (known,) = server.publication.clients.values()
         server.publication.hear_all(known)
         assert await held[2].accepted(soon()) is FallbackReason.HANDSHAKE_LIMIT
         for each in held:
@@ -379,7 +379,7 @@ async def test_a_crowd_that_never_ends_does_not_keep_a_search_going(
 
             def come(client: publication.Client) -> bool:
                 crowd.enter_context(dial(private))
-                assert len(server.publication._clients) < 50, "the search goes on for ever"
+                assert len(server.publication.clients) < 50, "the search goes on for ever"
                 return True
 
             crowd.enter_context(dial(private))
@@ -404,11 +404,11 @@ async def test_what_a_forked_child_holds_of_a_client_that_went_wakes_nobody(priv
     async with serving(private) as server:
         raw = dial(private)
         await trio.testing.wait_all_tasks_blocked()
-        [client] = server.publication._clients.values()
+        [client] = server.publication.clients.values()
         with client.connection.dup():
             raw.send(b"no message")
             await trio.testing.wait_all_tasks_blocked()
-            assert not server.publication._clients
+            assert not server.publication.clients
             raw.close()
             for each in (server.publication._heard, server.publication._moves):
                 assert each is not None

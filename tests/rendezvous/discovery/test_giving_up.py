@@ -141,7 +141,7 @@ async def test_an_announcement_that_no_connection_follows_is_forgotten(
         first = await announce(asking, one, server.address)
         second = await announce(asking, two, server.address)
         await trio.testing.wait_all_tasks_blocked()
-        (client,) = server.publication._clients.values()
+        (client,) = server.publication.clients.values()
         server.publication.hear_all(client)
         assert list(server.publication.claims.pending) == [second.key]
         first.close()

@@ -61,7 +61,7 @@ async def test_a_unix_connection_is_made_once_and_kept(private: Path) -> None:
     async with serving(private) as server:
         for _ in range(5):
             await agree(asking, server, server.address)
-        assert len(server.publication._clients) == 1
+        assert len(server.publication.clients) == 1
 
 
 async def test_only_idle_unix_connections_make_room_for_others(
@@ -81,8 +81,8 @@ async def test_only_idle_unix_connections_make_room_for_others(
         async with serving(private) as third:
             await agree(asking, third, third.address)
             await trio.testing.wait_all_tasks_blocked()
-            assert len(one.publication._clients) == 0, "the oldest has gone"
-            assert len(other.publication._clients) == 1
+            assert len(one.publication.clients) == 0, "the oldest has gone"
+            assert len(other.publication.clients) == 1
 
 
 def left_in_a_child(made: list[Discovery], descriptors: list[int]) -> int:
@@ -110,7 +110,7 @@ async def test_a_forked_child_lets_go_and_its_parent_goes_on(private: Path) -> N
         held = [kept.connection.fileno(), publication._listener.fileno()]
         assert left_in_a_child([asking, publishing], held) == 0
         await agree(asking, server, server.address)
-        assert len(server.publication._clients) == 1, "the parent's is as it was"
+        assert len(server.publication.clients) == 1, "the parent's is as it was"
         publication.close()
 
 

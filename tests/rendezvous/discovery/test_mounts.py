@@ -121,7 +121,7 @@ def test_a_directory_that_another_user_makes_first(
     with tempfile.TemporaryDirectory(prefix="smc-") as directory:
         os.chmod(directory, 0o1777)
         pins = Path(directory, "pins")
-        check = option_setup._check_path
+        check = option_setup.check_path
 
         def overtaken(path: Path) -> None:
             check(path)
@@ -129,12 +129,12 @@ def test_a_directory_that_another_user_makes_first(
                 pins.mkdir()
                 os.chown(pins, OTHER_USER, OTHER_USER)
 
-        monkeypatch.setattr(option_setup, "_check_path", overtaken)
+        monkeypatch.setattr(option_setup, "check_path", overtaken)
         with pytest.raises(PermissionError, match="is not safe"):
-            option_setup._make_directory(pins)
+            option_setup.make_directory(pins)
     assert mounted == []
 
 
 @root_only
 def test_the_default_place_is_safe() -> None:
-    option_setup._check_path(DEFAULT_PINS)
+    option_setup.check_path(DEFAULT_PINS)

@@ -173,7 +173,7 @@ async def test_it_ends_when_the_client_announces_something(private: Path) -> Non
                     await trio.sleep(0.01)
             with pytest.raises(ConnectionRefusedError):
                 await read_all(said.port)
-            assert server.publication._clients, "it stays"
+            assert server.publication.clients, "it stays"
 
 
 async def test_a_listener_of_another_address(private: Path) -> None:

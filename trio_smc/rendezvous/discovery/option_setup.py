@@ -70,7 +70,7 @@ def set_up_tcp_option(
     if not (where / "cgroup.procs").is_file():
         raise ValueError(f"{where} is no cgroup of the version-2 hierarchy")
     pins = Path(os.path.abspath(pins))
-    _make_directory(pins)
+    make_directory(pins)
     made = not _is_set_up(pins, where)
     if made:
         _remove(pins)
@@ -105,7 +105,7 @@ def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
     if sys.platform != "linux":
         return False
     pins = Path(os.path.abspath(pins))
-    _check_path(pins)
+    check_path(pins)
     removed = _remove(pins)
     if _mounted_type(pins, exactly=True) == "bpf":
         with _explained(f"listing {pins}"):
@@ -132,20 +132,20 @@ def _group_id(group: str | None) -> int | None:
         raise ValueError(f"there is no group {group!r}") from None
 
 
-def _make_directory(pins: Path) -> None:
-    _check_path(pins)
+def make_directory(pins: Path) -> None:
+    check_path(pins)
     with _explained(f"making {pins}"):
         mounted = _mounted_type(pins) == "bpf"
         pins.mkdir(mode=0o755, parents=not mounted, exist_ok=True)
     # Again: in a sticky directory, another user may have made it first.
-    _check_path(pins)
+    check_path(pins)
     if mounted:
         return
     with _explained(f"mounting a BPF file system on {pins}"):
         _bpf.mount_bpffs(pins)
 
 
-def _check_path(pins: Path) -> None:
+def check_path(pins: Path) -> None:
     """Raise PermissionError if another user could make the path lead elsewhere.
 
     Root would mount a file system there, and give a name in it to a group.

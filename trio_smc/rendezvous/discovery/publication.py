@@ -420,6 +420,8 @@ class Publication:
       address: the address and port listened on.
       unavailable: why nothing is published, or None.
       claims: what clients have announced to it.
+      clients: the Unix connections of clients, by descriptor number.
+      most_clients: Unix connections that are accepted at most; set by `start`.
     """
 
     def __init__(
@@ -436,9 +438,9 @@ class Publication:
         self._group = made.group if made is not None else None
         self.unavailable = unavailable
         self._scope = trio.CancelScope()
-        self._clients: dict[int, Client] = {}  # by descriptor
+        self.clients: dict[int, Client] = {}  # by descriptor
         self._shares: Shares[Client] = Shares()
-        self._most_clients = 0  # set by `start`
+        self.most_clients = 0  # set by `start`
         self._probes: dict[int, Client] = {}  # by descriptor of the probe's listener
         self._silent: dict[Client, Timer] = {}  # nothing announced yet, and not for ever
         self.claims: Claims = Claims()
@@ -522,7 +524,7 @@ class Publication:
         """Let go of the descriptors: this process is a forked child, they are its parent's."""
         self._abandoned = True
         self._timers.abandon()
-        for client in self._clients.values():
+        for client in self.clients.values():
             client.connection.close()
             if client.probe is not None:
                 client.probe.listener.close()
@@ -533,7 +535,7 @@ class Publication:
             self._made.abandon()
         # Nothing may be changed in the sets of watched descriptors, which the parent shares.
         self._heard = self._moves = self._listener = None
-        self._clients.clear()
+        self.clients.clear()
         self._probes.clear()
         self._silent.clear()
 
@@ -556,7 +558,7 @@ class Publication:
             name = "trio_smc same-host discovery"
             nursery.start_soon(self._run, heard, moves, name=name)
             self._listener, self._heard, self._moves = made.listener, heard, moves
-            self._most_clients = _most_clients()
+            self.most_clients = _most_clients()
             self._timers.call_later(_NAME_INTERVAL, self._keep_name)
             undo.pop_all()
 
@@ -573,7 +575,7 @@ class Publication:
                 finally:
                     if self._listener is not None:
                         self._closer.discard_listener(self._listener)
-                    for client in list(self._clients.values()):
+                    for client in list(self.clients.values()):
                         self._drop(client)
                     self._heard = self._moves = self._listener = None
                     self._timers.run_all()  # claims look again
@@ -591,7 +593,7 @@ class Publication:
             listener = self._listener
             if listener is not None and number == listener.fileno():
                 waiting = True
-            elif (client := self._clients.get(number)) is not None:
+            elif (client := self.clients.get(number)) is not None:
                 self.hear_all(client)
                 if events & ~select.EPOLLIN:
                     self._drop(client)
@@ -684,13 +686,13 @@ class Publication:
             self._shares.add(client.user, client)
             timer = self._timers.call_later(_ANNOUNCE_TIMEOUT, partial(self._waited_enough, client))
             self._silent[client] = timer
-            self._clients[connection.fileno()] = client
+            self.clients[connection.fileno()] = client
             self.hear_all(client)
         return 0
 
     def _has_place(self, client: Client) -> bool:
         """True if another client may be let in; the user with most clients may lose one to it."""
-        if len(self._clients) < self._most_clients:
+        if len(self.clients) < self.most_clients:
             return True
         # The client of a claim may still withdraw, for which it needs its Unix connection.
         kept = {claim.announced.client for claim in self.claims.taken.values()}
@@ -710,7 +712,7 @@ class Publication:
             return 0
         came = 0
         for number, _ in self._heard.poll(0, _EVENTS_AT_ONCE):
-            client = self._clients.get(number)
+            client = self.clients.get(number)
             if client is not None:
                 came += self._take(client)
                 heard[client] += 1
@@ -787,7 +789,7 @@ class Publication:
     def _drop(self, client: Client) -> None:
         """Its Unix connection ends, and with it what it announced; claims know already."""
         number = client.connection.fileno()
-        if self._clients.pop(number, None) is None:
+        if self.clients.pop(number, None) is None:
             return
         self._shares.remove(client.user, client)
         for each in (self._heard, self._moves):

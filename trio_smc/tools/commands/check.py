@@ -360,7 +360,7 @@ async def _server_view(our_name: Any, their_name: Any, directory: Path) -> dict[
         if theirs is None or theirs[1] not in ports:
             silent.report()  # one of them may be the server
             return None
-        # Its handshake may take a moment longer than ours.
+        # The handshake of the server may take a moment longer than ours.
         await trio.sleep(_LOOK_AGAIN)
     return None
 
