@@ -653,8 +653,8 @@ def receive_buffer_for(
     4.1), with or without an eye catcher.
     """
     if found.locks & _RCVBUF_LOCKED:
-        asked = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2 + len(EYE_CATCHER)
-        config = replace(config, receive_buffer=asked)
+        requested = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2 + len(EYE_CATCHER)
+        config = replace(config, receive_buffer=requested)
     return config.receive_buffer_for(kind)
 
 
