@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+if sys.platform == "linux":  # other systems capture nothing
+    import fcntl
 
 __all__ = ["create", "trust_directory"]
 
