@@ -204,7 +204,7 @@ FORK_AND_GO_ON = """
         sinks.FileCapture.__init__ = note
 
         def hold():
-            with found[0]._news._cond:
+            with found[0]._wakeup._cond:
                 holding.set()
                 release.wait(5)
 
