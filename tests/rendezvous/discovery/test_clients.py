@@ -8,6 +8,7 @@ import random
 import resource
 import socket
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,15 @@ async def test_clients_leave_descriptors_to_the_program(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     async with serving(private) as server:
         assert server.publication.most_clients == most
+
+
+async def test_a_program_that_can_import_nothing_more_listens(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a change of its user or its root, or without descriptors."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    async with serving(private) as server:
+        await agree(private, server, server.address)
 
 
 async def test_a_client_of_a_claim_keeps_its_place(

@@ -32,6 +32,10 @@ from typing import NamedTuple
 
 import trio
 
+# Imported early: a program that has dropped its privileges may be unable to read the module.
+with contextlib.suppress(ImportError):  # only Unix has it
+    import resource
+
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS, is_lack
 from trio_smc._base.timers import Timer, Timers
@@ -809,8 +813,6 @@ class Publication:
 
 def _most_clients() -> int:
     """How many Unix connections one listener may have: clients must not use up the descriptors."""
-    import resource  # only Unix has it
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MAX_CLIENTS
