@@ -266,6 +266,10 @@ class QueuePair(ABC):
         that waits for room posts a signaled request after its writes.
         """
 
+    def lacks_resources(self) -> bool:
+        """True if requests wait until this process has resources to reach the peer."""
+        return False
+
     def can_reach(self, rkey: int) -> bool:
         """False if this side cannot write to a region that the peer has announced.
 

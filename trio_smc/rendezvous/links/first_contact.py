@@ -19,6 +19,7 @@ message was ours to send, or ours was not seen to arrive.  Otherwise the peer kn
 
 from __future__ import annotations
 
+import errno
 import logging
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Protocol
@@ -97,13 +98,14 @@ class LinkSetup:
           rkey: of the RMB that the peer's CLC message names.
 
         Raises:
-          RnicError: the link cannot be connected, or for lack of resources (`is_lack`) this side
-            cannot write to the peer's RMB.
+          RnicError: the link cannot be connected, or this side lacks resources (`is_lack`) to reach
+            the peer.
         """
         link = self._group.links[FIRST_LINK]
         self._rkey = rkey
         link.connect(peer)
-        link.check_reach(self._rkey)
+        if link.qp.lacks_resources():  # CONFIRM LINK would wait
+            raise RnicError(errno.ENOMEM, "no resources to reach the peer's queue pair")
         self._exchange.begin("confirm_link", link)
         if not self._group.client:
             link.send_llc(self.confirm_link(link, reply=False), self._turn_over)

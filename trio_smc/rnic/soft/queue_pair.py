@@ -230,6 +230,12 @@ class SoftQueuePair(QueuePair):
     def write_capacity(self) -> int:
         return _UNLIMITED
 
+    def lacks_resources(self) -> bool:
+        contact = self._contact
+        if contact.peer is None and self.state is not QpState.ERR:
+            self._rnic.look()
+        return contact.lacking
+
     def can_reach(self, rkey: int) -> bool:
         contact = self._contact
         if contact.peer is None and self.state is not QpState.ERR:
