@@ -1,4 +1,4 @@
-"""The connection's table: complete, total, and the flows the RFC tells in words."""
+"""The connection's table: it is complete, and follows the flows that the RFC describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SENDS = {"send_done", "send_closed", "send_abort"}
 
 
 class Connection:
-    """A model whose facts are set by the test; actions are written down."""
+    """A model whose guards are set by the test, and which records its actions."""
 
     def __init__(self, state: str, **facts: bool) -> None:
         self.facts = dict.fromkeys(CONNECTION.guards, False) | {"peer_rmbe_known": True} | facts
@@ -68,7 +68,7 @@ def test_kernel_numbers() -> None:
 @pytest.mark.rfc("4.8.2/8", "A.4/17")
 @pytest.mark.parametrize("state", ["PEERCLOSEWAIT1", "PEERCLOSEWAIT2", "PEERFINCLOSEWAIT"])
 def test_nothing_is_sent_after_c(state: str) -> None:
-    """A.4, C-bit: once C was sent no edge sends a CDC, whatever else holds."""
+    """A.4, C-bit: after C no edge sends a CDC message, whatever the other guards are."""
     for event in CONNECTION.events:
         for values in product((False, True), repeat=len(CONNECTION.guards)):
             facts = dict(zip(CONNECTION.guards, values, strict=True)) | {"sent_closed": True}
@@ -91,7 +91,7 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
 @pytest.mark.parametrize(
     ("state", "facts", "events", "outcome"),
     [
-        # Path 3 of figure 22: we end first.
+        # Path 3 of figure 22: this side closes first.
         ("INIT", "", "established", "ACTIVE: open_to_application"),
         ("ACTIVE", "", "close peer_closed", "CLOSED: send_closed arm_close_timer"),
         ("ACTIVE", "", "close peer_done peer_closed",
@@ -102,7 +102,7 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
         ("ACTIVE", "close_pending", "all_sent", "PEERCLOSEWAIT1: send_closed"),
         ("ACTIVE", "eof_pending", "all_sent", "PEERCLOSEWAIT1: send_done"),
         ("ACTIVE", "unread", "close", f"PEERABORTWAIT: {RESET}"),
-        # Path 4: the peer ends first.
+        # Path 4: the peer closes first.
         ("ACTIVE", "", "peer_done shutdown_wr close peer_closed",
          "CLOSED: send_done send_closed arm_close_timer"),
         ("ACTIVE", "", "peer_closed close",
@@ -116,11 +116,11 @@ ANSWER = "send_abort purge fail_reset arm_abort_timer"
         ("PEERCLOSEWAIT1", "sent_closed", "peer_abort", "CLOSED: "),
         ("PEERCLOSEWAIT2", "sent_closed", "abort", "PEERABORTWAIT: reset_tcp arm_abort_timer"),
         ("PEERFINCLOSEWAIT", "", "close close_timeout", "CLOSED: reset_tcp"),
-        # A CDC outruns the end of the rendezvous (3.5.2.4).
+        # A CDC message arrives before the rendezvous ends (3.5.2.4).
         ("INIT", "", "peer_done established", "APPCLOSEWAIT1: open_to_application"),
         ("INIT", "", "peer_closed established close",
          "CLOSED: set_got_closed open_to_application send_closed"),
-        # Linux V3: without a link no A.
+        # Linux V3: A cannot be sent without a link.
         ("ACTIVE", "", "links_lost", "CLOSED: reset_tcp purge_unsent fail_links_lost"),
         ("APPCLOSEWAIT1", "", "links_lost", "CLOSED: reset_tcp purge_unsent fail_links_lost"),
     ],

@@ -1,4 +1,4 @@
-"""The connection's table as two machines that talk; more cases run as a campaign."""
+"""Two machines that run the connection's table with each other; a campaign runs more cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every machine against python-statemachine itself: same states, same actions, same refusals."""
+"""The engine against python-statemachine: same states, same actions, same refusals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trio_smc.states.chart import flatten
 from trio_smc.states.engine import IllegalEvent, Machine, Table
 from trio_smc.states.generate import MACHINES
 
-EVENTS = 3000  # random ones per machine
-RUN = 12  # events before both start again elsewhere
+EVENTS = 3000  # random events per machine
+RUN = 12  # events before both restart in another state
 
 
 class Boom(Exception):
@@ -25,14 +25,14 @@ class Boom(Exception):
 
 @dataclass
 class World:
-    """What both models share for one event: guard values and what the n-th action shall do."""
+    """The input of both models for one event: guard values, and the effect of the n-th action."""
 
     guards: dict[str, bool]
     plan: dict[int, str] = field(default_factory=dict)  # an event to send, or "!" to raise
 
 
 class Recorder:
-    """A model: its guards come from the world, its actions are written down."""
+    """A model that reads its guards from a `World` and records its actions."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -94,7 +94,7 @@ class Pair:
         )
 
     def send(self, event: str, guards: dict[str, bool], plan: dict[int, str]) -> None:
-        """Send one event to both; AssertionError when they differ in anything."""
+        """Send one event to both; AssertionError if they differ."""
         self.world.guards.update(guards)
         self.world.plan = plan
         outcomes = []
@@ -121,8 +121,8 @@ class Pair:
 
 
 def random_plan(rng: random.Random, table: Table) -> dict[int, str]:
-    # One nested event at most: after a refused one the library keeps the rest of its queue for
-    # the next send, which the engine does not imitate (it drops them, as after an exception).
+    # At most one nested event.  After a refused event the library keeps the rest of its queue for
+    # the next send, but the engine drops the queue, as it does after an exception.
     plan = {}
     if rng.random() < 0.2:
         plan[rng.randrange(3)] = rng.choice(table.events)

@@ -110,7 +110,7 @@ def test_without_graphviz_everything_else_is_written(
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_laid_out_like_the_rfcs(name: str) -> None:
-    """In rows and columns; arrows start and end at the boxes they join, or at another arrow."""
+    """Boxes are in rows and columns; arrows start and end at their boxes, or at another arrow."""
     figure = FIGURES[name]
     boxes = figure.boxes
     lefts, tops = ({box.left for box in boxes.values()}, {box.top for box in boxes.values()})
@@ -153,10 +153,10 @@ def test_the_figures_name_every_paragraph_and_state() -> None:
 def test_a_figure_cannot_show_what_the_table_has_not() -> None:
     figure = FIGURES["figure22"]
     wrong = Arrow("3A", (("ACTIVE", "APPCLOSEWAIT1"),), ((0, 0), (1, 0)), (1, 1))
-    with pytest.raises(ValueError, match="nothing leads from ACTIVE"):
+    with pytest.raises(ValueError, match="no edge leads from ACTIVE"):
         arrow_edges(wrong, figure.section, CONNECTION)
     empty = Table(name="x", initial="a", states=("a",), stopped=(), events=(), edges={}, values={})
-    with pytest.raises(ValueError, match="nothing leads"):
+    with pytest.raises(ValueError, match="no edge leads"):
         figure_svg(figure, empty)
 
 

@@ -1,4 +1,4 @@
-"""The engine's own promises, and what flattening refuses."""
+"""The behaviour that the engine guarantees, and the charts that ``flatten`` refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOOR = flatten(DoorChart)
 
 
 class Door:
-    """A model whose actions can be told to do something."""
+    """A model whose actions also call a function from ``orders``, once."""
 
     def __init__(self, state: str | None = None) -> None:
         self.oiled = True
@@ -166,7 +166,7 @@ def test_a_refused_queued_event_raises_from_the_outer_send() -> None:
     with pytest.raises(IllegalEvent):
         door.machine.send("push")
     assert door.machine.state == "SHUT"
-    assert door.log == ["swing", "latch", "OPEN-push-SHUT"]  # the knock was dropped with it
+    assert door.log == ["swing", "latch", "OPEN-push-SHUT"]  # the queued "knock" was dropped
 
 
 def test_events_queued_when_a_final_state_is_entered_are_dropped() -> None:
@@ -228,7 +228,7 @@ def with_own_method() -> type[StateChart[Any]]:
         edge(A, "go", B, rfc="1")
 
         def on_go(self) -> None:
-            """Would run in the library and not in the engine."""
+            """The library would run this method, but the engine would not."""
 
     return Code
 

@@ -1,4 +1,4 @@
-"""The modes of the pump: which hooks, and which waiter of the doorbell, each state has."""
+"""The modes of the pump: the hooks and the waiter of the doorbell in each state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOOKS: dict[str, set[str]] = {
 
 
 class Model:
-    """Records what the actions do to a pump that is in ``state``."""
+    """Records the effects of the actions on a pump in ``state``."""
 
     def __init__(self, state: str, *, has_one_doorbell: bool) -> None:
         self.has_one_doorbell = has_one_doorbell

@@ -1,4 +1,4 @@
-"""The tables that run are those of the declarations, and nothing that runs needs the library."""
+"""The generated tables match the declarations, and no program needs the library."""
 
 from __future__ import annotations
 

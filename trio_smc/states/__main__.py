@@ -1,10 +1,10 @@
-"""Write what is made from the declared state machines, or check that it is current.
+"""Write the files that are generated from the declared state machines, or check them.
 
     python -m trio_smc.states [--check] [DIR]
 
-Diagrams and tables go to DIR, docs/states unless given; the tables that run to
-`trio_smc/states/tables.py`. Exit code: 0, 1 when ``--check`` finds a difference, 2 when the
-SVG files cannot be written because graphviz's ``dot`` is missing (all else is written then).
+Diagrams and pages are written to DIR (default: docs/states), the tables of the engine to
+`trio_smc/states/tables.py`. Exit code: 0; 1 if ``--check`` finds a difference; 2 if the SVG files
+cannot be written because graphviz's ``dot`` is missing (all other files are written).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trio_smc.states.drawing.pages import NoGraphviz, differences, write_svgs, w
 from trio_smc.states.generate import MACHINES, TABLES, source
 
 _DOCS = Path("docs/states")
-_PURPOSE = "Write what is made from the declared state machines, or check that it is current."
+_PURPOSE = "Write the files that are generated from the declared state machines, or check them."
 _NO_DOT = (
-    "no SVG: graphviz's `dot` is missing (Debian: apt-get install graphviz); all else is written"
+    "no SVG: graphviz's `dot` is missing (Debian: apt-get install graphviz); the rest is written"
 )
 
 

@@ -1,8 +1,8 @@
-"""Declaring a state machine with python-statemachine, and flattening it.
+"""Declares a state machine with python-statemachine, and flattens it to a table.
 
-A chart holds states and edges, nothing else; guards are attributes of the model and actions its
-methods, both only named here. The structure is checked twice: by the library when the class is
-created, and by ``flatten`` for all that the library allows and the engine does not run.
+A chart contains states and edges only. Guards are attributes of the model and actions are its
+methods; a chart has their names. The structure is checked twice. The library checks it when the
+class is created, and ``flatten`` refuses features of the library that the engine does not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chart(StateChart[Any]):
 
 
 class _CitedTransition(Transition):
-    """A library transition that knows the RFC paragraph it comes from."""
+    """A transition of the library with the paragraph of the RFC that requires it."""
 
     rfc: str
 
@@ -42,9 +42,9 @@ def edge(
     """Declare one edge (one per source and event) inside a chart's class body.
 
     ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
-    (``!name`` wants the attribute false; all must hold) and the actions in their order.
-    Without ``target``, or with ``source`` again, the edge is internal: actions run, the state
-    stays and ``state_changed`` is not called. ``rfc`` is the paragraph that asks for it.
+    (all must hold; ``!name`` holds if the attribute is false) and the actions in their order.
+    Without ``target``, or if it is ``source``, the edge is internal: actions run, the state stays
+    and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge.
     """
     guards = when.split()
     for state in source if isinstance(source, tuple) else (source,):
@@ -70,11 +70,11 @@ def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rf
 def flatten(chart: type[StateChart[Any]]) -> Table:
     """Turn a chart into a table.
 
-    Raises ``ValueError`` for what the engine does not run (nested or parallel states, eventless
-    and multi-target transitions, entry and exit actions, external self-transitions, flags
-    other than ``Chart``'s), and for declarations that cannot be meant: an edge without its RFC
-    paragraph, an edge behind an unguarded one, a guard or action named like something the
-    chart itself has (the library would call that), a state from which no final one is reached.
+    Raises ``ValueError`` for features that the engine does not run: nested or parallel states,
+    eventless and multi-target transitions, entry and exit actions, external self-transitions, flags
+    other than ``Chart``'s. Also for declarations that must be mistakes: an edge without its RFC
+    paragraph, an edge behind an unguarded one, a guard or action with the name of an attribute of
+    the chart (the library would call that attribute), a state that reaches no final state.
     """
     _check_chart(chart)
     edges: dict[tuple[str, str], list[Edge]] = {}
@@ -132,7 +132,7 @@ def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) ->
         raise ValueError(f"{where}: declare it with edge() and its RFC paragraph")
     target = transition.target
     if target is None or len(transition.targets) != 1 or transition.is_eventless:
-        raise ValueError(f"{where}: exactly one target and an event are wanted")
+        raise ValueError(f"{where}: an edge needs exactly one target and an event")
     if target is transition.source and not transition.internal:
         raise ValueError(f"{where}: an external self-transition")
     if any(not event.isidentifier() for event in map(str, transition.events)):

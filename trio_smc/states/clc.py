@@ -14,11 +14,11 @@ __all__ = ["ClcClientChart", "ClcServerChart"]
 
 
 class ClcClientChart(Chart):
-    """PROPOSED: waits for SMC Accept.  PREPARING: an RMB element is being made ready.
-    CONFIRMED: subsequent contact, SMC Confirm is on its way.
-    CONFIRMING_LINK: first contact, SMC Confirm was sent and LLC messages flow.
-    LINK_LOST: the new link is gone and it is for the server to send SMC Decline.
-    DECLINING: our SMC Decline is on its way."""
+    """PROPOSED: waits for SMC Accept.  PREPARING: an RMB element is being prepared.
+    CONFIRMED: subsequent contact, SMC Confirm is being sent.
+    CONFIRMING_LINK: first contact, SMC Confirm was sent and LLC messages are exchanged.
+    LINK_LOST: the new link has failed, and the server must send SMC Decline.
+    DECLINING: our SMC Decline is being sent."""
 
     START = State("START", initial=True)
     PROPOSED = State("PROPOSED")
@@ -87,11 +87,11 @@ class ClcClientChart(Chart):
 
 
 class ClcServerChart(Chart):
-    """LISTENING: waits for SMC Proposal.  WAITING: another connection is just forming a link
-    group with this peer.  PREPARING: an RMB element is being made ready.  ACCEPTED: waits for
-    SMC Confirm.  CONFIRMING_LINK: first contact, LLC messages flow.
-    LINK_LOST: the new link is gone and it is for the client to send SMC Decline.
-    DECLINING: our SMC Decline is on its way."""
+    """LISTENING: waits for SMC Proposal.  WAITING: another connection is forming a link group with
+    this peer.  PREPARING: an RMB element is being prepared.  ACCEPTED: waits for SMC Confirm.
+    CONFIRMING_LINK: first contact, LLC messages are exchanged.
+    LINK_LOST: the new link has failed, and the client must send SMC Decline.
+    DECLINING: our SMC Decline is being sent."""
 
     LISTENING = State("LISTENING", initial=True)
     WAITING = State("WAITING")

@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 Every state machine is declared once as a python-statemachine chart. The library checks the
-structure when the class is created, and is the reference in a differential test. It is not
-what runs: one of its transitions costs as much as two TCP round trips, one of its instances
-100 KB in reference cycles. So ``flatten`` turns a chart into a ``Table``, ``tables`` has all of
-them as they were generated, and a ``Machine`` (four slots) walks one.
+structure when the class is created, and is the reference in a differential test. Programs do not
+run the library: one of its transitions costs as much as two TCP round trips, and one of its
+instances 100 KB in reference cycles. Instead ``flatten`` turns a chart into a ``Table``, ``tables``
+contains all generated tables, and a ``Machine`` (four slots) runs one of them.
 
 A chart holds states and edges, nothing else. Guards are attributes of the model, actions are
 methods of the model without arguments; the chart names them::
@@ -17,15 +17,15 @@ methods of the model without arguments; the chart names them::
         edge(OPEN, "push", SHUT, when="!blocked", do="ring latch", rfc="4.8.1 (2)")
         ignore(OPEN, "push", rfc="4.8.1 (2)")
 
-What a ``Machine`` promises, equal to the library with the flags of ``Chart``:
+A ``Machine`` behaves like the library with the flags of ``Chart``:
 
-- the first edge in declaration order whose guards all hold is taken; without one the event
-  is refused (``IllegalEvent``);
-- actions run in order before the state changes; when one raises, the state stays the
-  source's, events queued meanwhile are dropped and the exception propagates;
-- an event sent by an action is queued and runs after the current one, first in, first out
-  (run to completion); a queued event that is refused raises from the outer ``send``;
-- events queued when a state declared final is entered are dropped.
+- A machine takes the first edge in declaration order whose guards all hold. If there is none, the
+  event is refused (``IllegalEvent``).
+- Actions run in order before the state changes. If one raises, the state stays the same, all
+  queued events are dropped and the exception propagates.
+- An event that an action sends is queued and runs after the current one, first in, first out
+  (run to completion). If a queued event is refused, the outer ``send`` raises.
+- When a machine enters a state declared final, queued events are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Edge", "Guard", "IllegalEvent", "Machine", "Model", "Table"]
 
 
 class Guard(NamedTuple):
-    """A boolean attribute of the model; ``negated`` wants it false."""
+    """A boolean attribute of the model.  ``negated``: the guard holds if the attribute is false."""
 
     name: str
     negated: bool
@@ -59,7 +59,7 @@ class Edge(NamedTuple):
 
     @property
     def ignored(self) -> bool:
-        """Whether the edge does nothing at all."""
+        """True if the edge has no actions and keeps the state."""
         return self.internal and not self.actions
 
 
@@ -70,10 +70,10 @@ _Row = tuple[tuple[tuple[str, bool], ...], tuple[str, ...], str | None]
 class Table:
     """A flattened chart.
 
-    ``states`` and ``events`` keep the order of declaration. ``stopped`` are the states
-    declared final, ``final`` those that are never left: declared final, or with ignored edges
-    only. ``values`` maps states to the numbers declared for them (a state without one is
-    missing). ``edges`` maps ``(state, event)`` to the edges in the order they are tried.
+    ``states`` and ``events`` keep the order of declaration. ``stopped`` are the states declared
+    final. ``final`` are the states that a machine never leaves: those declared final, and those
+    that have ignored edges only. ``values`` maps states to their declared numbers (a state without
+    a number is missing). ``edges`` maps ``(state, event)`` to the edges, in the order of trial.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class Table:
 
     @property
     def missing(self) -> tuple[tuple[str, str], ...]:
-        """The (state, event) pairs without any edge: refused whatever the guards say."""
+        """The (state, event) pairs without an edge, which are always refused."""
         return tuple(
             (state, event)
             for state in self.states
@@ -159,7 +159,7 @@ class IllegalEvent(Exception):
 
 
 class Model(Protocol):
-    """What a machine's model must have beside the guards and actions its table names."""
+    """The interface of a model, besides the guards and actions that its table names."""
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Called once after the state went from ``old`` to another state ``new``."""
@@ -169,8 +169,8 @@ class Machine:
     """One running machine: a table, its model and the state.
 
     ``model`` carries the guards (attributes or properties, read for their truth), the actions
-    (methods without arguments) and ``state_changed``. ``state`` starts elsewhere than in the
-    table's initial state; ``ValueError`` when the table has no such state.
+    (methods without arguments) and ``state_changed``. ``state`` replaces the table's initial state;
+    ``ValueError`` if the table has no such state.
     """
 
     __slots__ = ("_model", "_queue", "_table", "state")
@@ -189,12 +189,11 @@ class Machine:
         self.state = state
 
     def send(self, event: str) -> bool:
-        """Process ``event`` and then the events its actions sent.
+        """Process ``event`` and then the events that its actions send.
 
-        Returns True when an edge was taken (an internal one too) and False when the event was
-        only queued, because this call comes from an action or from ``state_changed``. Raises
-        ``IllegalEvent`` when the table has no edge for the state and the event, or no edge
-        whose guards hold.
+        Returns True if an edge was taken, possibly an internal one. Returns False if the event was
+        only queued, because an action or ``state_changed`` made this call. Raises ``IllegalEvent``
+        if the table has no edge for the state and the event, or no edge whose guards hold.
         """
         if self._queue is not None:
             if self.state in self._table.stopped:
@@ -204,7 +203,7 @@ class Machine:
         queue = self._queue = []
         try:
             self._step(event)
-            for queued in queue:  # grows while it is walked
+            for queued in queue:  # actions may append to it meanwhile
                 if self.state in self._table.stopped:
                     break
                 self._step(queued)
@@ -213,15 +212,15 @@ class Machine:
         return True
 
     def let_go(self) -> None:
-        """Forget the model, which knows this machine: no cycle is left for the collector.
+        """Drop the reference to the model, so that no reference cycle is left.
 
-        Only in a final state, whose edges ask nothing of the model and do nothing to it.
+        Only in a final state, whose edges have neither guards nor actions.
         """
         if self.state in self._table.final:
             self._model = None
 
     def can(self, event: str) -> bool:
-        """Whether ``send(event)`` would find an edge now."""
+        """True if the machine would accept ``event`` now."""
         model = self._model
         return any(
             all(bool(getattr(model, name)) is wanted for name, wanted in guards)

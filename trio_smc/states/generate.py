@@ -1,7 +1,7 @@
-"""Makes `tables` from the declarations: what runs, without python-statemachine.
+"""Generates `tables` from the declarations, so that programs run without python-statemachine.
 
-The charts are the source; `tables` is checked in, and a test fails when it is not what they say.
-A new machine is declared, named in `MACHINES` and generated before anything imports its table.
+The charts are the source. `tables` is checked in, and a test fails if it differs from the charts.
+To add a machine, declare it, add it to `MACHINES` and generate its table before importing that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MACHINES: Final[dict[str, type[StateChart[Any]]]] = {
     "link_group": LinkGroupChart,
     "pump": PumpChart,
 }
-"""File-name-like name of each machine ("connection", "link_group") and its chart."""
+"""The chart of each machine, by the stem of its files ("connection", "link_group")."""
 
 TABLES: Final = Path(__file__).with_name("tables.py")
 
@@ -55,7 +55,7 @@ from trio_smc.states.engine import Edge, Guard, Table
 
 
 def source(machines: Mapping[str, type[StateChart[Any]]]) -> str:
-    """What `tables` has to be."""
+    """The source text of `tables`."""
     tables = {name.upper(): flatten(chart) for name, chart in machines.items()}
     lines = [f"__all__ = {_list(sorted(tables))}\n"]
     for name, table in tables.items():

@@ -1,4 +1,4 @@
-"""One SMC-R link: from its queue pair's birth to its loss (RFC 7609, 3.5.1.5, 4.5.3).
+"""One SMC-R link, from the creation of its queue pair to its end (RFC 7609, 3.5.1.5, 4.5.3).
 
 The model is `trio_smc.rendezvous.links.link.Link`.
 """
@@ -13,9 +13,9 @@ __all__ = ["LinkChart"]
 
 
 class LinkChart(Chart):
-    """INIT: a queue pair that receives nothing yet.  CONFIRMING: connected, the CONFIRM LINK
-    exchange is under way.  TESTING: idle, a TEST LINK request waits for its reply.  LEAVING:
-    about to be deleted in order; its connections are moved, LLC messages still flow."""
+    """INIT: the queue pair does not receive yet.  CONFIRMING: connected, the CONFIRM LINK exchange
+    is under way.  TESTING: idle, a TEST LINK request waits for its reply.  LEAVING: about to be
+    deleted in order; its connections are moved, LLC messages are still exchanged."""
 
     INIT = State("INIT", initial=True)
     CONFIRMING = State("CONFIRMING")

@@ -1,4 +1,4 @@
-"""A link group: formed by a first contact, ended in order or by the loss of its last link.
+"""A link group, from first contact to its orderly end or the loss of its last link.
 
 RFC 7609, 2.2.2, 3.5.1, 3.5.4, 3.5.5, 4.8.3.  The model is
 `trio_smc.rendezvous.links.group.LinkGroup`.
@@ -16,7 +16,7 @@ __all__ = ["LinkGroupChart"]
 class LinkGroupChart(Chart):
     """FORMING: first contact, no data may flow yet.  SINGLE: usable, with one link.  ASYMMETRIC:
     two links that share an RNIC at one end.  SYMMETRIC: links that share no RNIC.  TERMINATING:
-    DELETE LINK for the whole group is on its way."""
+    DELETE LINK for the whole group is being sent."""
 
     FORMING = State("FORMING", initial=True)
     SINGLE = State("SINGLE")

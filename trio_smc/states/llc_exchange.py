@@ -1,8 +1,8 @@
-"""Which LLC exchange of a link group is under way (RFC 7609, 3.5.5.3, C.7.1).
+"""The current LLC exchange of a link group (RFC 7609, 3.5.5.3, C.7.1).
 
 Exchanges that change the configuration of a link group run one at a time; RKey exchanges of
 the two sides may overlap.  Both roles share this chart.  The carrier is the link that an
-exchange travels on; an exchange whose carrier fails is not repeated by itself (2.3).  The model
+exchange uses; an exchange whose carrier fails is not repeated automatically (2.3).  The model
 is `trio_smc.rendezvous.links.exchanges.Exchanges`.
 """
 
@@ -18,10 +18,10 @@ __all__ = ["LlcExchangeChart"]
 class LlcExchangeChart(Chart):
     """IDLE: a queued exchange may start.  CONFIRM_LINK: of the first link.  ADD_LINK: the server
     waits for the client's reply; at first contact the client waits for ADD LINK.
-    ADD_LINK_CONTINUATION: RTokens are told; in version 2 ADD LINK and its reply have told them, and
-    it is left at once.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
-    DELETE_LINK: a link is left, then deleted.  CHANGE_RKEYS: an RKey exchange of this side; one
-    of the peer is answered at once and is no state of its own."""
+    ADD_LINK_CONTINUATION: RTokens are exchanged; version 2 leaves this state at once, because ADD
+    LINK and its reply contain them.  ADD_LINK_CONFIRM: CONFIRM LINK on the new link.
+    DELETE_LINK: connections leave a link, then it is deleted.  CHANGE_RKEYS: an RKey exchange of
+    this side; an exchange of the peer is answered at once and has no state."""
 
     IDLE = State("IDLE", initial=True)
     CONFIRM_LINK = State("CONFIRM_LINK")
@@ -66,8 +66,8 @@ class LlcExchangeChart(Chart):
     edge(ADD_LINK, "timeout", IDLE, do="give_up_reply drop_new_link retry_later settle start_next",
          rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
     edge(ADD_LINK, "address_awaited", do="stop_reply_timer",
-         rfc="C.7.1 (the message has come; a second at most goes by until its sender's address is "
-             "known, and the exchange goes on)")
+         rfc="C.7.1 (the message has arrived; the exchange continues within a second, as soon as "
+             "its sender's address is known)")
     edge(ADD_LINK, "withdraw", DELETE_LINK, do="drop_new_link withdraw_link",
          rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
 
@@ -85,7 +85,7 @@ class LlcExchangeChart(Chart):
          rfc="C.7.1 (ADD LINK reply, ADD LINK CONTINUATION and its reply, not first contact: the "
              "link that the exchange is using has failed)")
 
-    # The client rejects what it has agreed to (Linux).
+    # The client rejects a link that it has agreed to, as Linux may.
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "refused", IDLE, when="!client",
          do="stop_reply_timer drop_new_link retry_failed settle start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: go on with those there are), C.8")
@@ -142,7 +142,7 @@ class LlcExchangeChart(Chart):
          rfc="2.3 (begun anew over another link)")
     ignore((IDLE, CONFIRM_LINK), "carrier_lost", rfc="2.3 (nothing is under way on it)")
 
-    # What waits.
+    # Queued exchanges.
     edge(IDLE, "queued", do="start_next", rfc="3.5.5.3")
     ignore(_BUSY, "queued", rfc="3.5.5.3 (waits until the exchange under way is done)")
 

@@ -1,6 +1,6 @@
 """The modes of a stack's pump: which parts of Trio's loop poll the RNICs.
 
-No RFC has them; the notes at the edges say what each is for.  The model is
+No RFC defines these modes; the note of each edge gives its reason.  The model is
 `trio_smc.rnic.pump.Pump`.
 """
 

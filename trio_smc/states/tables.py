@@ -395,7 +395,7 @@ LLC_EXCHANGE = Table(
         ("ADD_LINK", "accepted"): (Edge((), "ADD_LINK_CONTINUATION", ("start_reply_timer",), False, "3.5.1.6.1, 3.5.5.2.3"),),
         ("ADD_LINK", "refused"): (Edge((), "IDLE", ("stop_reply_timer", "drop_new_link", "retry_later", "settle", "start_next"), False, "3.5.1.6.1, 3.5.1.6.2, C.8"),),
         ("ADD_LINK", "timeout"): (Edge((Guard("client", False),), "IDLE", ("give_up_first_contact",), False, "C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)"), Edge((Guard("peer_adds_links", False), Guard("forming", True)), "ADD_LINK", ("give_up_reply", "fail_carrier"), True, "C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)"), Edge((), "IDLE", ("give_up_reply", "drop_new_link", "retry_later", "settle", "start_next"), False, "3.5.1.6.2, C.8 (no reply: go on with the links there are)")),
-        ("ADD_LINK", "address_awaited"): (Edge((), "ADD_LINK", ("stop_reply_timer",), True, "C.7.1 (the message has come; a second at most goes by until its sender's address is known, and the exchange goes on)"),),
+        ("ADD_LINK", "address_awaited"): (Edge((), "ADD_LINK", ("stop_reply_timer",), True, "C.7.1 (the message has arrived; the exchange continues within a second, as soon as its sender's address is known)"),),
         ("ADD_LINK", "withdraw"): (Edge((), "DELETE_LINK", ("drop_new_link", "withdraw_link"), False, "C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2"),),
         ("ADD_LINK", "new_link_lost"): (Edge((), "ADD_LINK", (), True, "3.5.1.6.2 (acted on when CONFIRM LINK cannot go over it)"),),
         ("ADD_LINK", "carrier_lost"): (Edge((), "IDLE", ("stop_reply_timer", "drop_new_link", "retry_soon", "start_next"), False, "2.3, C.7.1 (ADD LINK: retry over another link)"),),

@@ -1,9 +1,8 @@
-"""Figures 22 and 23 of RFC 7609 as SVG, laid out like the RFC's, out of the table that runs.
+"""Figures 22 and 23 of RFC 7609 as SVG, with the RFC's layout and the events of the engine's table.
 
-Each figure is one table of coordinates: where its boxes stand and how its arrows run. What the
-arrows say is looked up: an arrow is a paragraph of 4.8.1 or 4.8.2 between two states, and its
-events are those of the edges that cite the paragraph there. An arrow without such an edge is an
-error, so the drawing cannot tell of a connection that does not run.
+Each figure is one table of coordinates of its boxes and arrows. An arrow stands for a paragraph of
+4.8.1 or 4.8.2 between two states. Its events are those of the edges between these states that cite
+the paragraph. An arrow without such an edge is an error, so a figure cannot differ from the table.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A state, or ``ANY``: upper left corner, size, and the lines of text in it."""
+    """The box of a state, or of ``ANY``: upper left corner, size, and lines of text."""
 
     left: int
     top: int
@@ -47,9 +46,9 @@ class Box:
 class Arrow:
     """One paragraph of the RFC between states.
 
-    ``ends``: pairs of states that it leads from and to; ``path``: its corners, the tip last;
-    ``at``: where its text starts; ``left``: the text ends there instead. ``dashed``: the RFC has
-    it in the text and not in the drawing.
+    ``ends``: pairs of source and target states; ``path``: its corners, the tip last; ``at``: the
+    start of its text; ``left``: the text ends there instead. ``dashed``: the RFC has this path in
+    the text, but not in the drawing.
     """
 
     paragraph: str
@@ -62,7 +61,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure: size, boxes by state, arrows, and texts that stand free."""
+    """A figure: size, boxes by state, arrows, and texts outside of boxes."""
 
     title: str
     section: str
@@ -172,7 +171,7 @@ def figure_svg(figure: Figure, table: Table) -> str:
     """The figure as an SVG file.
 
     Raises:
-      ValueError: no edge of ``table`` is what one of its arrows stands for.
+      ValueError: ``table`` has no edge for one of the arrows.
     """
     size = f'width="{figure.width}" height="{figure.height}"'
     view = f'viewBox="0 0 {figure.width} {figure.height}"'
@@ -194,10 +193,10 @@ def figure_svg(figure: Figure, table: Table) -> str:
 
 
 def arrow_edges(arrow: Arrow, section: str, table: Table) -> list[tuple[str, Edge]]:
-    """The edges that an arrow stands for, each with its event.
+    """The edges of an arrow, each with its event.
 
     Raises:
-      ValueError: there are none between one of its pairs of states.
+      ValueError: there is no edge between one of its pairs of states.
     """
     cited = re.compile(re.escape(section) + r" \((?:[^()]*\W)?" + arrow.paragraph + r"\b")
     found: list[tuple[str, Edge]] = []
@@ -210,7 +209,7 @@ def arrow_edges(arrow: Arrow, section: str, table: Table) -> list[tuple[str, Edg
             and cited.search(edge.source)
         ]  # fmt: skip
         if not here:
-            raise ValueError(f"{arrow.paragraph}: nothing leads from {source} to {target}")
+            raise ValueError(f"{arrow.paragraph}: no edge leads from {source} to {target}")
         found += here
     return found
 

@@ -1,8 +1,8 @@
 """The generated files of docs/states: Markdown pages, and writing and comparing all of them.
 
-The text forms are compared exactly, and so are the RFC's figures, which have a layout of their own.
-Any other SVG is laid out by graphviz, each version differently, so of it only the set of states,
-arrows and lines of text is compared.
+The text files are compared exactly, and so are the RFC's figures, whose layout is fixed. Graphviz
+lays out all other SVG files, each version differently. So these are compared by their sets of
+states, arrows and lines of text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NoGraphviz(Exception):
 
 
 def texts(machines: Mapping[str, type[StateChart[Any]]]) -> dict[str, str]:
-    """File name to content of everything but the SVG files that graphviz draws."""
+    """The content of all files, by name, except the SVG files that graphviz draws."""
     tables = {name: (flatten(chart), _summary(chart)) for name, chart in machines.items()}
     figures = {name: figure.title for name, figure in FIGURES.items()}
     files = {"index.md": index(tables, figures)}
@@ -51,10 +51,10 @@ def write_texts(machines: Mapping[str, type[StateChart[Any]]], directory: Path) 
 
 
 def write_svgs(machines: Mapping[str, type[StateChart[Any]]], directory: Path) -> None:
-    """Write the SVG files; ``NoGraphviz`` when the program ``dot`` is missing.
+    """Write the SVG files; ``NoGraphviz`` if the program ``dot`` is missing.
 
-    A file that already shows what it must is kept, so that another version of graphviz does
-    not change every file.
+    A file with the right content is kept, so that another version of graphviz does not change all
+    files.
     """
     for name, chart in machines.items():
         table = flatten(chart)
@@ -70,7 +70,7 @@ def write_svgs(machines: Mapping[str, type[StateChart[Any]]], directory: Path) -
 
 
 def differences(machines: Mapping[str, type[StateChart[Any]]], directory: Path) -> list[str]:
-    """One line for each file in ``directory`` that is missing, stale or not of any machine."""
+    """One line for each file in ``directory`` that is missing, stale or of no machine."""
     expected = texts(machines)
     found = []
     for name, content in expected.items():
@@ -87,7 +87,7 @@ def differences(machines: Mapping[str, type[StateChart[Any]]], directory: Path) 
         wanted, shown = svg_content(flatten(chart)), svg_shows(path.read_text(encoding="utf-8"))
         if wanted != shown:
             lacks, extra = sorted(wanted - shown), sorted(shown - wanted)
-            found.append(f"{name}.svg: lacks {lacks}, shows {extra} too much")
+            found.append(f"{name}.svg: lacks {lacks}, shows {extra} in addition")
     known = {*expected, *(f"{name}.svg" for name in machines)}
     if directory.is_dir():
         here = sorted(path.name for path in directory.iterdir())
@@ -121,7 +121,7 @@ def page(name: str, table: Table, summary: str) -> str:
         "",
         f"![{table.name}]({name}.svg)",
         "",
-        f"The same as [Mermaid]({name}.mmd) and [DOT]({name}.dot). What is ignored is not drawn.",
+        f"The same as [Mermaid]({name}.mmd) and [DOT]({name}.dot). Ignored events are not drawn.",
         "",
         *_facts(table),
         "",
@@ -139,7 +139,7 @@ def page(name: str, table: Table, summary: str) -> str:
         "",
         "## Every edge",
         "",
-        "Of the edges of one state and event the first whose guards all hold is taken.",
+        "For each state and event, the machine takes the first edge whose guards all hold.",
     ]
     for state in table.states:
         lines += ["", f"### {state}", "", *_edges(table, state)]
@@ -147,8 +147,7 @@ def page(name: str, table: Table, summary: str) -> str:
 
 
 def index(machines: Mapping[str, tuple[Table, str]], figures: Mapping[str, str]) -> str:
-    """The index page over all machines, name to table and summary, and the RFC's figures, name
-    to title."""
+    """The index page.  ``machines``: table and summary by name; ``figures``: title by name."""
     rows = [
         (
             f"[{table.name}]({name}.md)",
@@ -213,7 +212,7 @@ def _edges(table: Table, state: str) -> list[str]:
     if not rows:
         return ["No event is allowed here."]
     sources = (edge.source for row in table.edges.values() for edge in row)
-    # A machine that no RFC has gives reasons in place of sections.
+    # A machine that no RFC defines has reasons in place of sections.
     reason = "RFC 7609" if any(re.search(r"\d", source) for source in sources) else "why"
     return _grid(("event", "guards", "actions", "to", reason), rows)
 

@@ -1,10 +1,10 @@
-"""What is drawn of a machine, and its DOT and Mermaid forms.
+"""Chooses the contents of a machine's diagram, and writes it as DOT and Mermaid.
 
-A diagram shows what happens; what is ignored is left to the tables (``pages``). To keep it
-readable the edges between two states share one arrow, internal edges stand inside their state,
-an event that leads from every state to one and the same is drawn once, from a node
-``any state``, and an arrow and its text have the colour of the state it leads to. All forms are
-text and depend on the table alone, so that they can be compared.
+A diagram omits ignored events; the tables (``pages``) list them. To keep a diagram readable, the
+edges between two states share one arrow, and internal edges are listed inside their state. An event
+that leads from each state to the same target is drawn once, from a node ``any state``. An arrow and
+its text have the colour of the target. All forms are text and depend on the table only, so that
+they can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANY = "any state"
 START = "start"
 _WIDTH = 34  # characters of a line of actions
-# As many as any machine has states: two arrows of one colour lead to one state.
+# At least as many colours as any machine has states, so that each target has its own.
 _COLOURS = (
     "#1f5aa6", "#a6401f", "#2b7a3d", "#7a3d91", "#946200", "#0f7a7a", "#a61f5a", "#4d4d4d",
     "#5f7a00", "#2d2d8a", "#8a5a44",
@@ -33,9 +33,9 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Edges with the same actions as text: ``event [guards]`` of each, lines of actions.
+    """The text of edges with the same actions: ``event [guards]`` of each edge, lines of actions.
 
-    ``[else]`` stands for the guards of an unguarded edge that is tried after others.
+    ``[else]`` replaces the guards of an unguarded edge that follows guarded ones.
     """
 
     heads: tuple[str, ...]
@@ -47,7 +47,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The nodes with what they do without leaving, and the arrows with what they carry."""
+    """The nodes with the labels of their internal edges, and the arrows with their labels."""
 
     name: str
     initial: str
@@ -57,12 +57,12 @@ class Picture:
 
 
 def picture(table: Table) -> Picture:
-    """Choose what is drawn of ``table``."""
+    """Choose the contents of the diagram of ``table``."""
     inside: dict[str, list[Label]] = {state: [] for state in table.states}
     arrows: dict[tuple[str, str], list[Label]] = {}
     everywhere = _everywhere(table)
     for event, target in everywhere.items():
-        # Actions that differ from state to state are left to the tables.
+        # If the actions differ from state to state, only the tables list them.
         done = {edge.actions for (_, e), row in table.edges.items() for edge in row
                 if e == event and not edge.ignored}  # fmt: skip
         actions = _wrapped(done.pop()) if len(done) == 1 else ()
@@ -83,7 +83,7 @@ def picture(table: Table) -> Picture:
 
 
 def _everywhere(table: Table) -> dict[str, str]:
-    """Events that lead from each state that can be left to the same target, whatever holds."""
+    """Events that lead from each non-final state to the same target, under all guards."""
     found = {}
     alive = [state for state in table.states if state not in table.final]
     for event in table.events:
@@ -109,7 +109,7 @@ def _wrapped(actions: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _merged(labels: list[Label]) -> tuple[Label, ...]:
-    """Join the events that carry the same actions between the same states."""
+    """Join the events that have the same actions between the same states."""
     heads: dict[tuple[str, ...], tuple[str, ...]] = {}
     for label in labels:
         heads[label.actions] = heads.get(label.actions, ()) + label.heads
@@ -132,7 +132,7 @@ def _dot_lines(labels: tuple[Label, ...]) -> str:
 
 
 def _boxed(text: str) -> str:
-    """Text with room around it, so that it does not touch the arrow that it belongs to."""
+    """Text with a margin, so that it does not touch its arrow."""
     cell = f'<TD ALIGN="LEFT" BALIGN="LEFT">{text}</TD>'
     return f'<TABLE BORDER="0" CELLBORDER="0" CELLPADDING="3"><TR>{cell}</TR></TABLE>'
 
@@ -167,7 +167,7 @@ def dot(table: Table) -> str:
 
 
 def svg_content(table: Table) -> frozenset[str]:
-    """What an SVG of the machine must show: its states, arrows ``a->b`` and lines of text."""
+    """The required contents of the machine's SVG: states, arrows ``a->b`` and lines of text."""
     drawn = picture(table)
     labels = [label for group in (*drawn.inside.values(), *drawn.arrows.values())
               for label in group]  # fmt: skip
@@ -178,9 +178,9 @@ def svg_content(table: Table) -> frozenset[str]:
 
 
 def svg_shows(svg: str) -> frozenset[str]:
-    """What a file written by graphviz shows, comparable with ``svg_content``.
+    """The contents of a file written by graphviz, comparable with ``svg_content``.
 
-    Where things are placed and how lines bend depends on graphviz's version and is left out.
+    Positions and curves are omitted, because they depend on graphviz's version.
     """
     root = ET.fromstring(svg)
     found = set()
