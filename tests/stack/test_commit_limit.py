@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 import trio
 
 import trio_smc
-from trio_smc import Config, FallbackReason, Mode
-from trio_smc.host import private_directory
+from trio_smc import Config, FallbackReason, Mode, SoftRnic
+from trio_smc.host import overcommit, private_directory
+from trio_smc.host.descriptors import Closer
 from trio_smc.rnic import memory
+from trio_smc.rnic.poller import NoThread, Poller
 from trio_smc.rnic.soft.ring import RING_SIZE
 
 CONFIG = Config(tcp_option="off", receive_buffer=1 << 20)
@@ -118,3 +123,33 @@ def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not private_directory.is_admitted(one, group)
         monkeypatch.setattr(private_directory, "is_same_user", lambda _: True)
         assert private_directory.is_admitted(one, group)
+
+
+def test_no_thread_is_started_without_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
+) -> None:
+    """`threading.Thread.start` waits for ever for a thread that has no memory to begin with."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    def start(thread: threading.Thread) -> None:
+        raise AssertionError(f"{thread.name} was started")
+
+    rnic = SoftRnic()
+    rnic.open(runtime_directory / "smc")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    closer = Closer("test")
+    with monkeypatch.context() as patch:
+        patch.setattr(overcommit, "commit_is_limited", lambda: True)
+        patch.setattr(mmap, "mmap", refuse)
+        patch.setattr(threading.Thread, "start", start)
+        assert not overcommit.can_start_thread()
+        with pytest.raises(NoThread, match="no memory"):
+            Poller(rnic, lambda: None)
+        closer.run(ours.close)
+        assert ours.fileno() >= 0
+    closer.join()  # there is memory again
+    assert ours.fileno() < 0
+    theirs.close()
+    rnic.close()

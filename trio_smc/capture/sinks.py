@@ -17,6 +17,7 @@ the capture ends: an error is logged, and the file is truncated to its last comp
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ import trio
 
 from trio_smc.capture import pcapng
 from trio_smc.capture.recorder import Capture
+from trio_smc.host.overcommit import can_start_thread
 
 if TYPE_CHECKING:
     from trio_smc._base.observer import Observed
@@ -83,7 +85,13 @@ class FileCapture:
         self.dropped: int = 0
         self._observer = Capture(self._append, payload)
         self._thread = threading.Thread(target=self._run, name="trio_smc capture", daemon=True)
-        self._thread.start()
+        try:
+            if not can_start_thread():
+                raise RuntimeError("there is no memory for a thread")
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._fd)
+            raise OSError(errno.EAGAIN, f"capture: {error}") from error
         stack.add_observer(self._observer)
 
     def end(self) -> None:

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Final
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc.host.overcommit import can_start_thread
 
 if sys.platform == "linux":  # elsewhere nothing here is used
     import fcntl
@@ -154,6 +155,8 @@ class Closer:
                 target=self._work, name=f"trio_smc closer {self._name}", daemon=True
             )
             try:
+                if not can_start_thread():
+                    raise RuntimeError("there is no memory for a thread")
                 self._worker.start()
             except RuntimeError as error:  # no more threads: with the next close
                 self._worker = None

@@ -9,13 +9,17 @@ memfd is never refused: the kernel reclaims memory, or the OOM killer ends a pro
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 from typing import Final
 
-__all__ = ["commit_is_limited"]
+__all__ = ["can_start_thread", "commit_is_limited"]
 
 _MODE: Final = "/proc/sys/vm/overcommit_memory"
 _NEVER: Final = b"2"
+_FOR_A_THREAD: Final = 16 << 20
+"""Bytes that a thread may need to begin with: a stack of 8 MiB, and objects of Python."""
 
 
 def commit_is_limited() -> bool:
@@ -35,3 +39,18 @@ def commit_is_limited() -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def can_start_thread() -> bool:
+    """True if a thread that is started now can be expected to run.
+
+    At the commit limit a new thread may get a stack and then no memory to begin with.
+    `threading.Thread.start` waits for that thread for ever, so it must not be called then.
+    """
+    if sys.platform != "linux" or not commit_is_limited():
+        return True
+    try:
+        mmap.mmap(-1, _FOR_A_THREAD, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True

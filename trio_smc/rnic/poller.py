@@ -12,6 +12,8 @@ import select
 import threading
 from collections.abc import Callable
 
+from trio_smc.host.overcommit import can_start_thread
+
 from .verbs import Rnic
 
 __all__ = ["NoThread", "Poller"]
@@ -56,6 +58,8 @@ class Poller:
             self._epoll.register(self._stop, select.EPOLLIN)
             # Edge-triggered, so that the thread sleeps again until Trio has serviced the RNIC.
             self._epoll.register(rnic.wait_fd(), select.EPOLLIN | select.EPOLLET)
+            if not can_start_thread():
+                raise NoThread("there is no memory for a thread")
             try:
                 self._worker.start()
             except RuntimeError as problem:
