@@ -189,7 +189,10 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
     for _ in range(arguments.runs):
         if arguments.programs:
             cores = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
-            settings = arguments.rounds, arguments.seconds, cores, arguments.compiled
+            transports = {BASE: None, unmodified.RUN: None}
+            if arguments.compiled is not None:
+                transports[unmodified.COMPILED] = arguments.compiled
+            settings = arguments.rounds, arguments.seconds, cores, transports
             runs.append(unmodified.measure(arguments.workloads, *settings))
             continue
         numbers, good = measure(arguments.transports, arguments.workloads, arguments, pin)

@@ -4,7 +4,8 @@ The programs are in `benchmarks.programs`.  Each has a server's and a client's p
 transport; a round runs each workload over one right after the other, in alternating order.  Under
 `trio-smc run` all connections are SMC-R or fail (``--require-smc``), but for the workload whose
 peers are learned to be short: that is the command as it is by default, and its connections end up
-as TCP.  A compiled build may be measured beside the pure one, in the same rounds.
+as TCP.  Copies of the repository may be measured beside this one, in the same rounds: a compiled
+build, or variants of the code (`benchmarks.ablation`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -105,16 +106,15 @@ def _clients(
     under: Sequence[str],
     directory: Path,
     cores: tuple[int | None, int | None],
-    compiled: Path | None,
+    transports: Mapping[str, Path | None],
 ) -> Iterator[dict[str, Worker]]:
     """A program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
     with contextlib.ExitStack() as stack:
         found = {}
-        for transport in _transports(compiled):
+        for transport, tree in transports.items():
             words = () if transport == BASE else under
-            tree = compiled if transport == COMPILED else None
             server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
             said = json.dumps(stack.enter_context(server).answer())
             client = Worker(
@@ -125,16 +125,12 @@ def _clients(
         yield found
 
 
-def _transports(compiled: Path | None) -> tuple[str, ...]:
-    return (BASE, RUN) if compiled is None else (BASE, RUN, COMPILED)
-
-
 def measure(
     names: Sequence[str],
     rounds: int,
     seconds: float,
     cores: tuple[int | None, int | None],
-    compiled: Path | None = None,
+    transports: Mapping[str, Path | None],
 ) -> report.Numbers:
     """Run all rounds once, one program after the other.
 
@@ -142,12 +138,13 @@ def measure(
       names: keys of `WORKLOADS`.
       seconds: of each measurement but those of whole files.
       cores: where client and server run; None: where the scheduler puts them.
-      compiled: a copy of this repository with a compiled build, for a third transport.
+      transports: the columns of the table, and the copy of this repository whose code each runs;
+        None: this one.  `BASE` runs over TCP, the others under `trio-smc run`.
 
     Raises Failed.
     """
     numbers: dict[str, dict[str, list[float]]] = {
-        metric.name: {transport: [] for transport in _transports(compiled)}
+        metric.name: {transport: [] for transport in transports}
         for name in names
         for metric in WORKLOADS[name].metrics
     }
@@ -159,10 +156,10 @@ def measure(
                 for name in names
                 if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
             ]
-            with _clients(program, under, directory, cores, compiled) as clients:
+            with _clients(program, under, directory, cores, transports) as clients:
                 for number in range(rounds):
                     for name in ours:
-                        for transport in _transports(compiled)[:: -1 if number % 2 else 1]:
+                        for transport in list(transports)[:: -1 if number % 2 else 1]:
                             said = clients[transport].ask(
                                 workload=name.removesuffix("-learned"), seconds=seconds
                             )

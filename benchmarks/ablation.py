@@ -1,0 +1,179 @@
+"""Measure what each heuristic of waiting gains: `python -m benchmarks.ablation`.
+
+Every variant is a copy of the package in which one heuristic is switched off.  The unmodified
+programs of `benchmarks.unmodified` run under `trio-smc run` of each copy, in the same rounds, so
+that what disturbs the machine disturbs all of them.  A ratio above 1 says that the program is
+faster without the heuristic.  A heuristic stays if without it at least one row is slower by 3 %,
+and by more than the spread of that row (docs/decisions.md keeps the table).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import trio
+
+from benchmarks import report, unmodified
+from benchmarks.processes import Failed
+
+__all__ = ["VARIANTS", "Edit", "copies"]
+
+_ROOT: Final = Path(__file__).parent.parent
+_BASE: Final = "all heuristics"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change of the source of a variant.
+
+    file: below ``trio_smc``.
+    now: a text that occurs in the file exactly once.
+    then: what replaces it.
+    """
+
+    file: str
+    now: str
+    then: str
+
+
+_ACCEPT: Final = "AcceptSpin(_ACCEPT_SPINS * config.spin)"
+_DISCOURAGED: Final = "if not self.discouraged:\n            return True"
+_BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1"
+
+VARIANTS: Final = {
+    "no spin": [
+        Edit("rnic/waits.py", "AdaptiveSpin(seconds,", "AdaptiveSpin(0.0,"),
+    ],
+    "no stretched spin": [
+        Edit("rnic/spinner.py", "if self._near_misses == self._waits_to_stretch:", "if False:"),
+    ],
+    "spins always": [
+        Edit("rnic/spinner.py", _DISCOURAGED, "if True:\n            return True"),
+    ],
+    "no yield": [
+        Edit("rnic/spinner.py", _BACKOFF, "if True:\n            pass"),
+    ],
+    "no solo mode": [
+        Edit("rnic/solo.py", "return self.streak > SOLO_AFTER_WAITS", "return False"),
+        Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and"),
+    ],
+    "no solo mode while busy": [
+        Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and"),
+    ],
+    "a pause is one wait": [
+        Edit("rnic/solo.py", "_WAITS_PER_PAUSE: Final = 4", "_WAITS_PER_PAUSE: Final = 1"),
+    ],
+    "no shared drain": [
+        Edit("streams/parking.py", "if pump.woken and waiter is _READER:", "if False:"),
+        Edit("streams/parking.py", "if not pump.woken:\n", "if True:\n"),
+    ],
+    "no spin in handshakes": [
+        Edit("stack/runtime.py", "Spinner(_HANDSHAKE_SPINS * config.spin,", "Spinner(0.0,"),
+    ],
+    "no spin in accept": [
+        Edit("connecting/listener.py", _ACCEPT, "AcceptSpin(0.0)"),
+    ],
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def copies(names: list[str]) -> Iterator[dict[str, Path]]:
+    """A copy of the repository's code for each of these variants.
+
+    Raises ValueError: an edit does not fit the source.
+    """
+    with tempfile.TemporaryDirectory(prefix="trio-smc-ablation-") as directory:
+        found = {}
+        for number, name in enumerate(names):
+            tree = Path(directory, str(number))
+            for package in ("trio_smc", "benchmarks"):
+                ignored = shutil.ignore_patterns("__pycache__", "*.so")
+                shutil.copytree(_ROOT / package, tree / package, ignore=ignored)
+            for edit in VARIANTS[name]:
+                path = tree / "trio_smc" / edit.file
+                source = path.read_text()
+                if source.count(edit.now) != 1:
+                    raise ValueError(f"{name}: {edit.now!r} is not once in {edit.file}")
+                path.write_text(source.replace(edit.now, edit.then))
+            found[name] = tree
+        yield found
+
+
+def _row(comparison: report.Comparison, names: list[str], index: int) -> list[str]:
+    metric = comparison.metrics[index]
+    cells = [metric.name, report.short(median(comparison.values(metric, _BASE)))]
+    for name in names:
+        ratios = comparison.ratios(metric, name)
+        cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    return cells
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation", description=__doc__)
+    parser.add_argument(
+        "--runs", type=int, default=5, help="with processes of their own; default 5"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each run; default 3")
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="of each measurement; default 0.2"
+    )
+    parser.add_argument("--workloads", default=",".join(unmodified.WORKLOADS))
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="default: all")
+    parser.add_argument("--json", type=Path, help="write ratios and all numbers to this file")
+    arguments = parser.parse_args()
+    names, workloads = arguments.variants.split(","), arguments.workloads.split(",")
+    for given, known in (names, VARIANTS), (workloads, unmodified.WORKLOADS):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    start, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    runs = []
+    with copies(names) as trees:
+        transports: dict[str, Path | None] = {_BASE: None, **trees}
+        for _ in range(arguments.runs):
+            try:
+                runs.append(
+                    unmodified.measure(
+                        workloads, arguments.rounds, arguments.seconds, (None, None), transports
+                    )
+                )
+            except Failed as failure:
+                print(failure, file=sys.stderr)
+                return 1
+    comparison = report.Comparison(
+        metrics=[each for name in workloads for each in unmodified.WORKLOADS[name].metrics],
+        runs=runs,
+        base=_BASE,
+        about={
+            "runs": arguments.runs,
+            "rounds": arguments.rounds,
+            "seconds": arguments.seconds,
+            "pinned": False,
+            "load_before": load,
+            "python": platform.python_version(),
+            "trio": trio.__version__,
+        },
+    )
+    rows = [_row(comparison, names, index) for index in range(len(comparison.metrics))]
+    print(report.text_of([["", _BASE, *names], *rows], left=1))
+    took = time.monotonic() - start
+    print(f"{arguments.runs} x {arguments.rounds} rounds, load before {load}, {took:.0f} s in all")
+    if arguments.json:
+        report.save(arguments.json, [comparison])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
