@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket as stdlib_socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import trio
 from trio.socket import SocketType, from_stdlib_socket
 
 from trio_smc._base.reasons import Fallback, FallbackReason
-from trio_smc.datapath.connection import Connection
+from trio_smc.connecting.established import HandshakeHost, established_stream
 from trio_smc.host.addresses import (
     Prefix,
     address_block,
@@ -27,9 +26,8 @@ from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
 from trio_smc.rendezvous.terms import Offer, Terms, answer
-from trio_smc.stack.policy import Chooser, Peer, permitted_rnic
-from trio_smc.streams.group_views import LinkGroupView
-from trio_smc.streams.rdma_stream import RdmaStream, StreamOwner
+from trio_smc.stack.policy import permitted_rnic
+from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import Inherited, inherited, receive_buffer_for
 from trio_smc.streams.stream import SmcStream
 from trio_smc.streams.tcp_stream import TcpStream
@@ -38,12 +36,9 @@ from trio_smc.wire import clc
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Claim, Publication
-    from trio_smc.rendezvous.discovery.tcp_option import TcpOption
-    from trio_smc.rnic.spinner import Spinner
     from trio_smc.rnic.verbs import Rnic
-    from trio_smc.stack.groups import GroupTable
 
-__all__ = ["Arrival", "HandshakeHost", "established_stream"]
+__all__ = ["Arrival"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -53,19 +48,6 @@ _TCP_CLOSE: Final = 7  # reset
 _TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
 # Of the peer's address, not of the peer.
 _NOT_HERE: Final = (FallbackReason.NO_RNIC, FallbackReason.RNIC_DOWN)
-
-
-class HandshakeHost(StreamOwner, Chooser, Protocol):
-    """What a handshake, client's or server's, wants of the stack."""
-
-    groups: GroupTable
-    tcp_option: TcpOption
-
-    def check_not_forked(self) -> None:
-        """Raise RuntimeError in a forked child."""
-
-    def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
-        """Who may wait awake for messages of a connection that ``rnic`` serves."""
 
 
 class Arrival:
@@ -297,70 +279,6 @@ class Arrival:
             # the option of the SYN-ACK was lost on the way.
             agreed = await _proposal_follows(sock, patience)
         return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
-
-
-def established_stream(
-    stack: HandshakeHost,
-    outcome: Established,
-    sock: trio.socket.SocketType,
-    config: Config,
-    peer: Peer | None,
-    options: Inherited | None,
-    accepted: tuple[str, int] | None = None,
-) -> RdmaStream:
-    """The stream of a connection whose rendezvous is complete.
-
-    ``peer``: None where short connections teach nothing, as the peer takes SMC-R or nothing.
-    ``options``: what ``sock`` had before it was ours; None: it was made here.
-    ``accepted``: of a server, the client's address as ``accept`` gave it.
-
-    A peer may be gone by now: what it sent, and how it ended, is for the program to see.
-
-    Raises OSError when it had to be reset since.
-    """
-    endpoint = stack.groups.endpoint_of(outcome.connection)
-    if endpoint is None:
-        return _ended_stream(stack, outcome, sock, config, accepted)
-    if endpoint.reset:
-        # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
-        # abort needs no stream.
-        endpoint.closed_by_user = True
-        raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
-    amortised = config.checkpoints == "amortised"
-    endpoint.connection.set_policy(
-        close_timeout=config.close_timeout,
-        flush_later=stack.pump.flush_later if amortised else None,
-    )
-    endpoint.connection.receiver.urgent_inline = config.urgent_inline
-    endpoint.adopt(sock)
-    view = LinkGroupView(endpoint.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
-    if options is not None:
-        stream.inherit(options)
-    stack.groups.count_smc(stream, outcome.group.agreed)
-    if config.learn_short and peer is not None:
-        stack.short_connections.opened(endpoint.connection, peer)
-    return stream
-
-
-def _ended_stream(
-    stack: HandshakeHost,
-    outcome: Established,
-    sock: trio.socket.SocketType,
-    config: Config,
-    accepted: tuple[str, int] | None,
-) -> RdmaStream:
-    """The stream of a connection that has gone through all of its life already."""
-    connection = outcome.connection
-    if not isinstance(connection, Connection) or connection.receiver.purged:
-        raise ConnectionResetError(errno.ECONNRESET, "the new connection was reset")
-    endpoint = stack.groups.ended_endpoint(connection, outcome.group)
-    view = LinkGroupView(outcome.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
-    stream.socket.keep_names()
-    sock.close()
-    stack.groups.count_smc(stream, outcome.group.agreed)
-    return stream
 
 
 def _name(sockname: tuple[str, int]) -> tuple[str, int]:

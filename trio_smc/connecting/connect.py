@@ -13,8 +13,8 @@ import trio
 
 from trio_smc._base.errors import SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
-from trio_smc.connecting.accept import HandshakeHost, established_stream
 from trio_smc.connecting.dial import Attempt, DialHost, connect_attempt, connect_tcp
+from trio_smc.connecting.established import HandshakeHost, established_stream
 from trio_smc.host.addresses import Prefix, interface_prefixes, plain_address
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.client import ClientNegotiation

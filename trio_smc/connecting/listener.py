@@ -28,7 +28,8 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
-from trio_smc.connecting.accept import Arrival, HandshakeHost
+from trio_smc.connecting.accept import Arrival
+from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
