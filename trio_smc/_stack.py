@@ -157,17 +157,6 @@ class Stack:
         config: Config | None = None,
     ) -> list[SmcListener]:
         """As `trio_smc.open_listeners`, by this stack."""
-        return await self._listen(port, host, backlog, config)
-
-    async def _listen(
-        self,
-        port: int,
-        host: str | bytes | None,
-        backlog: int | None,
-        config: Config | None,
-        *,
-        to_serve: bool = False,
-    ) -> list[SmcListener]:
         with self.runtime.call():
             effective = self._effective(config)
             offer = partial(self.runtime.offer_option, effective)
@@ -179,7 +168,7 @@ class Stack:
                     undo.callback(each.close)
                 listeners: list[SmcListener] = []
                 for each in listening:
-                    listener = SmcListener(self.runtime, each, effective, to_serve=to_serve)
+                    listener = SmcListener(self.runtime, each, effective)
                     undo.callback(listener.close)
                     listeners.append(listener)
                 undo.pop_all()
@@ -197,7 +186,7 @@ class Stack:
         task_status: trio.TaskStatus[list[SmcListener]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """As `trio_smc.serve`, by this stack."""
-        listeners = await self._listen(port, host, backlog, config, to_serve=True)
+        listeners = await self.open_listeners(port, host=host, backlog=backlog, config=config)
         async with trio.open_nursery() as nursery:
             for each in listeners:
                 nursery.start_soon(each.serve, handler, handler_nursery or nursery)

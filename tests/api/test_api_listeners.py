@@ -9,6 +9,7 @@ import random
 import resource
 import socket
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -121,6 +122,26 @@ async def test_handlers_in_another_nursery(stack: Stack) -> None:
             assert len(handlers.child_tasks) == 1
             nursery.cancel_scope.cancel()
             handlers.cancel_scope.cancel()
+
+
+async def test_handlers_have_the_context_of_serve(stack: Stack) -> None:
+    name: ContextVar[str] = ContextVar("name")
+    names = []
+
+    async def handler(stream: SmcStream) -> None:
+        names.append(name.get())
+
+    [listener] = await stack.open_listeners(0, host=HOST)
+    async with trio.open_nursery() as nursery:
+        token = name.set("server")
+        nursery.start_soon(listener.serve, handler, nursery)
+        name.reset(token)
+        for connect in (stack.open_stream, trio.open_tcp_stream):
+            async with await connect(*address_of(listener)) as stream:
+                with trio.fail_after(PATIENCE):
+                    assert await read_to_end(stream) == b""
+        nursery.cancel_scope.cancel()
+    assert names == ["server", "server"]
 
 
 async def test_a_handler_that_fails_ends_the_server(stack: Stack) -> None:

@@ -6,8 +6,9 @@ times as many may be in a handshake; beyond that, those give way that have made 
 second (`connecting.pending`).  Nothing that goes wrong with one connection reaches the caller of
 `accept`.
 
-Who serves with a handler needs no `accept`: the task of the handshake goes on as the handler's,
-which saves a short-lived connection a task and two passes of the scheduler.
+`SmcListener.hand_out` passes on each connection as soon as TCP has accepted it: the task that
+finishes the handshake goes on with the stream.  This saves a task and two passes of the scheduler
+for each connection.  `SmcListener.serve` is `hand_out` with a handler in a task.
 
 The listening sockets are opened here and not by `trio.open_tcp_listeners`, whose sockets listen
 already: the TCP option must be asked for before (`rendezvous.discovery.tcp_option`).
@@ -22,6 +23,7 @@ import socket as stdlib_socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import trio
@@ -98,7 +100,7 @@ class Incoming:
         Raises nothing that the client can bring about.
         """
         made = self._made
-        return await self._listener._come_in(made) if isinstance(made, Arrival) else made
+        return await self._listener._finish_handshake(made) if isinstance(made, Arrival) else made
 
     async def served(self) -> None:
         """To be awaited when the stream was closed: the next connection may be about to come."""
@@ -117,10 +119,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         stack: ListenerHost,
         sock: trio.socket.SocketType,
         config: Config,
-        *,
-        to_serve: bool = False,
     ) -> None:
-        """``to_serve``: nothing is accepted before `serve` is called, and `accept` never is."""
         self.socket = sock
         self._stack = stack
         self._config = config
@@ -128,7 +127,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._error: BaseException | None = None
         self._arrived = trio.Event()
         self._take: Callable[[Incoming], None] | None = None  # of `hand_out`
-        self._to_serve = self._accepting = to_serve
+        self._accepting = False
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
@@ -140,8 +139,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._released = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)
-        if not to_serve:
-            stack.nursery.start_soon(self._run)
+        stack.nursery.start_soon(self._run)
 
     def _publish(self) -> Publication:
         sock, discovery = self.socket, self._stack.discovery
@@ -246,38 +244,32 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     ) -> NoReturn:
         """Run ``handler(stream)`` for each connection, in a task of ``nursery``.
 
-        As `trio.serve_listeners` does it with `accept`.  Closes the listener at the end.
+        Like `trio.serve_listeners`: retries when descriptors or memory run out.  Closes the
+        listener at the end.
 
         Raises:
           trio.ClosedResourceError: the listener or its stack was closed.
         """
+        context = copy_context()  # handlers have the context of this call
+
+        def take(incoming: Incoming) -> None:
+            context.run(nursery.start_soon, _serve_one, handler, incoming)
+
         try:
-            with self._stack.busy(self._scope), self._scope:
-                await self._accept_all(
-                    lambda arrival: nursery.start_soon(self._serve_one, handler, arrival)
-                )
+            while True:
+                try:
+                    await self.hand_out(take)
+                except OSError as error:
+                    if error.errno not in CAPACITY_ERRORS:
+                        raise
+                    # The accepting task pauses.
+                    name = errno.errorcode[error.errno]
+                    LOGGER.error("accept: %s; again in %s s", name, CAPACITY_PAUSE)
         finally:
             self.close()
-            self._accepting = False
-        raise trio.ClosedResourceError("the listener was closed")
 
-    async def _serve_one(
-        self, handler: Callable[[SmcStream], Awaitable[object]], arrival: Arrival
-    ) -> None:
-        stream = await self._come_in(arrival)
-        if stream is not None:
-            try:
-                await handler(stream)
-            finally:
-                if isinstance(stream, RdmaStream):
-                    stream.close_forcefully()
-                else:
-                    await trio.aclose_forcefully(stream)
-            if isinstance(stream, RdmaStream):
-                await self._expect_another()
-
-    async def _come_in(self, arrival: Arrival) -> SmcStream | None:
-        """The handshake of one that nobody has to take any more."""
+    async def _finish_handshake(self, arrival: Arrival) -> SmcStream | None:
+        """The stream of a connection that was handed out before its handshake."""
         try:
             return await self._shake_hands(arrival)
         finally:
@@ -400,9 +392,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self.close()  # somebody closed the socket itself
         except OSError as error:
             if error.errno in CAPACITY_ERRORS:
-                if self._to_serve:
-                    name = errno.errorcode[error.errno]
-                    LOGGER.error("accept: %s; again in %s s", name, CAPACITY_PAUSE)
                 self._error = error
                 self._arrived.set()
                 await trio.sleep(CAPACITY_PAUSE)
@@ -424,6 +413,22 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """A connection has left the listener."""
         self._held -= 1
         self._released.set()
+
+
+async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming: Incoming) -> None:
+    """The task of a connection: the rest of its handshake, then the handler."""
+    stream = await incoming.stream()
+    if stream is None:
+        return
+    try:
+        await handler(stream)
+    finally:
+        if isinstance(stream, RdmaStream):
+            stream.close_forcefully()
+        else:
+            await trio.aclose_forcefully(stream)
+    if isinstance(stream, RdmaStream):
+        await incoming.served()
 
 
 # As for streams: a program that asks for a SocketListener wants its `socket`.
