@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 
@@ -9,6 +11,9 @@ import trio_smc
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept
 from trio_smc.rendezvous.discovery.publication import Search
+from trio_smc.stack.policy import Route, choose_route
+
+HOST = "127.0.0.1"
 
 
 @pytest.mark.usefixtures("runtime_directory")
@@ -25,10 +30,16 @@ async def test_a_client_of_another_namespace(monkeypatch: pytest.MonkeyPatch, tu
         return looks > turns and look(search)
 
     monkeypatch.setattr(Search, "look", look_late)
-    monkeypatch.setattr(accept, "permitted_rnic", lambda *_, **__: FallbackReason.NO_RNIC)
+
+    def choose(*args: Any, near: bool, **options: Any) -> Route:
+        if not near:
+            return Route(FallbackReason.NO_RNIC, HOST)
+        return choose_route(*args, near=near, **options)
+
+    monkeypatch.setattr(accept, "choose_route", choose)
     with trio.fail_after(10):
         async with trio_smc.open_stack(), trio.open_nursery() as nursery:
-            [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+            [listener] = await trio_smc.open_listeners(0, host=HOST)
 
             async def answer() -> None:
                 async with await listener.accept() as stream:

@@ -22,6 +22,7 @@ from trio_smc.rendezvous.terms import VERSION_1
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce.hotplug import active_ports
 from trio_smc.rnic.verbs import Rnic
+from trio_smc.stack.policy import Route
 from trio_smc.stack.rnics import StackRnics
 from trio_smc.wire import clc
 
@@ -311,7 +312,7 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
     rnic = MemoryRnic(Fabric(), kind="roce")
-    admitted = _admit(proposal, rnic, "192.0.2.1", None)
+    admitted = _admit(proposal, Route(rnic, "192.0.2.1"), None)
     assert admitted == ((rnic, VERSION_1) if expected else FallbackReason.PREFIX_MISMATCH)
 
 

@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import pytest
 import trio
 
 import trio_smc
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream
+from trio_smc.connecting import dial
+from trio_smc.rendezvous.discovery.tcp_option import TcpOption
+from trio_smc.rnic.verbs import Rnic
 from trio_smc.stack.policy import REST, SHORT, SHORT_AFTER, ShortConnections
+from trio_smc.stack.runtime import Runtime
 
 HOST = "127.0.0.1"
 PEER = ("192.0.2.1", 80)
@@ -124,6 +129,43 @@ async def test_one_handshake_at_a_time_is_within_a_limit_of_one() -> None:
             assert await fallbacks(listener) == [None, None]
 
 
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """This side's address in each question for an RNIC."""
+    addresses: list[str] = []
+    rnic_for = Runtime.rnic_for
+
+    def noted(
+        runtime: Runtime, local: str, remote: str, *, near: bool = False
+    ) -> Rnic | FallbackReason:
+        addresses.append(local)
+        return rnic_for(runtime, local, remote, near=near)
+
+    monkeypatch.setattr(Runtime, "rnic_for", noted)
+    return addresses
+
+
+@pytest.mark.parametrize("discovery", ["auto", "assume"])
+async def test_each_side_decides_once(
+    lookups: list[str], discovery: Literal["auto", "assume"]
+) -> None:
+    async with trio_smc.open_stack(Config(discovery=discovery)), listening() as listener:
+        assert await fallbacks(listener) == [None, None]
+    assert lookups == [HOST, HOST]
+
+
+async def test_a_client_decides_again_if_the_system_chooses_another_address(
+    lookups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TcpOption, "offer", lambda *_: None)
+    monkeypatch.setattr(TcpOption, "answer", lambda *_: None)
+    monkeypatch.setattr(dial, "source_address", lambda *_: "127.0.0.7")
+    async with trio_smc.open_stack(Config(discovery="tcp-option")), listening() as listener:
+        assert await fallbacks(listener) == [None, None]
+    assert lookups[0] == "127.0.0.7"
+    assert lookups[1:] == [HOST, HOST]
+
+
 def test_learning() -> None:
     clock = Clock()
     short = ShortConnections(clock)
@@ -176,7 +218,6 @@ async def test_short_connections_become_tcp() -> None:
 
 
 async def test_after_a_rest_a_client_tries_again() -> None:
-    """It asks before it announces itself, and again before the handshake."""
     clock = Clock()
     async with trio_smc.open_stack(), listening() as listener:
         port = listener.socket.getsockname()[1]

@@ -312,7 +312,7 @@ class Config:
           addresses: (host, port) of whatever names it, each with the port of the service.
         """
         if not (self.deny or self.allow):
-            return True  # as it is by default, asked three times for each connection
+            return True  # the default, on the path of each connection
         if any(is_listed(entry, addresses) for entry in self.deny):
             return False
         return not self.allow or any(is_listed(entry, addresses) for entry in self.allow)

@@ -26,7 +26,7 @@ from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.server import ServerNegotiation
 from trio_smc.rendezvous.terms import Offer, Terms, answer
-from trio_smc.stack.policy import permitted_rnic
+from trio_smc.stack.policy import choose_route
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import Inherited, inherited, receive_buffer_for
 from trio_smc.streams.stream import SmcStream
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Claim, Publication
     from trio_smc.rnic.verbs import Rnic
+    from trio_smc.stack.policy import Route
 
 __all__ = ["Arrival"]
 
@@ -46,8 +47,6 @@ _SNIFF: Final = len(clc.EYE_CATCHER)
 _PRESSURE_PAUSE: Final = 0.01  # seconds
 _TCP_CLOSE: Final = 7  # reset
 _TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
-# Of the peer's address, not of the peer.
-_NOT_HERE: Final = (FallbackReason.NO_RNIC, FallbackReason.RNIC_DOWN)
 
 
 class Arrival:
@@ -66,9 +65,11 @@ class Arrival:
       on_progress: called with this and the present when that changes.
     """
 
-    __slots__ = ("_accepted", "_claim", "_client", "_config", "_failure", "_local", "_plain",
-                 "_publication", "_remote", "_rnic", "_search", "_spoke", "_stack", "_unwrapped",
-                 "on_progress", "progressed", "sock")  # fmt: skip
+    __slots__ = ("_accepted", "_busy", "_claim", "_client", "_config", "_failure", "_local",
+                 "_plain", "_publication", "_remote", "_route", "_search", "_spoke", "_stack",
+                 "_unwrapped", "on_progress", "progressed", "sock")  # fmt: skip
+
+    _route: Route  # when discovery is over
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Arrival:
         self._stack = stack
         self._config = config
         self._publication = publication
+        self._busy = busy
         self.progressed: float = trio.current_time()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._search: Search | None = None
@@ -93,21 +95,15 @@ class Arrival:
         self._plain: Fallback | None = None
         self._failure: Exception | None = None
         self._spoke = False  # CLC messages were exchanged
-        self._rnic: Rnic | FallbackReason = FallbackReason.PEER_NOT_CAPABLE
         try:
-            self._greet(remote, busy)
+            self._greet(remote)
         except Exception as error:
             self._failure = error  # of this connection, which has no task yet
 
-    def _greet(self, remote: tuple[str, int], busy: bool) -> None:
-        stack, config, publication = self._stack, self._config, self._publication
+    def _greet(self, remote: tuple[str, int]) -> None:
         self._local, self._remote = _name(self.sock.getsockname()), _name(remote)
         self._client = (self._remote[0], self._local[1])
-        self._rnic = permitted_rnic(
-            stack, config, self._local[0], self._client, self._local, publication.address,
-            busy=busy,
-        )  # fmt: skip
-        found = publication.claim(self._local, self._remote, self._unwrapped)
+        found = self._publication.claim(self._local, self._remote, self._unwrapped)
         if isinstance(found, Search):
             self._search = found
         else:
@@ -116,15 +112,17 @@ class Arrival:
     def _found(self, claim: Claim | None) -> None:
         """What discovery came to; ``claim``: the client's announcement on this host."""
         self._claim = claim
+        # A client that has announced itself is on this host, whatever its address says.
+        self._route = choose_route(
+            self._stack, self._config, self._local[0], self._client, self._local,
+            self._publication.address, busy=self._busy, near=claim is not None,
+            required=claim is not None and claim.required,
+        )  # fmt: skip
         if claim is not None:
-            if self._rnic in _NOT_HERE or _kind(self._rnic) == "roce":
-                # It has announced itself on this host, so it is in another network namespace.
-                self._rnic = self._stack.rnic_for(self._local[0], self._client[0], near=True)
-            if claim.required and self._rnic is FallbackReason.SHORT_CONNECTIONS:
-                self._rnic = self._stack.rnic_for(self._local[0], self._client[0], near=True)
-            if isinstance(self._rnic, FallbackReason):
-                claim.refuse(self._rnic)
-                self._plain = Fallback.local(self._rnic)
+            reason = self._route.reason
+            if reason is not None:
+                claim.refuse(reason)
+                self._plain = Fallback.local(reason)
             else:
                 claim.accept(required=self._config.require_smc)
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
@@ -228,9 +226,8 @@ class Arrival:
             if self._plain is not None:
                 return self._plain
             # The client is about to send its Proposal: what can be done is done meanwhile.
-            rnic = self._rnic
             options = inherited(self._unwrapped)
-            negotiation = self._negotiation(rnic, options)
+            negotiation = self._negotiation(options)
             plain = await self._discover()
         except (OSError, _Silent):
             with stack.groups.handshake():  # ended before it began
@@ -240,8 +237,9 @@ class Arrival:
         self._spoke = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
-                negotiation, sock, config.handshake_timeout, stack.timers, stack.spinner_for(rnic)
-            )
+                negotiation, sock, config.handshake_timeout, stack.timers,
+                stack.spinner_for(self._route.rnic),
+            )  # fmt: skip
             if isinstance(outcome, Established):
                 wanted = self._claim is not None and self._claim.required
                 client = None if wanted else self._client
@@ -250,18 +248,18 @@ class Arrival:
                 )
         return outcome.fallback
 
-    def _negotiation(self, rnic: Rnic | FallbackReason, options: Inherited) -> ServerNegotiation:
-        groups, address = self._stack.groups, self._local[0]
+    def _negotiation(self, options: Inherited) -> ServerNegotiation:
+        groups, route = self._stack.groups, self._route
 
         def admit(proposal: clc.Proposal) -> tuple[Rnic, Terms] | FallbackReason:
             if self.on_progress is not None:
                 self.on_progress(self, trio.current_time())
-            return _admit(proposal, rnic, address, groups.offer)
+            return _admit(proposal, route, groups.offer)
 
         negotiation = ServerNegotiation(
             host=groups,
             admit=admit,
-            receive_buffer=receive_buffer_for(self.sock, options, self._config, _kind(rnic)),
+            receive_buffer=receive_buffer_for(self.sock, options, self._config, _kind(route)),
         )
         negotiation.sock = self.sock
         return negotiation
@@ -285,15 +283,16 @@ def _name(sockname: tuple[str, int]) -> tuple[str, int]:
     return plain_address(sockname[0]), sockname[1]
 
 
-def _kind(rnic: Rnic | FallbackReason) -> Literal["software", "roce"]:
-    return "software" if isinstance(rnic, FallbackReason) else rnic.kind
+def _kind(route: Route) -> Literal["software", "roce"]:
+    return "software" if isinstance(route.rnic, FallbackReason) else route.rnic.kind
 
 
 def _admit(
-    proposal: clc.Proposal, rnic: Rnic | FallbackReason, address: str, offer: Offer | None
+    proposal: clc.Proposal, route: Route, offer: Offer | None
 ) -> tuple[Rnic, Terms] | FallbackReason:
     """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it and on what terms,
     or why none does."""
+    rnic = route.rnic
     if isinstance(rnic, FallbackReason):
         return rnic
     direct = None
@@ -301,7 +300,7 @@ def _admit(
         offer = None
     elif offer is not None and proposal.v2 is not None:
         direct = rnic.is_direct(proposal.v2.gid)
-    terms = answer(proposal, offer, _prefix_refusal(proposal, rnic, address), direct)
+    terms = answer(proposal, offer, _prefix_refusal(proposal, rnic, route.local), direct)
     return terms if isinstance(terms, FallbackReason) else (rnic, terms)
 
 

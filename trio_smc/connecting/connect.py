@@ -23,7 +23,7 @@ from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rendezvous.negotiation import Established
 from trio_smc.rendezvous.terms import proposing
 from trio_smc.rnic.spinner import NEVER
-from trio_smc.stack.policy import permitted_rnic
+from trio_smc.stack.policy import choose_route
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import inherited
 from trio_smc.streams.stream import SmcStream
@@ -141,8 +141,11 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
         return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = attempt.here or plain_address(sock.getsockname()[0])
-    near = attempt.elsewhere is not None
-    rnic = permitted_rnic(stack, config, here, attempt.peer, attempt.named, near=near)
+    route = attempt.route
+    if route is None or route.local != here:
+        # Under "assume" nothing needed a route before; else the system chose another address.
+        route = choose_route(stack, config, here, attempt.peer, attempt.named)
+    rnic = route.rnic
     if isinstance(rnic, FallbackReason):
         # Before ACCEPTED is taken, after which the server counts on a Proposal.
         if not attempt.offers:

@@ -37,7 +37,7 @@ from trio_smc.host.addresses import is_same_host, plain_address, source_address
 from trio_smc.host.private_directory import is_named
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Lookup
-from trio_smc.stack.policy import Chooser, permitted_rnic
+from trio_smc.stack.policy import Chooser, Route, choose_route
 
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
@@ -80,6 +80,7 @@ class Attempt:
       announcement: made on this host; or why discovery is impossible.
       offers: whether the TCP option is to tell.
       here: the address that it was announced to come from.
+      route: the RNIC that serves the connection, or why none does; None: not decided yet.
       elsewhere: the listeners of other network namespaces that the address is proven to lead to.
       bare: the socket that ``sock`` wraps, where the caller knows it.
       plain: the same when it was made here, so that nobody has set an option or bound it.
@@ -93,6 +94,7 @@ class Attempt:
     announcement: Announcement | FallbackReason | None = None
     offers: bool = False
     here: str | None = None
+    route: Route | None = None
     elsewhere: Lookup | None = None
     bare: stdlib_socket.socket | None = None
     plain: stdlib_socket.socket | None = None
@@ -536,18 +538,20 @@ async def _announced_source(
         return None  # no route, or a name as local address
     if source is None:
         return None
-    rnic = permitted_rnic(stack, config, plain, attempt.peer, attempt.named)
     here = is_same_host(plain, host)
+    unproven = FallbackReason.PEER_NOT_CAPABLE
     if config.discovery == "auto" and not here:
+        near = choose_route(stack, config, plain, attempt.peer, attempt.named, near=True)
         with stack.call():
-            found = await _prove(stack, attempt, plain, config)
+            found = await _prove(stack, attempt, near, config)
         if isinstance(found, Lookup):
-            attempt.elsewhere = found
+            attempt.elsewhere, attempt.route = found, near
             return source
-        if isinstance(rnic, FallbackReason) and found is not FallbackReason.PEER_NOT_CAPABLE:
-            return found
-    if isinstance(rnic, FallbackReason):
-        return rnic
+        unproven = found
+    attempt.route = choose_route(stack, config, plain, attempt.peer, attempt.named)
+    reason = attempt.route.reason
+    if reason is not None:
+        return reason if unproven is FallbackReason.PEER_NOT_CAPABLE else unproven
     if config.discovery == "tcp-option" or not here:
         attempt.offers = True
         return None
@@ -555,12 +559,15 @@ async def _announced_source(
 
 
 async def _prove(
-    stack: DialHost, attempt: Attempt, source: str, config: Config
+    stack: DialHost, attempt: Attempt, near: Route, config: Config
 ) -> Lookup | FallbackReason:
-    """Who listens in other network namespaces of this host, where the software RNIC may be used."""
-    permitted = permitted_rnic(stack, config, source, attempt.peer, attempt.named, near=True)
-    if isinstance(permitted, FallbackReason):
+    """The listeners in other network namespaces of this host, or why none was found.
+
+    ``near``: the route to a peer on this host.
+    """
+    reason = near.reason
+    if reason is not None:
         # A directory that was named, and cannot be used, is what keeps containers apart.
-        said = permitted in _DIRECTORY and is_named(config.private_directory())
-        return permitted if said else FallbackReason.PEER_NOT_CAPABLE
-    return await stack.discovery.prove(source, attempt.peer, attempt.sock)
+        said = reason in _DIRECTORY and is_named(config.private_directory())
+        return reason if said else FallbackReason.PEER_NOT_CAPABLE
+    return await stack.discovery.prove(near.local, attempt.peer, attempt.sock)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from trio_smc._base.reasons import FallbackReason
 
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["REST", "SHORT", "SHORT_AFTER", "Peer", "ShortConnections", "permitted_rnic"]
+__all__ = [
+    "REST",
+    "SHORT",
+    "SHORT_AFTER",
+    "Chooser",
+    "Peer",
+    "Route",
+    "ShortConnections",
+    "choose_route",
+]
 
 Peer = tuple[str, int]
 """A peer's address, and the port of the service, whichever side has it."""
@@ -48,7 +57,24 @@ class Chooser(Protocol):
         """
 
 
-def permitted_rnic(
+class Route(NamedTuple):
+    """How a connection can use SMC-R, or why not; decided once for each connection.
+
+    Attributes:
+      rnic: the RNIC that serves the connection, or the reason for TCP.
+      local: this side's address, for which the RNIC was chosen.
+    """
+
+    rnic: Rnic | FallbackReason
+    local: str
+
+    @property
+    def reason(self) -> FallbackReason | None:
+        """Why the connection is TCP; None if an RNIC serves it."""
+        return self.rnic if isinstance(self.rnic, FallbackReason) else None
+
+
+def choose_route(
     stack: Chooser,
     config: Config,
     local: str,
@@ -56,23 +82,28 @@ def permitted_rnic(
     *names: Peer,
     busy: bool = False,
     near: bool = False,
-) -> Rnic | FallbackReason:
-    """The RNIC for a connection, or why it is to be TCP.
+    required: bool = False,
+) -> Route:
+    """Decide which RNIC serves a connection, or why it is TCP.
 
     Args:
-      local: our address.
+      local: this side's address.
       peer: the peer's address and the port of the service.
-      names: whatever else names the connection, for the lists of ``config``.
+      names: what else names the connection, for the lists of ``config``.
       busy: too many handshakes are under way.
-      near: the peer is on this host, in another network namespace.
+      near: the peer is on this host, perhaps in another network namespace.
+      required: the peer takes SMC-R or nothing, so what was learned of it does not count.
     """
+    rnic: Rnic | FallbackReason
     if not config.permits(peer, *names):
-        return FallbackReason.NOT_PERMITTED
-    if busy:
-        return FallbackReason.HANDSHAKE_LIMIT
-    if config.learn_short and stack.short_connections.avoids(peer):
-        return FallbackReason.SHORT_CONNECTIONS
-    return stack.rnic_for(local, peer[0], near=near)
+        rnic = FallbackReason.NOT_PERMITTED
+    elif busy:
+        rnic = FallbackReason.HANDSHAKE_LIMIT
+    elif config.learn_short and not required and stack.short_connections.avoids(peer):
+        rnic = FallbackReason.SHORT_CONNECTIONS
+    else:
+        rnic = stack.rnic_for(local, peer[0], near=near)
+    return Route(rnic, local)
 
 
 class _Record:
@@ -96,7 +127,7 @@ class ShortConnections:
         self._open: dict[object, Peer] = {}
 
     def avoids(self, peer: Peer) -> bool:
-        """Whether a new connection is to be TCP.  Changes nothing: it is asked more than once."""
+        """True if a new connection is to be TCP.  Changes nothing."""
         record = self._records.get(peer)
         if record is None or record.in_a_row < SHORT_AFTER:
             return False
