@@ -420,9 +420,16 @@ async def test_serve_goes_on_after_capacity_errors(
         nursery.cancel_scope.cancel()
 
 
+@pytest.fixture
+def two_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams of a listener may wait for `accept`, and eight clients be in a handshake."""
+    monkeypatch.setattr("trio_smc.connecting.listener.MOST_WAITING", 2)
+
+
+@pytest.mark.usefixtures("two_may_wait")
 async def test_silent_clients_hold_up_nobody() -> None:
     """With twice as many as may wait for `accept`, others are served at once."""
-    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         silent = [await plain_client(listener) for _ in range(4)]
@@ -432,10 +439,11 @@ async def test_silent_clients_hold_up_nobody() -> None:
         await close_all(*silent, listener)
 
 
+@pytest.mark.usefixtures("two_may_wait")
 @pytest.mark.parametrize("first", [b"", clc.EYE_CATCHER])
 async def test_the_oldest_silent_client_gives_way(first: bytes) -> None:
     """First bytes of a message that never comes are as good as silence."""
-    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         silent = []
@@ -454,8 +462,9 @@ async def test_the_oldest_silent_client_gives_way(first: bytes) -> None:
         await close_all(*silent, listener)
 
 
+@pytest.mark.usefixtures("two_may_wait")
 async def test_no_address_takes_the_handshakes_of_others() -> None:
-    config = Config(receive_buffer=16384, discovery="assume", max_handshakes=2)
+    config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         alone = await trio.open_tcp_stream(*address_of(listener), local_address="127.0.0.2")
@@ -471,12 +480,18 @@ async def test_no_address_takes_the_handshakes_of_others() -> None:
         await close_all(alone, *many, listener)
 
 
-async def test_streams_that_nobody_accepts_are_bounded(stack: Stack) -> None:
-    [listener] = await stack.open_listeners(0, host=HOST, config=Config(max_handshakes=3))
+@pytest.mark.parametrize(("limit", "waiting"), [(None, 2), (0, 2), (3, 3)])
+@pytest.mark.usefixtures("two_may_wait")
+async def test_streams_that_nobody_accepts_are_bounded(
+    stack: Stack, limit: int | None, waiting: int
+) -> None:
+    """A handshake limit above the usual bound raises that bound."""
+    config = Config(handshake_limit=limit)
+    [listener] = await stack.open_listeners(0, host=HOST, config=config)
     clients = [await plain_client(listener) for _ in range(5)]
     await trio.testing.wait_all_tasks_blocked(0.05)
     fallbacks = ("local", FallbackReason.PEER_NOT_CAPABLE)
-    assert stack.statistics().fallbacks == {fallbacks: 3}
+    assert stack.statistics().fallbacks == {fallbacks: waiting}
     with trio.fail_after(PATIENCE):
         streams = [await listener.accept() for _ in range(5)]
     # Those that came together may be accepted in any order.

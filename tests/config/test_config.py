@@ -49,7 +49,6 @@ CALL_FIELDS: dict[str, Any] = {
     "checkpoints": "amortised",
     "handshake_timeout": 1,
     "close_timeout": 1,
-    "max_handshakes": 1,
     "handshake_limit": 1,
     "allow": (80,),
     "deny": ("192.0.2.0/24",),
@@ -66,7 +65,7 @@ def test_defaults() -> None:
     assert (config.handshake_timeout, config.first_contact_timeout, config.llc_timeout) == (6, 5, 2)
     assert (config.test_link_interval, config.test_link_timeout) == (30, 2)
     assert (config.close_timeout, config.link_group_idle) == (60, 600)
-    assert (config.shutdown_timeout, config.max_handshakes) == (5, 128)
+    assert (config.shutdown_timeout, config.handshake_limit) == (5, None)
 
 
 @pytest.mark.v2("v2.1/1", "v2.1/3")
@@ -100,9 +99,9 @@ def test_immutable_and_keyword_only() -> None:
         ("handshake_timeout", "6"),
         ("handshake_timeout", None),
         ("close_timeout", True),
-        ("max_handshakes", 0),
-        ("max_handshakes", 1.5),
-        ("max_handshakes", True),
+        ("handshake_limit", -1),
+        ("handshake_limit", 1.5),
+        ("handshake_limit", True),
         ("capture_payload", -1),
         ("capture_payload", 4097),
         ("capture_payload", 1.0),
@@ -372,7 +371,6 @@ def test_each_field_has_a_range(field: str) -> None:
         ("close_timeout", 0, 86400),
         ("link_group_idle", 0, 365 * 86400),
         ("shutdown_timeout", 0, 86400),
-        ("max_handshakes", 1, 65536),
         ("handshake_limit", 0, 1 << 20),
         ("receive_buffer", 1, 16 * KIB << 15),
         ("capture_payload", 0, 4096),
@@ -442,6 +440,13 @@ def test_hostile_files(tmp_path: Path, text: str, said: str) -> None:
         trio_smc.load_config(path)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_a_setting_of_an_earlier_release(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("max_handshakes = 128")
+    with pytest.raises(ValueError, match=r"no setting 'max_handshakes': set handshake_limit$"):
+        trio_smc.load_config(path)
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "a\0b", "\ud800", "", "/", "/nowhere/x.toml"])

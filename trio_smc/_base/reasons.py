@@ -93,7 +93,7 @@ class FallbackReason(StrEnum):
     LINK_FAILED = "link-failed"
     """The RoCE path could not be confirmed before data flowed (RFC 7609, C.2)."""
     HANDSHAKE_LIMIT = "handshake-limit"
-    """The listener has `Config.handshake_limit` or `Config.max_handshakes` under way already."""
+    """The listener has `Config.handshake_limit` or more handshakes under way."""
     TCP_OPTION_UNAVAILABLE = "tcp-option-unavailable"
     """This system cannot send the TCP option, or no program that sends it serves this process."""
     TCP_OPTION_NOT_PERMITTED = "tcp-option-not-permitted"
@@ -218,7 +218,7 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.HANDSHAKE_LIMIT: _Explanation(
         "the listener has too many handshakes under way",
-        "raise Config(handshake_limit=...) or Config(max_handshakes=...), or connect more slowly",
+        "raise Config(handshake_limit=...), or connect more slowly",
         Diagnosis.OUT_OF_MEMORY,
         at_decider=True,
     ),

@@ -217,11 +217,11 @@ class Config:
       link_group_idle: how long a link group without connections is kept (3.5.4).
       shutdown_timeout: how long a closing stack may take to finish what closed streams still owe;
         and at most as long again for calls under way to end, and for link groups.
-      max_handshakes: how many connections of one listener may wait for `accept`; further ones wait
-        in the TCP backlog.  Four times as many may be in a handshake; beyond that, those that have
-        made no progress for a second give way.
-      handshake_limit: while more than this many handshakes of one listener are under way, it
-        accepts further connections as TCP at once; None: they wait their turn.
+      handshake_limit: while this many handshakes of one listener are under way, further
+        connections are TCP at once; None: they wait their turn.  In both cases at most 128 streams
+        of a listener wait for `accept`, or as many as this limit if that is more, and at most four
+        times as many handshakes are under way.  Beyond that, connections wait in the TCP backlog,
+        and handshakes that have made no progress for a second give way.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
         ports of the service.  A client compares what it connects to; a listener compares its own
         address, and the client's with its own port.
@@ -261,7 +261,6 @@ class Config:
     close_timeout: float = 60
     link_group_idle: float = 600
     shutdown_timeout: float = 5
-    max_handshakes: int = 128
     handshake_limit: int | None = None
     allow: tuple[Listed, ...] = ()
     deny: tuple[Listed, ...] = ()
@@ -468,7 +467,6 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "close_timeout": _seconds(0, _DAY),
     "link_group_idle": _seconds(0, _YEAR),
     "shutdown_timeout": _seconds(0, _DAY),
-    "max_handshakes": _integer(1, 65536, "connections"),
     "handshake_limit": _integer(0, 1 << 20, "handshakes", optional=True),
     "allow": partial(check_list, ports=True),
     "deny": partial(check_list, ports=True),

@@ -18,6 +18,11 @@ _LARGEST: Final = 1 << 20  # bytes of a file
 _DEEPEST: Final = 2  # lists in a list: (host, port) pairs
 _LONGEST_RNIC: Final = 128  # characters
 
+# Settings of earlier releases, with their replacement.
+_REMOVED: Final = {
+    "max_handshakes": "set handshake_limit",
+}
+
 
 def load_config(path: Path | str) -> Config:
     """The settings in a TOML file.
@@ -38,7 +43,8 @@ def load_config(path: Path | str) -> Config:
     known = {field.name for field in fields(Config)}
     for key in values:
         if key not in known:
-            raise ValueError(f"{path}: there is no setting {shown(key)}")
+            hint = f": {_REMOVED[key]}" if key in _REMOVED else ""
+            raise ValueError(f"{path}: there is no setting {shown(key)}{hint}")
     try:
         rnics = values.get("rnics")
         if isinstance(rnics, list):

@@ -1,10 +1,10 @@
 """`SmcListener`: accepts TCP connections, runs their handshakes, hands out ready streams.
 
-Handshakes run in tasks of their own, so that a slow or hostile client holds up nobody.  At most
-`Config.max_handshakes` connections wait for `accept`; further ones wait in the TCP backlog.  Four
-times as many may be in a handshake; beyond that, those give way that have made no progress for a
-second (`connecting.pending`).  Nothing that goes wrong with one connection reaches the caller of
-`accept`.
+Handshakes run in tasks of their own, so that a slow or hostile client delays no other client.  At
+most `MOST_WAITING` streams wait for `accept`, or `Config.handshake_limit` if that is more; further
+connections wait in the TCP backlog.  Four times as many may be in a handshake; beyond that,
+handshakes that have made no progress for a second give way (`connecting.pending`).  Nothing that
+goes wrong with one connection reaches the caller of `accept`.
 
 `SmcListener.hand_out` passes on each connection as soon as TCP has accepted it: the task that
 finishes the handshake goes on with the stream.  This saves a task and two passes of the scheduler
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPACITY_ERRORS",
     "CAPACITY_PAUSE",
+    "MOST_WAITING",
     "Incoming",
     "ListenerHost",
     "SmcListener",
@@ -60,7 +61,9 @@ CAPACITY_PAUSE: Final = 0.1
 # The listening socket is none any more.
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
 _ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
-_HANDSHAKES_EACH: Final = 4  # for each connection that may wait for `accept`
+MOST_WAITING: Final = 128
+"""Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger."""
+_HANDSHAKES_EACH: Final = 4  # for each stream that may wait for `accept`
 _ACCEPT_SPINS: Final = 4
 """How many times `Config.spin` a client needs from one connection to its next one."""
 
@@ -131,7 +134,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
-        self._pending = PendingHandshakes(_HANDSHAKES_EACH * config.max_handshakes)
+        self._most_waiting = max(config.handshake_limit or 0, MOST_WAITING)
+        self._pending = PendingHandshakes(_HANDSHAKES_EACH * self._most_waiting)
         # Connections from when they are accepted by TCP until `accept` takes them.
         self._held = 0
         self._came = 0  # connections that were accepted so far
@@ -401,8 +405,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             # Else the connection was gone before it could be accepted (accept(2)).
 
     def _has_room(self) -> bool:
-        most = self._config.max_handshakes
-        return self._held - len(self._pending) < most and not self._pending.is_full
+        waiting = self._held - len(self._pending)
+        return waiting < self._most_waiting and not self._pending.is_full
 
     def _end_wait(self, arrival: Arrival) -> None:
         """The handshake of ``arrival`` is over."""
