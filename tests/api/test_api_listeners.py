@@ -501,6 +501,18 @@ async def test_streams_that_nobody_accepts_are_bounded(
     await close_all(*clients, *streams, listener)
 
 
+@pytest.mark.usefixtures("two_may_wait")
+async def test_a_full_listener_is_closed_as_it_gets_room(stack: Stack) -> None:
+    [listener] = await stack.open_listeners(0, host=HOST)
+    clients = [await plain_client(listener) for _ in range(3)]
+    await trio.testing.wait_all_tasks_blocked(0.05)
+    stream = await listener.accept()
+    listener.close()  # before the accepting task runs again
+    await trio.testing.wait_all_tasks_blocked()
+    assert stack.runtime.running
+    await close_all(*clients, stream)
+
+
 async def test_require_smc(caplog: pytest.LogCaptureFixture) -> None:
     async with trio_smc.open_stack(Config(receive_buffer=16384, require_smc=True)) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)

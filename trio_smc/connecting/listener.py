@@ -370,6 +370,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._released = trio.Event()
             with trio.move_on_at(self._pending.give_way(trio.current_time())):
                 await self._released.wait()
+        if self._closed:
+            return
         try:
             await trio.lowlevel.wait_readable(self.socket)
             self._stack.check_not_forked()  # the connections are the parent's
