@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE as PATIENCE  # noqa: PLC0414  # test_tcp_option takes it here
 from trio_smc import Config, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
 
 HOST = "127.0.0.1"
-PATIENCE = 20.0
-"""Seconds after which a test has failed; nothing that passes takes that long."""
-QUICK = Config(receive_buffer=16384, close_timeout=20, shutdown_timeout=20)
+QUICK = Config(receive_buffer=16384, close_timeout=2 * PATIENCE, shutdown_timeout=20)
 ASSUME = Config(receive_buffer=16384, discovery="assume")
 PEER_ID = b"\x00\x01\x02\x00\x00\x00\x00\x09"
 GID = bytes.fromhex("fd534d43520000000102030405060708")

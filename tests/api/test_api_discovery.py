@@ -24,7 +24,6 @@ import trio_smc
 from tests.api.api_peers import (
     ASSUME,
     HOST,
-    PATIENCE,
     QUICK,
     address_of,
     check_serves,
@@ -38,6 +37,7 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.rendezvous.discovery import tcp_option
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption

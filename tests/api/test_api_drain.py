@@ -11,8 +11,9 @@ import trio
 import trio.testing
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, check_talk, connect
+from tests.api.api_peers import HOST, check_talk, connect
 from tests.streams.stream_pairs import cancel_when_blocked
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SoftRnic, Stack
 
 

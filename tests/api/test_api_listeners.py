@@ -20,7 +20,6 @@ import trio_smc
 from tests.api.api_peers import (
     ASSUME,
     HOST,
-    PATIENCE,
     QUICK,
     accept,
     address_of,
@@ -34,6 +33,7 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, Stack
 from trio_smc.wire import clc
 

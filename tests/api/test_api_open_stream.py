@@ -17,7 +17,6 @@ import trio_smc
 from tests.api.api_peers import (
     ASSUME,
     HOST,
-    PATIENCE,
     QUICK,
     accept,
     address_of,
@@ -34,6 +33,7 @@ from tests.api.api_peers import (
 )
 from tests.ports import reserved_port
 from tests.streams.stream_pairs import cancel_when_blocked
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcListener, SmcStream, SmcUnavailable, Stack
 from trio_smc.connecting import connect as _connect
 from trio_smc.connecting import dial as _dial

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import trio
 
-from tests.api.api_peers import PATIENCE
+from tests.timing import PATIENCE
 
 
 async def run(program: str, *arguments: str) -> str:

@@ -14,7 +14,6 @@ import trio_smc
 from tests.api.api_peers import (
     ASSUME,
     HOST,
-    PATIENCE,
     QUICK,
     accept,
     address_of,
@@ -30,6 +29,7 @@ from tests.api.api_peers import (
     read_clc,
     read_exactly,
 )
+from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, Origin, SoftRnic
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.discovery import messages as _local_protocol

@@ -19,7 +19,6 @@ import trio_smc
 from tests.api.api_peers import (
     ASSUME,
     HOST,
-    PATIENCE,
     QUICK,
     address_of,
     all_freed,
@@ -32,6 +31,7 @@ from tests.api.api_peers import (
     read_exactly,
     read_to_end,
 )
+from tests.timing import PATIENCE
 from trio_smc import (
     Config,
     Fallback,

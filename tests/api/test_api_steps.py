@@ -14,7 +14,8 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, QUICK, address_of, all_freed, check_serves
+from tests.api.api_peers import HOST, QUICK, address_of, all_freed, check_serves
+from tests.timing import PATIENCE
 from trio_smc import SmcListener, SmcStream, Stack
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc.connecting import dial
 from trio_smc.connecting.connect import connect_socket
 
@@ -27,7 +28,6 @@ HOST = "127.0.0.1"
 CONFIG = trio_smc.Config(receive_buffer=16384, close_timeout=20, shutdown_timeout=20)
 IP_LOCAL_PORT_RANGE = 51
 SERVERS = 2
-PATIENCE = 60
 
 
 def say(*words: object) -> None:
@@ -188,7 +188,7 @@ async def main(what: str, first: str, last: str, *rest: str) -> None:
     if what != "client":
         await trio.run_process(["ip", "link", "set", "lo", "up"])
         system("ip_local_port_range", f"{first} {last}")
-    with trio.fail_after(PATIENCE):
+    with trio.fail_after(2 * PATIENCE):
         if what == "count":
             await count()
         elif what == "reserved":

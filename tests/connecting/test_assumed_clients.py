@@ -15,7 +15,8 @@ from dataclasses import replace
 import pytest
 import trio
 
-from tests.api.api_peers import ASSUME, HOST, PATIENCE, address_of, proposal
+from tests.api.api_peers import ASSUME, HOST, address_of, proposal
+from tests.timing import PATIENCE
 from trio_smc import Mode, SmcListener, Stack, open_stack
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.wire import clc

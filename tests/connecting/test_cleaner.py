@@ -8,7 +8,8 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, QUICK, address_of
+from tests.api.api_peers import HOST, QUICK, address_of
+from tests.timing import PATIENCE
 from trio_smc import Config, Mode
 from trio_smc.control import protocol as control
 from trio_smc.control import server

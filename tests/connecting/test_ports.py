@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PATIENCE = 90
+from tests.timing import PATIENCE
 
 
 def in_namespace(*arguments: str) -> list[list[str]]:
@@ -18,7 +18,7 @@ def in_namespace(*arguments: str) -> list[list[str]]:
     command = [sys.executable, "-m", "tests.connecting.crowded_ports", *arguments]
     done = subprocess.run(
         ["unshare", "-rn", *command],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()]

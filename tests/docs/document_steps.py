@@ -30,9 +30,9 @@ from typing import Final
 
 import trio
 
+from tests.timing import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE: Final = 50.0
-"""Seconds that one step may take."""
 _STEP: Final = re.compile(
     r"<!-- (step|file|shows):? ?([^\n]*?) ?-->\n+(?:```(\w+)\n(.*?)```)?", re.DOTALL
 )
@@ -85,7 +85,7 @@ class _Running:
 
     async def until(self, text: str) -> None:
         """Wait until it has said something."""
-        with trio.fail_after(PATIENCE):
+        with trio.fail_after(2 * PATIENCE):
             while text.encode() not in self.said:
                 assert not self.ended, self.said.decode()
                 await self.more.wait()
@@ -98,7 +98,7 @@ class _Running:
         """
         if self.terminal >= 0:
             os.write(self.terminal, b"\x03")
-        with trio.fail_after(PATIENCE):
+        with trio.fail_after(2 * PATIENCE):
             await self.process.wait()
         self.hang_up()
 
@@ -184,7 +184,7 @@ class Walk:
 
     async def _run(self, text: str, code: int) -> None:
         self.count += 1
-        with trio.fail_after(20 * PATIENCE if self._fresh else PATIENCE):
+        with trio.fail_after((40 if self._fresh else 2) * PATIENCE):
             done = await trio.run_process(
                 self._shell(text),
                 cwd=self._directory,

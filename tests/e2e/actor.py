@@ -22,6 +22,7 @@ from trio.testing import wait_all_tasks_blocked
 import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
+from tests.timing import PATIENCE
 from trio_smc import Config, Stack
 from trio_smc.stack.connection_host import Endpoint
 from trio_smc.streams import socket_options
@@ -30,8 +31,6 @@ from trio_smc.streams.rdma_stream import RdmaStream
 __all__ = ["Actor", "End", "join", "open_ends"]
 
 _ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
-PATIENCE = 20.0
-"""Seconds after which something that should happen has not; far from every timer's time."""
 
 
 class Actor:

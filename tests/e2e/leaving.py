@@ -8,11 +8,10 @@ import trio
 
 from tests.e2e.processes import open_peer
 from tests.e2e.zygote import WAYS
+from tests.timing import PATIENCE
 
 LARGEST = 4 << 20
 HELD = ("descriptors", "threads", "mappings", "open_connections", "groups")
-PATIENCE = 30.0
-"""Seconds after which what the server still holds is kept for ever."""
 
 
 async def leave_at_once(cases: int, seed: int) -> int:

@@ -38,6 +38,7 @@ import trio
 
 import trio_smc
 from tests.e2e.sudden_end import Costs
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rendezvous.links.group import LinkGroup
 from trio_smc.stack.groups import GroupTable
@@ -45,7 +46,6 @@ from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.wire import clc
 
 HOST: Final = "127.0.0.1"
-PATIENCE: Final = 50.0
 TIMEOUT: Final = 4.0
 """Seconds of those time-outs that are to end many things together."""
 SILENT: Final = frozenset({"first-contacts", "handshakes"})
@@ -99,7 +99,7 @@ def has_links(groups: GroupTable, number: int) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something of which nothing tells."""
-    with trio.fail_after(PATIENCE):
+    with trio.fail_after(2 * PATIENCE):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
@@ -182,7 +182,7 @@ async def come(
     assert peer.stdout is not None
     streams: list[SmcStream] = []
     nursery.start_soon(accept_all, listener, streams)
-    with trio.fail_after(PATIENCE):
+    with trio.fail_after(2 * PATIENCE):
         assert await peer.stdout.receive_some(1)
     if case in SILENT:
         await until(lambda: len(groups.groups) >= count)

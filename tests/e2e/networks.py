@@ -20,7 +20,8 @@ from typing import Any, Self
 
 import trio
 
-PATIENCE = 60
+from tests.timing import PATIENCE
+
 _ROOT = Path(__file__).parents[2]
 
 
@@ -52,7 +53,7 @@ class Network:
         for line in lines:
             done = subprocess.run(
                 [*self.enter(), *shlex.split(line)],
-                capture_output=True, text=True, check=False, timeout=PATIENCE,
+                capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
             )  # fmt: skip
             assert done.returncode == 0, f"{line}: {done.stderr}"
             said = done.stdout
@@ -251,14 +252,14 @@ class Containers:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with trio.fail_after(PATIENCE):
+            with trio.fail_after(2 * PATIENCE):
                 said = b""
                 while not said.endswith(b"\n"):
                     said += await process.stdout.receive_some() or b"nothing\n"
             port, pid = map(int, said.split())
             assert pid == 1
             yield port
-            with trio.fail_after(PATIENCE):
+            with trio.fail_after(2 * PATIENCE):
                 await process.stdin.aclose()
                 assert await process.wait() == 0
         finally:
@@ -273,7 +274,7 @@ class Containers:
         **more: Any,
     ) -> list[Outcome]:  # fmt: skip
         """What a client there says of its connections to these addresses, one after the other."""
-        with trio.fail_after(PATIENCE):
+        with trio.fail_after(2 * PATIENCE):
             done = await trio.run_process(
                 self.command(network, {"to": there, **more}, users),
                 capture_stdout=True,

@@ -28,11 +28,10 @@ import time
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcStream, Stack
 
 HOST = "127.0.0.1"
-PATIENCE = 60.0
-"""Seconds, and so much more for each further thousand of connections."""
 UNREAD = 10
 
 
@@ -85,7 +84,7 @@ class Costs:
 async def all_closed(stack: Stack) -> None:
     """And what a link group that is gone had is free."""
     table = stack.runtime.groups
-    with trio.fail_after(PATIENCE):
+    with trio.fail_after(2 * PATIENCE):
         # Nothing tells; `Stack.statistics` would add up all of them each time.
         while table.endpoints or any(group.state == "GONE" for group in table.groups):  # noqa: ASYNC110
             await trio.sleep(0.001)
@@ -110,7 +109,7 @@ async def serve(case: str, connections: int) -> dict[str, float]:
             assert client.stdin is not None
             assert client.stdout is not None
             streams: list[SmcStream] = []
-            with trio.fail_after(PATIENCE * (1 + connections // 1000)):
+            with trio.fail_after(2 * PATIENCE * (1 + connections // 1000)):
                 while len(streams) < connections:
                     streams.append(await listener.accept())
                 await client.stdout.receive_some(1)

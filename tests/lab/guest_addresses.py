@@ -22,6 +22,7 @@ from typing import Final, Self
 import pytest
 
 from tests.rnic.contract import End, make_end
+from tests.timing import PATIENCE
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.verbs import QpState, Rnic, RnicError
 
@@ -30,7 +31,6 @@ AT_ONCE: Final = 0.4
 for a second, each time."""
 TRIES: Final = 5
 """A host that is busy with others stops a guest now and then, but not each time."""
-PATIENCE: Final = 40.0
 
 
 def sh(command: str) -> None:

@@ -18,7 +18,6 @@ from typing import Final
 import pytest
 
 from tests.rnic.contract import (
-    PATIENCE,
     End,
     RnicContract,
     connect,
@@ -27,6 +26,7 @@ from tests.rnic.contract import (
     nothing_comes,
     until,
 )
+from tests.timing import PATIENCE
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.roce.queue_pair import RoceQueuePair
 from trio_smc.rnic.verbs import Rnic, RnicError

@@ -17,10 +17,10 @@ import trio_smc
 from tests.lab.interop_world import until
 from tests.lab.liar import LIES, UEID, V2_LIES, Liar, V2Liar
 from tests.lab.verbs_side import Control, Device, open_device
+from tests.timing import PATIENCE
 from trio_smc import Config, Mode, SmcStream, VerbsRnic
 
 PORT = 7900
-PATIENCE = 150
 STANDSTILL = 0.8
 """Seconds: less than the kernel waits for an address that nobody answers for."""
 TRIES = 4

@@ -20,12 +20,12 @@ from tests.lab import routing
 from tests.lab.interop_links import here, two
 from tests.lab.interop_world import CONFIG, PIECE, Seen, until
 from tests.lab.verbs_side import Control
+from tests.timing import PATIENCE
 from trio_smc import Config, LinkGroupKind, Mode, SmcStream
 from trio_smc.rendezvous.links.link import Link
 
 PORT = 7800
 SIZE = 16 << 20
-PATIENCE = 150
 STEPS = (
     "client_fails_idle", "client_fails", "server_fails", "client_loses_device",
     "server_fails_in_version_2", "client_fails_behind_routers_in_version_2",

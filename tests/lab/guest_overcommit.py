@@ -18,11 +18,11 @@ from typing import Any, Final, Self
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcListener, SmcStream
 
 HOST: Final = "127.0.0.1"
 MIB: Final = 1 << 20
-PATIENCE: Final = 60
 ALMOST_NOTHING: Final = 6 * MIB
 """Enough for a stack and some connections, and less than the stack of a thread."""
 

@@ -11,14 +11,12 @@ import pytest
 import trio
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, VerbsRnic
 from trio_smc._stack import Stack
 from trio_smc.host import pnet
 from trio_smc.host.addresses import local_prefix
 from trio_smc.host.netlink import Remembering
-
-PATIENCE = 100
-"""Seconds: guests without KVM may share their host with others."""
 
 
 def sh(command: str) -> None:

@@ -24,10 +24,9 @@ import trio
 
 from tests.lab import smc_netlink
 from tests.lab.verbs_side import Control
+from tests.timing import PATIENCE
 
 ROUNDS = 3
-PATIENCE = 200.0
-"""Seconds: guests without KVM."""
 PORT = 7850
 PYTHON = "/usr/bin/python3"
 PROGRAM = [PYTHON, "-m", "tests.lab.plain_speed"]

@@ -22,14 +22,13 @@ import trio
 import trio_smc
 from tests.lab.verbs_side import Control
 from tests.rendezvous.discovery.option_wire import SYN, SYN_ACK, Wire
+from tests.timing import PATIENCE
 from trio_smc import Config, FallbackReason, Mode, SmcStream, VerbsRnic
 from trio_smc.rendezvous.discovery.option_program import OPTION
 
 PORT = 7700
 TEXT = bytes(range(256)) * 400  # more than the default MTU, less than an RMB element
 VLAN = 7
-PATIENCE = 150
-"""Seconds: guests without KVM may share their host with others."""
 CONFIG = Config(
     handshake_timeout=30, first_contact_timeout=30, llc_timeout=20, test_link_timeout=20,
     shutdown_timeout=20,

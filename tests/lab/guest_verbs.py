@@ -21,7 +21,6 @@ from contextlib import suppress
 import trio
 
 from tests.lab.verbs_side import (
-    PATIENCE,
     Control,
     Device,
     Pair,
@@ -29,6 +28,7 @@ from tests.lab.verbs_side import (
     descriptors,
     open_device,
 )
+from tests.timing import PATIENCE
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce.queue_pair import RECEIVES
 from trio_smc.rnic.verbs import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import trio
 
-from tests.lab.interop_world import PATIENCE, World
+from tests.lab.interop_world import World
 from tests.lab.kernel import KernelError
+from tests.timing import PATIENCE
 
 __all__ = ["abort", "close_with_data", "half_close", "urgent"]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import trio
 
-from tests.lab.interop_world import PATIENCE, World
+from tests.lab.interop_world import World
+from tests.timing import PATIENCE
 from trio_smc import Fallback, FallbackReason, Origin
 from trio_smc.connecting import connect as _connect
 from trio_smc.rnic.verbs import Rnic

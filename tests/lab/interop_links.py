@@ -10,7 +10,8 @@ from typing import Any
 import trio
 
 from tests.lab.interop_streams import MIB, file_digest, transfer
-from tests.lab.interop_world import PATIENCE, Both, Seen, World, until
+from tests.lab.interop_world import Both, Seen, World, until
+from tests.timing import PATIENCE
 from trio_smc import LinkGroupKind, SmcStream, VerbsRnic
 
 __all__ = ["asymmetric", "big_file", "link_down", "survive", "symmetric", "test_link"]

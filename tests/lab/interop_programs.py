@@ -15,7 +15,8 @@ from typing import Any
 
 import trio
 
-from tests.lab.interop_world import PATIENCE, World
+from tests.lab.interop_world import World
+from tests.timing import PATIENCE
 from trio_smc import Mode, SmcStream, Stack
 
 __all__ = ["c_programs", "python_programs"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import trio
 
-from tests.lab.interop_world import PATIENCE, PIECE, Both, World
+from tests.lab.interop_world import PIECE, Both, World
 from tests.lab.kernel_agent import OPENING
+from tests.timing import PATIENCE
 from trio_smc import Mode, SmcStream, Stack
 
 __all__ = ["first_contact", "loss", "many_connections", "second_connection", "window_full"]

@@ -13,7 +13,8 @@ import trio
 from tests.lab import routing, smc_netlink
 from tests.lab.interop_links import FEW, SECOND, UNDO, expect_kind, here, newest_links, survive, two
 from tests.lab.interop_streams import MIB, file_digest, transfer
-from tests.lab.interop_world import PATIENCE, Both, World, until
+from tests.lab.interop_world import Both, World, until
+from tests.timing import PATIENCE
 from trio_smc import FallbackReason, LinkGroupKind, Origin, Stack, VerbsRnic
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.rendezvous.negotiation import Negotiation

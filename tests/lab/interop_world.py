@@ -15,12 +15,11 @@ import trio
 
 import trio_smc
 from tests.lab.kernel import Kernel
+from tests.timing import PATIENCE
 from trio_smc import Config, Fallback, FallbackReason, Mode, SmcStream, Stack
 
-__all__ = ["CONFIG", "PATIENCE", "PIECE", "Both", "Seen", "World", "until"]
+__all__ = ["CONFIG", "PIECE", "Both", "Seen", "World", "until"]
 
-PATIENCE = 60
-"""Seconds for a step of a guest without KVM."""
 CONFIG = Config(
     discovery="tcp-option", handshake_timeout=20, first_contact_timeout=20, llc_timeout=10,
     test_link_timeout=5, shutdown_timeout=10,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import trio
 
 from tests.lab.verbs_side import Device, Pair, find
+from tests.timing import PATIENCE
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.rnic.verbs import RECEIVE_SIZE, RnicError, WcOpcode
 from trio_smc.wire import clc, llc
@@ -26,7 +27,6 @@ UEID = "TRIO-SMC.LAB"
 """The server's."""
 SIZE_CODE = 2
 RMB = 64 * 1024
-PATIENCE = 60.0
 DEAD = bytes(10) + b"\xff\xff\x0a\x09\0\x4d"  # 10.9.0.77
 
 

@@ -216,6 +216,7 @@ class _Guest:
             "PYTHONPATH": f"{REPOSITORY}:{packages}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONFAULTHANDLER": "1",
+            "TRIO_SMC_PATIENCE": "200",  # without KVM, on a host with other work
             "XDG_RUNTIME_DIR": "/run/user0",
         }
         lines = [f"export {key}={shlex.quote(value)}\n" for key, value in settings.items()]

@@ -13,6 +13,7 @@ from typing import Any, Self
 import trio
 import trio.testing
 
+from tests.timing import PATIENCE
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -27,8 +28,6 @@ from trio_smc.rnic.verbs import (
 )
 
 PORT = 7654
-PATIENCE = 100
-"""Seconds after which a wait means failure: guests without KVM are slow."""
 
 
 async def find(rnic: Rnic, gid: bytes) -> None:

@@ -16,6 +16,7 @@ import trustme
 
 from tests.ports import reserved_port
 from tests.programs.test_unmodified import started, wait_for
+from tests.timing import PATIENCE
 
 pytestmark = [pytest.mark.others, pytest.mark.timeout(300)]
 
@@ -27,7 +28,6 @@ PACKAGES = {
     ],
     "purerpc": ["protobuf", "purerpc>=0.8", "trio"],  # it wants an older h2
 }  # fmt: skip
-PATIENCE = 60
 
 FASTAPI_APP = """
 import trio
@@ -244,7 +244,7 @@ def said_by(theirs: Path, cwd: Path, program: str, *arguments: str, plain: bool 
     command = [str(theirs / "python"), "client.py", *arguments]
     done = subprocess.run(
         command if plain else running(theirs, *command),
-        cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -351,7 +351,7 @@ def test_chromium_through_two_proxies(theirs: Path, tmp_path: Path) -> None:
                  f"--user-data-dir={tmp_path / 'profile'}", f"http://127.0.0.1:{front}/page.html"],
                 # It leaves files in the runtime directory, which is looked at for what we leave.
                 env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
-                capture_output=True, text=True, timeout=PATIENCE, check=False,
+                capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
             )  # fmt: skip
     assert '<p id="it">ab</p>' in done.stdout, done.stderr
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.ports import reserved_port
+from tests.timing import PATIENCE
 
 RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
-PATIENCE = 30
 
 APPLICATION = """
 from quart_trio import QuartTrio
@@ -109,7 +109,7 @@ def started(
             yield process
         finally:
             process.send_signal(stop)
-            process.communicate(timeout=PATIENCE)
+            process.communicate(timeout=2 * PATIENCE)
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> str:
@@ -131,7 +131,7 @@ def run_client(cwd: Path, program: str, *arguments: str) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=2 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -154,7 +154,7 @@ def test_hypercorns_own_command_line(workers: int, tmp_path: Path) -> None:
         said = run_client(tmp_path, BROWSER, address)
     assert said.splitlines() == ["200 11000"] * 3
     port = address.rpartition(":")[2]
-    subprocess.run([sys.executable, "-c", SUCCESSOR, port], timeout=PATIENCE, check=True)
+    subprocess.run([sys.executable, "-c", SUCCESSOR, port], timeout=2 * PATIENCE, check=True)
 
 
 def test_trio_websocket(tmp_path: Path) -> None:

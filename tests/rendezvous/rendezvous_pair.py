@@ -39,7 +39,8 @@ __all__ = [
 
 SIZE = 1 << 20
 """Bytes of an RMB element: four in an RMB of 4 MiB."""
-PATIENCE = 6.0
+HANDSHAKE_TIMEOUT = 6.0
+"""Seconds, of the test's clock, that an end waits in one state of its negotiation."""
 _DIRECTORY = "/nonexistent"  # plain RNICs have no files
 
 
@@ -323,7 +324,7 @@ class End:
             self._flush()
             return True
         if self.state != self._state:
-            self._state, self.deadline = self.state, now + PATIENCE
+            self._state, self.deadline = self.state, now + HANDSHAKE_TIMEOUT
         return self._read()
 
     def _flush(self) -> None:

@@ -19,6 +19,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tests.rendezvous.discovery.world import serving
 from tests.reused_numbers import Victim, reusing
+from tests.timing import PATIENCE
 from trio_smc._base.timers import Timers
 from trio_smc.rendezvous.handshake import run_negotiation
 from trio_smc.rnic.spinner import Spinner
@@ -27,7 +28,6 @@ from trio_smc.states.tables import CLC_CLIENT
 
 REPEATS = 60
 """One order in six is the dangerous one: chance misses it once in 50,000 runs."""
-PATIENCE = 20
 LOOK_AGAIN = 0.1
 """Seconds, by the test's clock, after which a claim looks whether its client withdrew."""
 LATE = 1000.0

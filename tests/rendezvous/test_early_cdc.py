@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import trio
 
-from tests.api.api_peers import ASSUME, PATIENCE, address_of, plain_client, plain_server
+from tests.api.api_peers import ASSUME, address_of, plain_client, plain_server
+from tests.timing import PATIENCE
 from trio_smc import SmcStream, Stack, open_stack
 from trio_smc.datapath.connection import Connection
 

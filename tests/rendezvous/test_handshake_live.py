@@ -22,7 +22,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.api.api_peers import ASSUME, GID, HOST, MAC, PATIENCE, PEER_ID, address_of, check_talk
+from tests.api.api_peers import ASSUME, GID, HOST, MAC, PEER_ID, address_of, check_talk
+from tests.timing import PATIENCE
 from trio_smc import Mode, SmcListener, SmcStream, Stack, open_stack
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._base.timers import Timers

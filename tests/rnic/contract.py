@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from tests.timing import PATIENCE
 from trio_smc.rnic.memory import Memory
 from trio_smc.rnic.verbs import (
     RECEIVE_SIZE,
@@ -30,8 +31,6 @@ from trio_smc.rnic.verbs import (
     WcStatus,
 )
 
-PATIENCE = 40.0
-"""Seconds that anything may take: guests without KVM may share their host with others."""
 MEMORY = 256 * 1024
 RECEIVES = 64
 

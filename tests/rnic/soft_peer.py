@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.rnic.contract import MEMORY, PATIENCE, End, make_end
+from tests.rnic.contract import MEMORY, End, make_end
+from tests.timing import PATIENCE
 from trio_smc.rnic.soft.device import SoftRnic
 
 BURST = 50

@@ -16,9 +16,10 @@ import trio
 import trio.testing
 
 from tests.reused_numbers import Victim, reusing
-from tests.rnic.contract import PATIENCE, End, connect, make_end
+from tests.rnic.contract import End, connect, make_end
 from tests.rnic.pumps import Passes, is_hooked
 from tests.rnic.soft_peer import Peer
+from tests.timing import PATIENCE
 from trio_smc.rnic.deferred import DEFERRED_PASSES
 from trio_smc.rnic.dispatch import Dispatcher
 from trio_smc.rnic.poller import Poller

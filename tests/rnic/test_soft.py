@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rnic.contract import MEMORY, PATIENCE, End, connect, got, make_end, nothing_comes, until
+from tests.rnic.contract import MEMORY, End, connect, got, make_end, nothing_comes, until
 from tests.rnic.soft_peer import BURST, Peer, pause
+from tests.timing import PATIENCE
 from trio_smc.rnic.soft import device
 from trio_smc.rnic.soft import messages as _fabric
 from trio_smc.rnic.soft.device import SoftRnic

@@ -6,12 +6,11 @@ import pytest
 import trio
 
 from tests.streams.stream_pairs import close_both, open_pairs, read, smc_config, tcp_config
+from tests.timing import PATIENCE
 from trio_smc import Stack
 from trio_smc._base.observer import ObserverGroup
 from trio_smc.rnic.pump import UNHOOKED, UNUSED_PASSES
 from trio_smc.wire import llc
-
-PATIENCE = 20
 
 
 async def until_idle(stack: Stack) -> None:

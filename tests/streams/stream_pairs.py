@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
+from tests.timing import PATIENCE
 from trio_smc import Config, Mode, SmcListener, SmcStream, Stack
 from trio_smc.datapath.rmb import EYE_CATCHER
 from trio_smc.streams.tcp_stream import TcpStream
@@ -53,7 +54,7 @@ class Pairs:
         async def accept() -> None:
             accepted.append(await self._listener.accept())
 
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(accept)
                 stream = await trio_smc.open_stream(*self._address[:2])
@@ -120,7 +121,7 @@ async def open_pairs(config: Config, *, stacks: int = 1, host: str = HOST) -> As
 
 def smc_config(**changes: object) -> Config:
     """Small rings, and short timeouts in case a test fails."""
-    base = Config(receive_buffer=SMALL_RING, close_timeout=20, shutdown_timeout=20)
+    base = Config(receive_buffer=SMALL_RING, close_timeout=2 * PATIENCE, shutdown_timeout=20)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

@@ -19,12 +19,12 @@ import trustme
 
 import trio_smc
 from tests.streams.stream_pairs import HOST, SMALL_RING, smc_config
+from tests.timing import PATIENCE
 from trio_smc import Config, Mode
 from trio_smc.rnic.soft.device import SoftRnic
 
 # Seconds; much longer than every test.  A wait without a wakeup ends after this time.
 CLOSE_TIMEOUT = 600
-PATIENCE = 20
 MUCH = 10 * SMALL_RING
 ENDED = (trio.BrokenResourceError, trio.ClosedResourceError)
 

@@ -12,7 +12,8 @@ import trio
 import trio.testing
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, close_all, connect
+from tests.api.api_peers import HOST, close_all, connect
+from tests.timing import PATIENCE
 from trio_smc import Config, SmcStream
 from trio_smc.rnic.dispatch import Dispatcher
 from trio_smc.streams import parking

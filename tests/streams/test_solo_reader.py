@@ -15,13 +15,13 @@ import trio.testing
 import trio_smc
 from tests.rnic.pumps import Passes, is_hooked
 from tests.streams.stream_pairs import SMALL_RING, Pairs, close_both, open_pairs, read, smc_config
+from tests.timing import PATIENCE
 from trio_smc import SmcStream
 from trio_smc.rnic import solo
 from trio_smc.rnic.pump import Pump
 from trio_smc.rnic.solo import SOLO_AFTER_WAITS, SoloReader
 from trio_smc.stack import budget
 
-PATIENCE = 20
 PAUSE = 0.001
 """Seconds between requests: the loop sleeps."""
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.ports import reserved_port
+from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.tools.processes import explain_listener
 
 HERE = Config().private_directory
-PATIENCE = 40
 ASYNCIO = """
 import asyncio
 async def main():
@@ -64,15 +64,19 @@ def server(
             yield int(process.stdout.readline()), process.pid
         finally:
             process.send_signal(signal.SIGINT)  # a stack removes its names
-            process.wait(PATIENCE)
+            process.wait(2 * PATIENCE)
 
 
 def check(port: int) -> str:
     """What the command prints for people; JSON has the same."""
     command = [sys.executable, "-m", "trio_smc.tools", "check", "127.0.0.1", str(port)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
     assert said.returncode == 1, said.stderr
-    done = subprocess.run([*command, "--json"], capture_output=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, timeout=2 * PATIENCE, check=False
+    )
     found = json.loads(done.stdout)["listener"]
     assert found["text"] in said.stdout
     assert f"remedy     {found['remedy']}\n" in said.stdout
@@ -125,7 +129,7 @@ def test_what_is_no_python(tmp_path: Path) -> None:
         command = [redis, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
             try:
-                end = time.monotonic() + PATIENCE
+                end = time.monotonic() + 2 * PATIENCE
                 while time.monotonic() < end:
                     with contextlib.suppress(ConnectionRefusedError):
                         socket.create_connection(("127.0.0.1", port)).close()

@@ -14,7 +14,8 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, QUICK, accept, decline, plain_server, read_clc
+from tests.api.api_peers import HOST, QUICK, accept, decline, plain_server, read_clc
+from tests.timing import PATIENCE
 from tests.tools.tools_processes import quick_command
 from trio_smc import Config, Fallback, FallbackReason, Origin, SoftRnic, Stack
 from trio_smc._base.reasons import Diagnosis

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, QUICK, connect, plain_client
+from tests.api.api_peers import HOST, QUICK, connect, plain_client
+from tests.timing import PATIENCE
 from trio_smc import Config, EventStream, Stack, StackEvent
 from trio_smc.tools.metrics import SmcCollector
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.timing import PATIENCE
 from tests.tools.tools_processes import Done, command_here
 from trio_smc import ProtocolError, tools
 from trio_smc._base.printable import clean, printable
@@ -30,7 +31,6 @@ from trio_smc.tools.commands import MODULES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-PATIENCE = 40
 STEERING = (
     "\x1b[2J\x1b]0;title\x07\x00\r\n\x0b\x0c\x1c\x7f\x85\x9b31m"  # C0, DEL, C1
     "\u061c\u200b\u200d\u200e\u202a\u202e\u2028\u2029\u2066\ufeff\ufff9"  # lines, direction, width
@@ -119,7 +119,7 @@ class Liar:
             )
             connection.recv(1)
             return
-        self.is_ready.wait(PATIENCE)
+        self.is_ready.wait(2 * PATIENCE)
         for part in ("process", *(wanted if self.parts is None else self.parts)):
             data = hostile(SHAPES[part])
             if part == "connections":
@@ -273,7 +273,7 @@ for text in {[json.dumps(each) for each in messages]!r}:
     done = subprocess.run(
         [sys.executable, "-m", "trio_smc.tools", "run", "--report", "--", sys.executable,
          "program.py"],
-        cwd=tmp_path, capture_output=True, timeout=PATIENCE, check=False,
+        cwd=tmp_path, capture_output=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     said = done.stderr.decode()
     assert "[red]" in said
@@ -340,7 +340,7 @@ def test_locales_that_have_none_of_it(words: tuple[str, ...], private: Path, lia
     done = subprocess.run(
         [sys.executable, "-m", "trio_smc.tools", *words, "--directory", private],
         env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-        cwd=ROOT, capture_output=True, timeout=PATIENCE, check=False,
+        cwd=ROOT, capture_output=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert_harmless(done.stdout.decode("ascii"))
@@ -364,7 +364,7 @@ def test_terminals(words: tuple[str, ...], private: Path, liar: Liar) -> None:
                     piece := os.read(ours, 65536)
                 ):
                     said += piece
-            assert process.wait(PATIENCE) == 0
+            assert process.wait(2 * PATIENCE) == 0
     finally:
         os.close(ours)
     text = said.decode()

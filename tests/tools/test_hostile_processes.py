@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.ports import reserved_port
+from tests.timing import PATIENCE
 from trio_smc import Config
 from trio_smc.tools.proc import Process
 from trio_smc.tools.processes import Obstacle, explain_container, explain_listener, family
@@ -27,7 +28,6 @@ from trio_smc.tools.sock_diag import Listener, candidates
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
 HERE = Config().private_directory
-PATIENCE = 40
 QUICK = 10.0
 """Seconds for what must not wait for another process, on a busy machine."""
 OTHER_USER = 65534
@@ -174,7 +174,7 @@ def test_check_starts_no_process_and_opens_no_path_by_name(tmp_path: Path) -> No
         ):
             done = subprocess.run(
                 [sys.executable, "-c", CHECK, str(port)],
-                capture_output=True, text=True, timeout=PATIENCE, check=True,
+                capture_output=True, text=True, timeout=2 * PATIENCE, check=True,
             )  # fmt: skip
         assert done.stdout.endswith("started: []\n"), done.stdout
         assert "listener   process" in done.stdout
@@ -615,7 +615,7 @@ def test_sockets_that_are_bound_to_interfaces(user: int) -> None:
     except FileNotFoundError:
         pytest.skip("no unshare here")
     command = [*alone, sys.executable, "-c", BOUND, str(user)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2 * PATIENCE)
     (first, judged, text), (second, own, _) = map(json.loads, done.stdout.splitlines())
     assert own == second
     if user:
@@ -741,7 +741,7 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
         seen = Process(started.pid)
         assert seen.link("exe")
         started.popen.kill()
-        started.popen.wait(PATIENCE)
+        started.popen.wait(2 * PATIENCE)
     with seen:
         assert (seen.link("exe"), seen.users(), seen.command()) == ("", (), [])
         assert (seen.environment(), seen.sockets(), list(seen.mapped())) == ({}, set(), [])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.timing import PATIENCE
+
 RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
-PATIENCE = 40
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
@@ -82,7 +83,7 @@ def run(
     (directory / "program.py").write_text(program)
     done = subprocess.run(
         [*RUN, *options, "--", *python, "program.py"],
-        cwd=directory, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        cwd=directory, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     return done.returncode, done.stderr
 
@@ -123,7 +124,7 @@ trio.run(service)
     ) as process:  # fmt: skip
         assert process.stdout is not None
         os.kill(int(process.stdout.readline()), number)
-        _, said = process.communicate(timeout=PATIENCE)
+        _, said = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == -number
     for left in (*private.glob("rnic-*"), *private.glob("control/*")):
         left.unlink()  # nobody was there to do it
@@ -239,8 +240,8 @@ def test_bytes_of_connections_that_stay_tcp(tmp_path: Path) -> None:
             assert client.stdout is not None
             assert client.stdout.readline() == "counted\n"
             client.send_signal(signal.SIGINT)
-            _, asked = client.communicate(timeout=PATIENCE)
-        _, answered = server.communicate("", timeout=PATIENCE)
+            _, asked = client.communicate(timeout=2 * PATIENCE)
+        _, answered = server.communicate("", timeout=2 * PATIENCE)
     for said in (asked, answered):
         assert re.search(
             r"^trio-smc run: +4 TCP, sent 586.2 KiB, received 586.2 KiB$", said, re.MULTILINE
@@ -259,7 +260,7 @@ def test_short_connections_with_a_program_that_requires_smc(tmp_path: Path) -> N
         port = server.stdout.readline().strip()
         asked = subprocess.run(
             [*RUN, "--report", *program, port],
-            check=False, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=PATIENCE,
+            check=False, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=2 * PATIENCE,
         )  # fmt: skip
         assert asked.returncode == 0, asked.stderr
         assert re.search(r" 40 SMC-R, ", asked.stderr)
@@ -356,7 +357,7 @@ def test_a_python_without_trio_smc(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [*RUN, *options, "--", "sh", "-c", shell],
-            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stdout) == (code, printed)
         pattern = rf"trio-smc run: {level}: process \d+ uses Trio, .*No module named 'trio_smc'.*\n"
@@ -389,7 +390,7 @@ except* SystemExit as group:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(PATIENCE) == number + 1
+        assert process.wait(2 * PATIENCE) == number + 1
 
 
 def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
@@ -406,7 +407,7 @@ def test_the_program_does_not_outlive_the_command(tmp_path: Path) -> None:
             assert process.stdout is not None
             pid = int(process.stdout.readline())
             process.kill()
-            process.wait(PATIENCE)
+            process.wait(2 * PATIENCE)
             _, status = os.waitpid(pid, 0)
         for left in tmp_path.glob("trio-smc-run-*/*"):
             left.unlink()  # nobody was there to do it

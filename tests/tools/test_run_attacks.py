@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests.timing import PATIENCE
 from trio_smc import ProtocolError
 from trio_smc.tools import report_messages, report_socket, site
 from trio_smc.tools.processes import family
@@ -33,7 +34,6 @@ from trio_smc.tools.report_socket import ReportSocket
 from trio_smc.tools.supervisor import Tree
 
 RUN = [sys.executable, "-m", "trio_smc.tools", "run"]
-PATIENCE = 40
 OTHER = 12345
 """A user that owns nothing else."""
 PUBLIC_PYTHON = shutil.which("python3", path="/usr/bin:/bin")
@@ -223,7 +223,7 @@ def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch)
             assert process.stdout.readline() == "1\n"
             inbox.socket.start(os.getpid())
             inbox.wait(lambda: len(inbox.messages) >= 8)
-            out, _ = process.communicate("\n", timeout=PATIENCE)
+            out, _ = process.communicate("\n", timeout=2 * PATIENCE)
         assert out == "True 0\n"
         inbox.socket.finish()
         assert inbox.socket.overflowed
@@ -295,7 +295,7 @@ def test_descriptors_in_messages(refusable: bool, monkeypatch: pytest.MonkeyPatc
     # The last reader of the TCP connection has gone, which ends a close that blocks.
     for thread in threading.enumerate():
         if thread.name == "trio-smc run":
-            thread.join(PATIENCE)
+            thread.join(2 * PATIENCE)
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def stranger(*arguments: object, user: int | None = OTHER) -> int:
     assert python is not None
     done = subprocess.run(
         [python, "-I", "-c", STRANGER, *map(str, arguments)],
-        capture_output=True, text=True, timeout=PATIENCE, check=True,
+        capture_output=True, text=True, timeout=2 * PATIENCE, check=True,
         user=user, group=user, extra_groups=None if user is None else [], cwd="/",
     )  # fmt: skip
     return int(done.stdout)
@@ -426,7 +426,7 @@ def test_a_flood_from_another_user(
         assert (sent > 100) == knows_the_name
         used = _processor_time(process.pid) - processor
         grown = memory_of(process.pid) - before
-        out, said = process.communicate("\n", timeout=PATIENCE)
+        out, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 7, said
     assert float(out) < 0.3
     assert "\x1b" not in said
@@ -445,7 +445,7 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
         assert stranger(2, "", path, user=None) > 100
         grown = memory_of(process.pid) - before
         begun = time.monotonic()
-        out, said = process.communicate("\n", timeout=PATIENCE)
+        out, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 7, said
     assert time.monotonic() - begun < 15
     assert float(out) < 0.3
@@ -482,7 +482,7 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
     try:
         done = subprocess.run(
             [*RUN, "--report", "--", sys.executable, "program.py", private, str(OTHER)],
-            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(private)
@@ -523,7 +523,7 @@ sys.stdin.readline()
         assert send(inbox.socket.path, b"own")
         inbox.wait(lambda: (b"own", os.getpid()) in inbox.messages)
         heard = [pid for data, pid in inbox.messages if data == b"hello"]
-        process.communicate("\n", timeout=PATIENCE)
+        process.communicate("\n", timeout=2 * PATIENCE)
     assert heard == ([process.pid] if related else [])
     assert inbox.socket.refused == (not related)
 
@@ -546,7 +546,7 @@ sys.exit(9)
 """
     with command(tmp_path, "--report", program=program) as process:
         pid = int(process.stdout.readline())
-        assert process.wait(PATIENCE) == 9
+        assert process.wait(2 * PATIENCE) == 9
         said = process.stderr.readline() + process.stderr.readline() + process.stderr.readline()
         said += process.stderr.readline()
         watch = os.pidfd_open(pid)
@@ -575,7 +575,7 @@ child.wait()
     with command(tmp_path, program=program) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(2.5)  # the tree is searched after 0.5 s and after 1.5 s
-        _, said = process.communicate("\n", timeout=PATIENCE)
+        _, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert "without the hook" not in said, said
 
 
@@ -599,7 +599,7 @@ sys.exit(3)
         process.stdin.flush()
         assert process.stdout.readline() == "0\n"
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate("\n", timeout=PATIENCE)
+        _, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 3
     assert "without" not in said, said
     assert "missing" not in said, said
@@ -613,7 +613,7 @@ def test_a_full_pipe_on_stderr_does_not_stop_the_reader(tmp_path: Path) -> None:
     try:
         done = subprocess.run(
             [*RUN, "--report", "--", sys.executable, "program.py"],
-            cwd=tmp_path, stderr=writing, timeout=PATIENCE, check=False,
+            cwd=tmp_path, stderr=writing, timeout=2 * PATIENCE, check=False,
         )  # fmt: skip
     finally:
         os.close(writing)
@@ -628,7 +628,7 @@ def test_a_place_for_temporary_files_that_others_may_change(tmp_path: Path) -> N
     done = subprocess.run(
         [*RUN, "--", sys.executable, "-c", program],
         env={**os.environ, "TMPDIR": str(tmp_path / "open")},
-        capture_output=True, text=True, timeout=PATIENCE, check=True,
+        capture_output=True, text=True, timeout=2 * PATIENCE, check=True,
     )  # fmt: skip
     assert re.fullmatch(r"/tmp/trio-smc-run-[^/]+/[\w-]{22}\n", done.stdout)
     assert not list((tmp_path / "open").iterdir())
@@ -643,7 +643,7 @@ def test_a_tmp_without_the_sticky_bit(tmp_path: Path) -> None:
     look = "import os; print(os.environ['TRIO_SMC_RUN'])"
     done = subprocess.run(
         [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", *RUN, "--", sys.executable, "-c", look],
-        cwd="/", capture_output=True, text=True, check=False, timeout=PATIENCE,
+        cwd="/", capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
         env={**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -685,6 +685,6 @@ def test_a_stop_and_a_continue(tmp_path: Path) -> None:
             time.sleep(0.7)  # longer than until the tree is searched again
             process.send_signal(signal.SIGCONT)
         time.sleep(0.2)
-        _, said = process.communicate("\n", timeout=PATIENCE)
+        _, said = process.communicate("\n", timeout=2 * PATIENCE)
     assert process.returncode == 6, said
     assert "Invalid" not in said

@@ -21,7 +21,8 @@ from trio_smc.tools import client
 from trio_smc.tools.client import Silent, take_snapshots
 from trio_smc.tools.commands import load
 
-PATIENCE = 1.0
+TIMEOUT = 1.0
+"""Seconds that the commands of these tests wait, in place of `client.PATIENCE`."""
 MANY = 10
 FIRST = 1 << 22
 """Above the numbers of all processes."""
@@ -36,7 +37,7 @@ ASKING = {
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(client, "PATIENCE", TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def test_each_silent_process_is_named(
         done, seconds = timed(capsys, *ASKING[name])
     assert_names_each(done, numbers)
     json.loads(done.out)
-    assert seconds < 3 * PATIENCE
+    assert seconds < 3 * TIMEOUT
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -107,7 +108,7 @@ async def test_those_that_answer_are_shown_all_the_same(name: str, runtime_direc
     else:
         stacks = found["stacks"] if name == "rnic" else found
         assert [each["pid"] for each in stacks] == [peer.pid]
-    assert seconds < 4 * PATIENCE
+    assert seconds < 4 * TIMEOUT
 
 
 def test_a_silent_process_delays_only_the_first_frame(
@@ -115,10 +116,10 @@ def test_a_silent_process_delays_only_the_first_frame(
 ) -> None:
     with mute(runtime_directory) as numbers:
         done, seconds = timed(capsys, "top", "--json", "--count", "4", "--interval", "0.01")
-        assert seconds < 3 * PATIENCE  # five rounds
+        assert seconds < 3 * TIMEOUT  # five rounds
         assert_names_each(done, numbers)
         done, seconds = timed(capsys, "stats", "--json", "--count", "4", "--interval", "0.01")
-        assert seconds < 3 * PATIENCE
+        assert seconds < 3 * TIMEOUT
         assert_names_each(done, numbers)
 
 
@@ -142,7 +143,7 @@ def test_a_full_backlog_is_not_waited_for_in_connect(
             exits.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
         done, seconds = timed(capsys, "ss", "--json")
         assert_names_each(done, numbers)
-        assert seconds < 2 * PATIENCE
+        assert seconds < 2 * TIMEOUT
 
 
 async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> None:
@@ -155,7 +156,7 @@ async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> N
                 await stream.send_all(b"\0\0\xff\xff")
                 while True:
                     await stream.send_all(b" ")
-                    await trio.sleep(PATIENCE / 20)
+                    await trio.sleep(TIMEOUT / 20)
 
         listener = trio.socket.socket(socket.AF_UNIX)
         await listener.bind(str(path))
@@ -166,7 +167,7 @@ async def test_an_answer_without_end_costs_no_more(runtime_directory: Path) -> N
             found = await trio.to_thread.run_sync(
                 lambda: take_snapshots(runtime_directory / "trio-smc", (), silent=silent)
             )
-            assert trio.current_time() - start < 2 * PATIENCE
+            assert trio.current_time() - start < 2 * TIMEOUT
             nursery.cancel_scope.cancel()
         path.unlink()
     assert found == []
@@ -207,7 +208,7 @@ def test_check_is_delayed_once(
     with mute(runtime_directory, silent) as numbers, socket.create_server(("127.0.0.1", 0)) as own:
         done, seconds = timed(capsys, "check", "127.0.0.1", str(own.getsockname()[1]))
     assert_names_each(done, numbers)
-    assert seconds < 6 * PATIENCE
+    assert seconds < 6 * TIMEOUT
 
 
 def test_a_name_that_leads_elsewhere_is_not_asked(

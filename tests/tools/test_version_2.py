@@ -12,8 +12,9 @@ import pytest
 import trio
 
 import trio_smc
-from tests.api.api_peers import HOST, PATIENCE, check_talk, close_all, connect
+from tests.api.api_peers import HOST, check_talk, close_all, connect
 from tests.rnic.routable import RoutableRnic, single_link
+from tests.timing import PATIENCE
 from tests.tools.test_events import scrape, until
 from tests.tools.tools_processes import Done, command_here, one_line, quick_command
 from trio_smc import Agreed, Config, FallbackReason, Stack

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.timing import PATIENCE
 from tests.tools.test_run import TRIO
 
-PATIENCE = 40
 WHY = "the software RNIC needs the GIL, which a free-threaded Python runs without"
 MESSAGE = "this operating system or this Python offers nothing that SMC-R could use"
 REMEDY = "run both ends on Linux on x86-64, by a Python that has its GIL"
@@ -70,7 +70,7 @@ def python(environment: dict[str, str]) -> Python:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
-            env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
+            env=environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
         )  # fmt: skip
 
     return run
