@@ -796,10 +796,6 @@ class Connection:
             self.receiver.purged = True
             self.receiver.drop_unread()
 
-    def purge_unsent(self) -> None:
-        """Action: drop unsent data; what was received whole can still be read."""
-        self.sender.drop_unsent()
-
     def _fail(
         self, number: int, cause: BaseException | None = None, text: str | None = None
     ) -> None:

@@ -1,8 +1,9 @@
 """Declares a state machine with python-statemachine, and flattens it to a table.
 
-A chart contains states and edges only. Guards are attributes of the model and actions are its
-methods; a chart has their names. The structure is checked twice. The library checks it when the
-class is created, and ``flatten`` refuses features of the library that the engine does not run.
+A chart contains states and edges only. Guards are attributes of the model, actions are methods of
+the model or of its parts; a chart has their names. The structure is checked twice. The library
+checks it when the class is created, and ``flatten`` refuses features of the library that the engine
+does not run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def edge(
     """Declare one edge (one per source and event) inside a chart's class body.
 
     ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
-    (all must hold; ``!name`` holds if the attribute is false) and the actions in their order.
+    (all must hold; ``!name`` holds if the attribute is false) and the actions in their order
+    (``part.name`` is a method of an attribute of the model).
     Without ``target``, or if it is ``source``, the edge is internal: actions run, the state stays
     and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge.
     """
@@ -142,9 +144,10 @@ def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) ->
             raise ValueError(f"{where}: only guards and actions are supported")
     guards = tuple(Guard(str(spec.func), not spec.expected_value) for spec in transition.cond)
     actions = tuple(str(spec.func) for spec in transition.on if not spec.is_convention)
-    for name in (*(guard.name for guard in guards), *actions):
+    paths = {guard.name: [guard.name] for guard in guards} | {a: a.split(".") for a in actions}
+    for name, parts in paths.items():
         # The library looks names up in the chart as well as in the model and calls both.
-        if not name.isidentifier() or hasattr(chart, name):
+        if not all(map(str.isidentifier, parts)) or hasattr(chart, name):
             raise ValueError(f"{where}: {name!r} is not a name that only the model can have")
     return Edge(guards, target.id, actions, transition.internal, transition.rfc)
 

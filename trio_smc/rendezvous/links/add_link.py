@@ -190,6 +190,14 @@ class LinkAdding:
         """The client did not answer: its reply may come after all."""
         self._given_up.add(self.number)
 
+    def withdraw(self) -> None:
+        """The server's DELETE LINK for the link that could not be added (3.5.1.6.2)."""
+        self._deletion.withdraw(self.number)
+
+    def request_withdrawal(self) -> None:
+        """The client's DELETE LINK for it, which the server answers with one of its own."""
+        self._deletion.requests.ask(self.number, llc.DeleteLinkReason.LOST_PATH)
+
     def failed(self, link: Link) -> bool:
         """Whether ``link``, which has failed, is the one that is being added."""
         if link is not self.new:

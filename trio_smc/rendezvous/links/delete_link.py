@@ -333,7 +333,7 @@ class LinkDeletion:
         self._exchange.send("delete_link")
         return True
 
-    def note_asked(self) -> None:
+    def queue_client_request(self) -> None:
         """Queue what the client asked for."""
         wanted = self._from_client
         if wanted is not None:
@@ -377,7 +377,7 @@ class LinkDeletion:
                 )
             )
 
-    def again(self) -> None:
+    def requeue(self) -> None:
         """The link that DELETE LINK was sent over has failed (C.7.1)."""
         wanted, self._current = self._current, None
         if wanted is not None:

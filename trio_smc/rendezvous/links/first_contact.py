@@ -121,7 +121,7 @@ class LinkSetup:
             self.failure = GroupFailure.LACK
         link.machine.send("failed")
 
-    def first_contact_timed_out(self) -> None:
+    def give_up(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
         self._group.machine.send("links_lost")

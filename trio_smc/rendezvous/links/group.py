@@ -457,10 +457,6 @@ class LinkGroup:
 
     # --- actions: the end ----------------------------------------------------------------------
 
-    def leave_turn(self) -> None:
-        """See `LinkSetup.leave_turn`."""
-        self.setup.leave_turn()
-
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None

@@ -175,7 +175,7 @@ def _facts(table: Table) -> list[str]:
         f"- starts in {table.initial}",
         f"- never leaves {', '.join(s for s in table.states if s in table.final) or '(no state)'}",
         f"- guards (facts of the model): {names(table.guards)}",
-        f"- actions (methods of the model): {names(table.actions)}",
+        f"- actions (methods of the model and its parts): {names(table.actions)}",
     ]
     if table.values:
         numbers = (f"{state} {table.values[state]}" for state in table.states)
