@@ -11,10 +11,10 @@ import pytest
 from statemachine import StateChart
 from statemachine.exceptions import TransitionNotAllowed
 
+from scripts.states.flatten import flatten
+from scripts.states.generate import MACHINES
 from tests.states.paths import Path, parts
-from trio_smc.states.chart import flatten
 from trio_smc.states.engine import IllegalEvent, Machine, Table
-from trio_smc.states.generate import MACHINES
 
 EVENTS = 3000  # random events per machine
 RUN = 12  # events before both restart in another state

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from statemachine import State, StateChart
 
+from scripts.states.flatten import flatten
 from tests.states.paths import Path
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from trio_smc.states.chart import Chart, edge, ignore
 from trio_smc.states.engine import Guard, IllegalEvent, Machine
 
 

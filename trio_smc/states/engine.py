@@ -5,8 +5,8 @@ Theory of operation
 Every state machine is declared once as a python-statemachine chart. The library checks the
 structure when the class is created, and is the reference in a differential test. Programs do not
 run the library: one of its transitions costs as much as two TCP round trips, and one of its
-instances 100 KB in reference cycles. Instead ``flatten`` turns a chart into a ``Table``, ``tables``
-contains all generated tables, and a ``Machine`` (four slots) runs one of them.
+instances 100 KB in reference cycles. Instead `scripts.states` turns each chart into a ``Table`` of
+the generated module ``tables``, and a ``Machine`` (four slots) runs one of them.
 
 A chart holds states and edges, nothing else. Guards are attributes of the model. Actions are
 methods without arguments, of the model or, with a path, of one of its parts::

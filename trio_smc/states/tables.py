@@ -1,6 +1,6 @@
 """The tables of all state machines, as `engine` runs them.
 
-Made by `python -m trio_smc.states` from the declarations; edit those instead.
+Made by `python -m scripts.states` from the declarations; edit those instead.
 """
 
 # ruff: noqa: E501
