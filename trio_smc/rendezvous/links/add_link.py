@@ -31,7 +31,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.rendezvous.links.context import Exchange, Group, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.delete_link import LinkDeletion
     from trio_smc.rendezvous.links.first_contact import LinkSetup
     from trio_smc.rendezvous.links.link_demand import LinkDemand
@@ -512,7 +512,7 @@ class Continuations:
     """The RTokens of one new link at a time: which are still to be told, and to be heard."""
 
     def __init__(
-        self, group: GroupData, exchange: Exchange, setup: LinkSetup, rkeys: Rkeys,
+        self, group: Group, exchange: Exchange, setup: LinkSetup, rkeys: Rkeys,
         adding: LinkAdding,
     ) -> None:  # fmt: skip
         self._group = group

@@ -33,7 +33,7 @@ from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.links.context import Exchange, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.rkeys import Rkeys
 
 __all__ = [
@@ -79,7 +79,7 @@ class LinkSetup:
       failure, error: why the first contact failed, once it has.
     """
 
-    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
+    def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
         self._exchange = exchange
         self._rkeys = rkeys

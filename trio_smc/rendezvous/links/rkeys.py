@@ -43,7 +43,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
     from trio_smc.datapath.rmb import Rmb
-    from trio_smc.rendezvous.links.context import Exchange, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 
@@ -142,7 +142,7 @@ class PeerRequest(NamedTuple):
 class Rkeys:
     """What one link group tells and is told of RKeys."""
 
-    def __init__(self, group: GroupData, own: OwnRmbs) -> None:
+    def __init__(self, group: Group, own: OwnRmbs) -> None:
         self._group = group
         self._own = own
         # By link number; at most one on each link.
@@ -379,7 +379,7 @@ class RkeyRequest:
 class RkeyExchanges:
     """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
 
-    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
+    def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
         self._exchange = exchange
         self._rkeys = rkeys
