@@ -94,7 +94,7 @@ types: ready-dev
 	@$(BIN)/mypy
 
 states: ready-docs
-	@$(BIN)/python -m trio_smc.states $(ARGS)
+	@$(BIN)/python -m scripts.states $(ARGS)
 
 rooms: ready-docs
 	@$(BIN)/python -m scripts.rooms $(ARGS)

@@ -39,10 +39,11 @@ def module_name(path: Path) -> str:
 
 
 class Imports:
-    """The import statements of `trio_smc` and `tests`, by the module that is imported."""
+    """The import statements of `trio_smc`, `scripts` and `tests`, by the module imported."""
 
     def __init__(self) -> None:
-        files = [*(ROOT / "trio_smc").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+        rooms = ("trio_smc", "scripts", "tests")
+        files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
         self.files = {module_name(path): path for path in files}
         self._public = dict(self._re_exported())
         self._importers: dict[str, set[str]] = {}
@@ -122,7 +123,7 @@ def ranked(name: str, imports: Imports) -> list[tuple[int, Path]]:
         every = {each for each in imports.files if _is_test(each)}
         tests = {each for each in every if pattern.search(imports.files[each].read_text())}
     if not tests:
-        users = {each for each in imports.importers(name) if each.startswith("trio_smc.")}
+        users = {each for each in imports.importers(name) if not each.startswith("tests.")}
         tests = {test for user in users for test in tests_of(user, imports)}
     paths = [imports.files[test] for test in tests]
     counted = [(len(pattern.findall(path.read_text())), path) for path in paths]

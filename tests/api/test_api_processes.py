@@ -258,7 +258,6 @@ async def test_a_child_that_starts_anew() -> None:
 ELSEWHERE = """
     import fcntl, logging, mmap, os, select, socket, sys
     import encodings.idna
-    import statemachine
     import trio
 
     # As far as this can be pretended: Trio itself needs its epoll and a socket pair.

@@ -125,7 +125,12 @@ class Side:
     def purge(self) -> None:
         self.unread = self.accepted = 0
 
-    def purge_unsent(self) -> None:
+    @property
+    def sender(self) -> Side:
+        """The part of a connection that the table names."""
+        return self
+
+    def drop_unsent(self) -> None:
         self.accepted = 0
 
     def fail(self) -> None:

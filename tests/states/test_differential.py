@@ -11,9 +11,10 @@ import pytest
 from statemachine import StateChart
 from statemachine.exceptions import TransitionNotAllowed
 
-from trio_smc.states.chart import flatten
+from scripts.states.flatten import flatten
+from scripts.states.generate import MACHINES
+from tests.states.paths import Path, parts
 from trio_smc.states.engine import IllegalEvent, Machine, Table
-from trio_smc.states.generate import MACHINES
 
 EVENTS = 3000  # random events per machine
 RUN = 12  # events before both restart in another state
@@ -73,8 +74,13 @@ def recorder_for(table: Table) -> type[Recorder]:
     def action(name: str) -> Any:
         return lambda self: self.act(name)
 
+    def part(name: str) -> property:
+        return property(lambda self: Path(name, self.act))
+
     members: dict[str, Any] = {name: guard(name) for name in table.guards}
+    # The library looks up a path as one name.
     members |= {name: action(name) for name in table.actions}
+    members |= {name: part(name) for name in parts(table.actions)}
     return type("Model", (Recorder,), members)
 
 

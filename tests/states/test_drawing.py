@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trio_smc.states.__main__ import main
-from trio_smc.states.chart import flatten
-from trio_smc.states.drawing.figures import ANY as ANY_STATE
-from trio_smc.states.drawing.figures import FIGURES, Arrow, Box, arrow_edges, figure_svg
-from trio_smc.states.drawing.pages import differences, texts
-from trio_smc.states.drawing.picture import ANY, picture, svg_content, svg_shows
+from scripts.states.__main__ import main
+from scripts.states.figures import ANY as ANY_STATE
+from scripts.states.figures import FIGURES, Arrow, Box, arrow_edges, figure_svg
+from scripts.states.flatten import flatten
+from scripts.states.generate import MACHINES
+from scripts.states.pages import differences, texts
+from scripts.states.picture import ANY, picture, svg_content, svg_shows
 from trio_smc.states.engine import Table
-from trio_smc.states.generate import MACHINES
 from trio_smc.states.tables import CONNECTION
 
 DOCS = Path(__file__).parents[2] / "docs" / "states"

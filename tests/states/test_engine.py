@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from statemachine import State, StateChart
 
-from trio_smc.states.chart import Chart, edge, flatten, ignore
+from scripts.states.flatten import flatten
+from tests.states.paths import Path
+from trio_smc.states.chart import Chart, edge, ignore
 from trio_smc.states.engine import Guard, IllegalEvent, Machine
 
 
@@ -21,7 +23,7 @@ class DoorChart(Chart):
     ignore(OPEN, "push", when="blocked", rfc="2")
     edge(SHUT, "push", GONE, do="swing", rfc="3")
     edge(SHUT, "pull", OPEN, do="swing", rfc="4")
-    edge(SHUT, "knock", do="answer", rfc="5")
+    edge(SHUT, "knock", do="bell.ring answer", rfc="5")
 
 
 DOOR = flatten(DoorChart)
@@ -50,6 +52,10 @@ class Door:
     def answer(self) -> None:
         self._act("answer")
 
+    @property
+    def bell(self) -> Path:
+        return Path("bell", self._act)
+
     def state_changed(self, old: str, new: str, event: str) -> None:
         self._act(f"{old}-{event}-{new}")
 
@@ -62,7 +68,7 @@ def test_table() -> None:
     assert DOOR.final == {"GONE"}
     assert DOOR.values == {"SHUT": 5}
     assert DOOR.guards == ("oiled", "blocked")
-    assert DOOR.actions == ("swing", "latch", "answer")
+    assert DOOR.actions == ("swing", "latch", "bell.ring", "answer")
     assert DOOR.missing == (
         ("OPEN", "pull"),
         ("OPEN", "knock"),
@@ -95,7 +101,7 @@ def test_actions_come_before_the_state_and_state_changed_last() -> None:
 def test_internal_edges_change_nothing() -> None:
     door = Door("SHUT")
     assert door.machine.send("knock") is True
-    assert door.log == ["answer"]
+    assert door.log == ["bell.ring", "answer"]
     assert door.machine.state == "SHUT"
 
 
@@ -135,6 +141,7 @@ def test_events_sent_by_actions_run_afterwards_in_order() -> None:
         "swing",
         "latch",
         "OPEN-push-SHUT",
+        "bell.ring",
         "answer",
         "swing",
         "SHUT-pull-OPEN",
@@ -257,6 +264,22 @@ def with_expression() -> type[StateChart[Any]]:
     return Expression
 
 
+def with_empty_part() -> type[StateChart[Any]]:
+    class Part(Chart):
+        A, B = two_states()
+        edge(A, "go", B, do="bell..ring", rfc="1")
+
+    return Part
+
+
+def with_guard_of_a_part() -> type[StateChart[Any]]:
+    class Part(Chart):
+        A, B = two_states()
+        edge(A, "go", B, when="bell.muffled", rfc="1")
+
+    return Part
+
+
 def with_unreachable_edge() -> type[StateChart[Any]]:
     class Behind(Chart):
         A, B = two_states()
@@ -297,6 +320,8 @@ def with_trap() -> type[StateChart[Any]]:
         (with_action_named_like_an_event, "'go' is not a name that only the model can have"),
         (with_guard_that_is_an_action, "guard and action"),
         (with_expression, r"'a\|b' is not a name"),
+        (with_empty_part, r"'bell\.\.ring' is not a name"),
+        (with_guard_of_a_part, r"'bell\.muffled' is not a name"),
         (with_unreachable_edge, "behind an unguarded one"),
         (with_other_flags, "catch_errors_as_events"),
         (with_trap, r"no way out of \['B'\]"),

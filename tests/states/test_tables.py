@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trio_smc.states import USABLE, __main__, tables
-from trio_smc.states.chart import flatten
+from scripts.states import __main__
+from scripts.states.flatten import flatten
+from scripts.states.generate import MACHINES, TABLES, source
+from trio_smc.states import USABLE, tables
 from trio_smc.states.engine import Table
-from trio_smc.states.generate import MACHINES, TABLES, source
 
 
 def test_the_generated_module_is_current() -> None:

@@ -104,8 +104,8 @@ def _hears(*_: object) -> None:
 _NOBODY: Final[Any] = SimpleNamespace(
     **dict.fromkeys(
         (
-            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed", "owe_cdc",
-            "tell_soon", "overwritten", "on_cdc_complete", "on_room",
+            "connection_closed", "set_timer", "reset_tcp", "close_tcp", "state_changed", "owe",
+            "tell_soon", "on_cdc_complete", "on_room",
         ),
         _hears,
     )
@@ -189,8 +189,9 @@ class Connection:
         self._rmbe = rmbe
         self._host = host
         self._close_timeout = close_timeout
-        self.receiver: Receiver = Receiver(rmbe, self)
+        self.receiver: Receiver = Receiver(rmbe, self._on_overwritten)
         self.messenger: Messenger = Messenger(self, self.receiver, flush_later)
+        self.receiver.messenger = self.messenger
         self.sender: Sender = Sender(self.messenger, chunks=chunks, copy_limit=copy_limit)
         self.error: OSError | None = None
         self.in_turn: Callable[[Callable[[], None], float], None] = _at_once
@@ -649,6 +650,11 @@ class Connection:
             self.receiver.done = True
             self._process("peer_done")
 
+    def _on_overwritten(self, exc: ProtocolError) -> None:
+        """Abort: the eye catcher of our RMBE is gone (4.4.1)."""
+        _log.warning("%r is reset: %s", self, exc)
+        self.protocol_error(exc)
+
     def _validate_untrusted(self, sequence: int) -> None:
         """Failover validation: of such a message only token and sequence count (4.6.1).
 
@@ -663,21 +669,6 @@ class Connection:
                 f"{self._last_received}"
             )
         self.receiver.replayed = True
-
-    # --- for the receiver --------------------------------------------------------------------
-
-    def owe_cdc(self) -> None:
-        """Send a CDC message now, or as soon as there is room."""
-        self.messenger.owe()
-
-    def tell_soon(self) -> None:
-        """Send a CDC message for what was consumed, if no other one does before long."""
-        self.messenger.tell_soon()
-
-    def overwritten(self, exc: ProtocolError) -> None:
-        """Abort: the eye catcher of our RMBE is gone (4.4.1)."""
-        _log.warning("%r is reset: %s", self, exc)
-        self.protocol_error(exc)
 
     # --- waking ------------------------------------------------------------------------------
 
@@ -755,7 +746,8 @@ class Connection:
         self.messenger.flush_later = None
         self._machine = _CLOSED
         host, self._host = self._host, _NOBODY
-        self.receiver.owner = self.messenger.poster = _NOBODY
+        self.receiver.messenger = self.messenger.poster = _NOBODY
+        self.receiver.on_overwritten = _hears
         self.wake_all()  # nothing is borrowed or under way any more
         host.connection_closed(self)
 
@@ -803,10 +795,6 @@ class Connection:
         if not self._spare_unread:
             self.receiver.purged = True
             self.receiver.drop_unread()
-
-    def purge_unsent(self) -> None:
-        """Action: drop unsent data; what was received whole can still be read."""
-        self.sender.drop_unsent()
 
     def _fail(
         self, number: int, cause: BaseException | None = None, text: str | None = None

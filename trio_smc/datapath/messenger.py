@@ -270,7 +270,7 @@ class Messenger:
         if receiver.writer_waits and receiver.consumed != receiver.told:
             self.owe()
 
-    def try_post(
+    def post_at_once(
         self,
         channel: Channel,
         data: bytes | memoryview | None,
@@ -349,7 +349,7 @@ class Messenger:
         if not (self.flags or self.urgent_goal):
             try:
                 flags = cdc.WRITER_BLOCKED if self.blocked else 0
-                if self.try_post(channel, None, 0, self.produced, flags):
+                if self.post_at_once(channel, None, 0, self.produced, flags):
                     self.poster.on_cdc_complete(self.sequence)
                     return
             except DeliveryUnknown:

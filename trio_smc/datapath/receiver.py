@@ -64,33 +64,33 @@ from trio_smc.wire.cdc import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trio_smc.datapath.rmb import Rmbe
 
-__all__ = ["Receiver", "ReceiverOwner", "failure"]
+__all__ = ["Receiver", "Updates", "failure"]
 
 _OVERWRITTEN = "the eye catcher of the RMBE was overwritten"  # 4.4.1
 _URGENT = URGENT_PENDING | URGENT_PRESENT
 _TELL_ALL = UPDATE_REQUESTED | _URGENT
 
 
-class ReceiverOwner(Protocol):
-    """What a receiver wants of its connection."""
+class Updates(Protocol):
+    """The messenger, which itself imports `Receiver`."""
 
-    def owe_cdc(self) -> None:
+    def owe(self) -> None:
         """Send a CDC message now, or as soon as there is room."""
 
     def tell_soon(self) -> None:
-        """Send a CDC message for what was consumed, if no other one does before long."""
-
-    def overwritten(self, exc: ProtocolError) -> None:
-        """Abort the connection: the peer wrote where it must not."""
+        """Send a CDC message for the bytes consumed, unless another one soon does."""
 
 
 class Receiver:
     """The receiving half of a connection.
 
     Attributes:
-      owner: the connection.
+      messenger: sends the window updates; set by the connection.
+      on_overwritten: aborts the connection, because the peer wrote where it must not (4.4.1).
       error: why the connection failed; None while it has not.
       received, consumed, told: see the top of this module.
       received_wrap, received_offset: the peer's producer cursor, as it came.
@@ -123,8 +123,9 @@ class Receiver:
         "error",
         "finished",
         "first",
+        "messenger",
+        "on_overwritten",
         "open",
-        "owner",
         "purged",
         "received",
         "received_offset",
@@ -138,8 +139,10 @@ class Receiver:
         "writer_waits",
     )
 
-    def __init__(self, rmbe: Rmbe, owner: ReceiverOwner) -> None:
-        self.owner: ReceiverOwner = owner
+    messenger: Updates
+
+    def __init__(self, rmbe: Rmbe, on_overwritten: Callable[[ProtocolError], None]) -> None:
+        self.on_overwritten: Callable[[ProtocolError], None] = on_overwritten
         self.error: OSError | None = None
         self._rmbe = rmbe
         self._ring_start = 0  # the count at which the ring began
@@ -287,7 +290,7 @@ class Receiver:
         if max_bytes <= 0:
             raise ValueError("a positive number of bytes is wanted")
         if self._eye_catcher and not self._rmbe.check_eye_catcher():
-            self.owner.overwritten(ProtocolError(_OVERWRITTEN))
+            self.on_overwritten(ProtocolError(_OVERWRITTEN))
         length = self.received - self.consumed - self._hidden
         if not length or not self.open:
             if self.error is not None and not (self.done and not self.purged):
@@ -317,11 +320,11 @@ class Receiver:
                 return
         elif not self._tell_all:
             if self.writer_waits:
-                self.owner.tell_soon()
+                self.messenger.tell_soon()
             return
         if self._hidden and consumed + 1 == self.received:
             self._skip_hidden()
-        self.owner.owe_cdc()
+        self.messenger.owe()
 
     def _skip_hidden(self) -> None:
         """The urgent byte is the next one: it was remembered, nobody reads it here."""
@@ -396,9 +399,9 @@ class Receiver:
             if flags & UPDATE_REQUESTED or (
                 self.writer_waits and self.consumed - self.told >= self._least_update
             ):
-                self.owner.owe_cdc()
+                self.messenger.owe()
             elif self.writer_waits:
-                self.owner.tell_soon()
+                self.messenger.tell_soon()
         return urgent
 
     def _urgent_untrusted(self, flags: int, arrived: bool) -> None:
@@ -424,7 +427,7 @@ class Receiver:
                 self._hidden = 1
                 if self.consumed + 1 == mark:
                     self._skip_hidden()
-                    self.owner.owe_cdc()
+                    self.messenger.owe()
 
     def _byte_before(self, count: int) -> int:
         return self._ring[(count - 1 - self._ring_start) % self.usable]

@@ -325,7 +325,7 @@ class Sender:
     def _send_at_once(
         self, channel: Channel, data: bytes | memoryview, length: int, blocked: bool
     ) -> bool:
-        """Write a piece and tell of it where that can be done at once (`Channel.try_post`).
+        """Write a piece and tell of it where that can be done at once (`Messenger.post_at_once`).
 
         ``blocked``: it fills the window, and more waits. False: nothing has happened.
         """
@@ -339,7 +339,7 @@ class Sender:
         produced = before + length
         flags = WRITER_BLOCKED if blocked else 0
         try:
-            if not messenger.try_post(channel, data, self.address + start, produced, flags):
+            if not messenger.post_at_once(channel, data, self.address + start, produced, flags):
                 return False
             messenger.completed = messenger.sequence
             self.delivered = produced

@@ -59,7 +59,7 @@ class MovedGroup(Protocol):
 
 
 class GroupMover:
-    """Moves the connections of one group (`rendezvous.links.context.Mover`).
+    """Moves the connections of one group (`rendezvous.links.link.Mover`).
 
     Args:
       group: the link group.
@@ -73,7 +73,7 @@ class GroupMover:
         self._validation = Validation(self.catch_up)
         self._ending: list[Link] = []
 
-    # --- rendezvous.links.context.Mover --------------------------------------------------------
+    # --- rendezvous.links.link.Mover ----------------------------------------------------------
 
     def link_lost(self, link: Link) -> None:
         """The link is failing: drain it, and move its connections now.

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from trio_smc._base.timers import Timers
     from trio_smc.config.config import Config
     from trio_smc.datapath.rmb import Rmbe
-    from trio_smc.rendezvous.links.context import Mover
-    from trio_smc.rendezvous.links.link import Link
+    from trio_smc.rendezvous.links.link import Link, Mover
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.policy import ShortConnections
     from trio_smc.stack.tcp_watch import TcpWatch

@@ -1,19 +1,17 @@
-"""Declares a state machine with python-statemachine, and flattens it to a table.
+"""Declares a state machine with python-statemachine.
 
-A chart contains states and edges only. Guards are attributes of the model and actions are its
-methods; a chart has their names. The structure is checked twice. The library checks it when the
-class is created, and ``flatten`` refuses features of the library that the engine does not run.
+A chart contains states and edges only. Guards are attributes of the model, actions are methods of
+the model or of its parts; a chart has their names. The structure is checked twice. The library
+checks it when the class is created, and `scripts.states.flatten` refuses features of the library
+that the engine does not run.
 """
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 from statemachine import State, StateChart
 from statemachine.transition import Transition
-
-from trio_smc.states.engine import Edge, Guard, Table
 
 
 class Chart(StateChart[Any]):
@@ -24,7 +22,7 @@ class Chart(StateChart[Any]):
     atomic_configuration_update = True
 
 
-class _CitedTransition(Transition):
+class CitedTransition(Transition):
     """A transition of the library with the paragraph of the RFC that requires it."""
 
     rfc: str
@@ -42,14 +40,15 @@ def edge(
     """Declare one edge (one per source and event) inside a chart's class body.
 
     ``events``, ``when`` and ``do`` are names separated by blanks: the events, the guards
-    (all must hold; ``!name`` holds if the attribute is false) and the actions in their order.
+    (all must hold; ``!name`` holds if the attribute is false) and the actions in their order
+    (``part.name`` is a method of an attribute of the model).
     Without ``target``, or if it is ``source``, the edge is internal: actions run, the state stays
     and ``state_changed`` is not called. ``rfc`` is the paragraph that requires the edge.
     """
     guards = when.split()
     for state in source if isinstance(source, tuple) else (source,):
         for event in events.split():
-            transition = _CitedTransition(
+            transition = CitedTransition(
                 state,
                 target or state,
                 event=event,
@@ -65,100 +64,3 @@ def edge(
 def ignore(source: State | tuple[State, ...], events: str, *, when: str = "", rfc: str) -> None:
     """Declare that ``events`` (names separated by blanks) change nothing in ``source``."""
     edge(source, events, when=when, rfc=rfc)
-
-
-def flatten(chart: type[StateChart[Any]]) -> Table:
-    """Turn a chart into a table.
-
-    Raises ``ValueError`` for features that the engine does not run: nested or parallel states,
-    eventless and multi-target transitions, entry and exit actions, external self-transitions, flags
-    other than ``Chart``'s. Also for declarations that must be mistakes: an edge without its RFC
-    paragraph, an edge behind an unguarded one, a guard or action with the name of an attribute of
-    the chart (the library would call that attribute), a state that reaches no final state.
-    """
-    _check_chart(chart)
-    edges: dict[tuple[str, str], list[Edge]] = {}
-    events: dict[str, None] = {}
-    for state in chart.states:
-        for transition in state.transitions:
-            flat = _flatten_transition(chart, transition)
-            for event in map(str, transition.events):
-                events[event] = None
-                row = edges.setdefault((state.id, event), [])
-                if row and not row[-1].guards:
-                    raise ValueError(
-                        f"{chart.__name__}: {state.id}/{event} has an edge behind an unguarded one"
-                    )
-                row.append(flat)
-    initial = chart.initial_state
-    if initial is None:  # the library refuses such a chart first
-        raise ValueError(f"{chart.__name__}: no initial state")
-    table = Table(
-        name=chart.__name__.removesuffix("Chart"),
-        initial=initial.id,
-        states=tuple(state.id for state in chart.states),
-        stopped=(state.id for state in chart.final_states),
-        events=tuple(events),
-        edges={pair: tuple(row) for pair, row in edges.items()},
-        values={s.id: s.value for s in chart.states if isinstance(s.value, int)},
-    )
-    _check_table(table, chart)
-    return table
-
-
-def _check_chart(chart: type[StateChart[Any]]) -> None:
-    where = chart.__name__
-    for flag in (
-        "allow_event_without_transition",
-        "catch_errors_as_events",
-        "atomic_configuration_update",
-    ):
-        if getattr(chart, flag) is not getattr(Chart, flag):
-            raise ValueError(f"{where}: {flag} differs from Chart's")
-    for base in chart.__mro__[: chart.__mro__.index(StateChart)]:
-        for name, value in vars(base).items():
-            if isinstance(value, (FunctionType, property, classmethod, staticmethod)):
-                raise ValueError(f"{where}: {name} is code; actions belong to the model")
-    for state in chart.states:
-        if state.states or state.history or state.parallel:
-            raise ValueError(f"{where}: {state.id} is nested or parallel")
-        if any(not spec.is_convention for spec in state._specs):
-            raise ValueError(f"{where}: {state.id} has entry, exit or invoke actions")
-
-
-def _flatten_transition(chart: type[StateChart[Any]], transition: Transition) -> Edge:
-    where = f"{chart.__name__}: {transition}"
-    if not isinstance(transition, _CitedTransition) or not transition.rfc.strip():
-        raise ValueError(f"{where}: declare it with edge() and its RFC paragraph")
-    target = transition.target
-    if target is None or len(transition.targets) != 1 or transition.is_eventless:
-        raise ValueError(f"{where}: an edge needs exactly one target and an event")
-    if target is transition.source and not transition.internal:
-        raise ValueError(f"{where}: an external self-transition")
-    if any(not event.isidentifier() for event in map(str, transition.events)):
-        raise ValueError(f"{where}: event names are plain identifiers")
-    for group in (transition.before, transition.after, transition.validators):
-        if any(not spec.is_convention for spec in group):
-            raise ValueError(f"{where}: only guards and actions are supported")
-    guards = tuple(Guard(str(spec.func), not spec.expected_value) for spec in transition.cond)
-    actions = tuple(str(spec.func) for spec in transition.on if not spec.is_convention)
-    for name in (*(guard.name for guard in guards), *actions):
-        # The library looks names up in the chart as well as in the model and calls both.
-        if not name.isidentifier() or hasattr(chart, name):
-            raise ValueError(f"{where}: {name!r} is not a name that only the model can have")
-    return Edge(guards, target.id, actions, transition.internal, transition.rfc)
-
-
-def _check_table(table: Table, chart: type[StateChart[Any]]) -> None:
-    both = set(table.guards) & set(table.actions)
-    if both:
-        raise ValueError(f"{chart.__name__}: guard and action at once: {sorted(both)}")
-    # The library does this for declared final states only, and never for absorbing ones.
-    alive = set(table.final)
-    grown = True
-    while grown:
-        reached = {s for (s, _), row in table.edges.items() if any(e.target in alive for e in row)}
-        grown = not reached <= alive
-        alive |= reached
-    if table.final and alive != set(table.states):
-        raise ValueError(f"{chart.__name__}: no way out of {sorted(set(table.states) - alive)}")

@@ -130,7 +130,7 @@ class ConnectionChart(Chart):
     ignore(ACTIVE, "abort_sent abort_timeout", rfc=_NEVER)
     edge(ACTIVE, "close_timeout", PEERABORTWAIT, when="close_pending", do=_RESET, rfc=_STALLED)
     ignore(ACTIVE, "close_timeout", rfc=_NEVER)
-    edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp purge_unsent fail_links_lost",
+    edge(ACTIVE, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
          rfc="4.8.3; Linux V3: no A without a link")
     edge(ACTIVE, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 
@@ -205,7 +205,7 @@ class ConnectionChart(Chart):
     edge(APPCLOSEWAIT1, "close_timeout", PEERABORTWAIT, when="close_pending", do=_ABORT,
          rfc=_STALLED)
     ignore(APPCLOSEWAIT1, "close_timeout", rfc=_NEVER)
-    edge(APPCLOSEWAIT1, "links_lost", CLOSED, do="reset_tcp purge_unsent fail_links_lost",
+    edge(APPCLOSEWAIT1, "links_lost", CLOSED, do="reset_tcp sender.drop_unsent fail_links_lost",
          rfc="4.8.3")
     edge(APPCLOSEWAIT1, "rmbe_conflict", CLOSED, do="reset_tcp purge fail_reset", rfc="4.4.2")
 

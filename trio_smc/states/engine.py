@@ -5,16 +5,16 @@ Theory of operation
 Every state machine is declared once as a python-statemachine chart. The library checks the
 structure when the class is created, and is the reference in a differential test. Programs do not
 run the library: one of its transitions costs as much as two TCP round trips, and one of its
-instances 100 KB in reference cycles. Instead ``flatten`` turns a chart into a ``Table``, ``tables``
-contains all generated tables, and a ``Machine`` (four slots) runs one of them.
+instances 100 KB in reference cycles. Instead `scripts.states` turns each chart into a ``Table`` of
+the generated module ``tables``, and a ``Machine`` (four slots) runs one of them.
 
-A chart holds states and edges, nothing else. Guards are attributes of the model, actions are
-methods of the model without arguments; the chart names them::
+A chart holds states and edges, nothing else. Guards are attributes of the model. Actions are
+methods without arguments, of the model or, with a path, of one of its parts::
 
     class DoorChart(Chart):
         OPEN = State(initial=True)
         SHUT = State(final=True)
-        edge(OPEN, "push", SHUT, when="!blocked", do="ring latch", rfc="4.8.1 (2)")
+        edge(OPEN, "push", SHUT, when="!blocked", do="bell.ring latch", rfc="4.8.1 (2)")
         ignore(OPEN, "push", rfc="4.8.1 (2)")
 
 A ``Machine`` behaves like the library with the flags of ``Chart``:
@@ -30,6 +30,9 @@ A ``Machine`` behaves like the library with the flags of ``Chart``:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -63,8 +66,11 @@ class Edge(NamedTuple):
         return self.internal and not self.actions
 
 
-# What the engine reads: (attribute, wanted) pairs, actions, the new state or None.
-_Row = tuple[tuple[tuple[str, bool], ...], tuple[str, ...], str | None]
+# Finds an action by its path. One for each path, so that equal tables are equal.
+_finder: Callable[[str], Callable[[Any], Any]] = cache(attrgetter)
+
+# What the engine reads: (attribute, wanted) pairs, finders of the actions, the new state or None.
+_Row = tuple[tuple[tuple[str, bool], ...], tuple[Callable[[Any], Any], ...], str | None]
 
 
 class Table:
@@ -112,7 +118,7 @@ class Table:
             pair: tuple(
                 (
                     tuple((guard.name, not guard.negated) for guard in e.guards),
-                    e.actions,
+                    tuple(map(_finder, e.actions)),
                     None if e.internal else e.target,
                 )
                 for e in row
@@ -129,7 +135,7 @@ class Table:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """The model methods that edges call, in order of first use."""
+        """The methods that edges call, as paths from the model, in order of first use."""
         return tuple(
             dict.fromkeys(a for row in self.edges.values() for e in row for a in e.actions)
         )
@@ -169,8 +175,8 @@ class Machine:
     """One running machine: a table, its model and the state.
 
     ``model`` carries the guards (attributes or properties, read for their truth), the actions
-    (methods without arguments) and ``state_changed``. ``state`` replaces the table's initial state;
-    ``ValueError`` if the table has no such state.
+    (methods without arguments, its own or those of its parts) and ``state_changed``. ``state``
+    replaces the table's initial state; ``ValueError`` if the table has no such state.
     """
 
     __slots__ = ("_model", "_queue", "_table", "state")
@@ -235,8 +241,8 @@ class Machine:
                 if (not getattr(model, name)) is wanted:
                     break
             else:
-                for action in actions:
-                    getattr(model, action)()
+                for find in actions:
+                    find(model)()
                 if target is not None:
                     self.state = target
                     model.state_changed(old, target, event)

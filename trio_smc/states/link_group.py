@@ -36,7 +36,7 @@ class LinkGroupChart(Chart):
          rfc="2.2.2, 3.5.1.6.1")
     ignore(FORMING, "links_changed", rfc="3.5.1.6 (what the group is shows when it is formed)")
     edge(FORMING, "links_lost", GONE, do="tell_failed free_resources", rfc="C.2, C.7.1")
-    edge(FORMING, "terminate delete_all", GONE, do="leave_turn tell_failed free_resources",
+    edge(FORMING, "terminate delete_all", GONE, do="setup.leave_turn tell_failed free_resources",
          rfc="3.5.1.6.4, C.7 (the peer learns it from SMC Decline, or from the end of TCP)")
 
     edge(SINGLE, "links_changed", ASYMMETRIC, when="is_asymmetric", do="seek_links",

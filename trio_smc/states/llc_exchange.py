@@ -41,7 +41,7 @@ class LlcExchangeChart(Chart):
     edge(IDLE, "confirm_link", CONFIRM_LINK, do="start_reply_timer", rfc="3.5.1.5")
     edge(CONFIRM_LINK, "done", IDLE, do="stop_reply_timer",
          rfc="3.5.1.5 (ADD LINK follows, but in version 2 with a single link agreed on)")
-    edge(CONFIRM_LINK, "timeout", IDLE, do="give_up_first_contact",
+    edge(CONFIRM_LINK, "timeout", IDLE, do="setup.give_up",
          rfc="C.7.1 (CONFIRM LINK, first link: break the TCP connection)")
 
     # ADD LINK: request and reply.
@@ -54,21 +54,22 @@ class LlcExchangeChart(Chart):
          do="start_reply_timer",
          rfc="3.5.5.3.3 (ADD LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
     edge(ADD_LINK, "refused", IDLE,
-         do="stop_reply_timer drop_new_link retry_later settle start_next",
+         do="stop_reply_timer adding.drop demand.retry_later adding.settle start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2, C.8")
-    edge(IDLE, "refused", when="client", do="settle",
+    edge(IDLE, "refused", when="client", do="adding.settle",
          rfc="3.5.1.6.1 (no exchange begins; at first contact one was superseded)")
     ignore(CHANGE_RKEYS, "refused", when="client", rfc="3.5.1.6.1 (no exchange begins)")
-    edge(ADD_LINK, "timeout", IDLE, when="client", do="give_up_first_contact",
+    edge(ADD_LINK, "timeout", IDLE, when="client", do="setup.give_up",
          rfc="C.7.1 (CONFIRM LINK reply, first contact: no ADD LINK from the server)")
-    edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="give_up_reply fail_carrier",
+    edge(ADD_LINK, "timeout", when="!forming peer_adds_links", do="adding.give_up fail_carrier",
          rfc="C.7.1 (ADD LINK, not first contact: the link it was sent over has failed)")
-    edge(ADD_LINK, "timeout", IDLE, do="give_up_reply drop_new_link retry_later settle start_next",
+    edge(ADD_LINK, "timeout", IDLE,
+         do="adding.give_up adding.drop demand.retry_later adding.settle start_next",
          rfc="3.5.1.6.2, C.8 (no reply: go on with the links there are)")
     edge(ADD_LINK, "address_awaited", do="stop_reply_timer",
          rfc="C.7.1 (the message has arrived; the exchange continues within a second, as soon as "
              "its sender's address is known)")
-    edge(ADD_LINK, "withdraw", DELETE_LINK, do="drop_new_link withdraw_link",
+    edge(ADD_LINK, "withdraw", DELETE_LINK, do="adding.drop adding.withdraw",
          rfc="C.7.1 (ADD LINK reply with a parallel link), 3.5.1.6.2")
 
     # ADD LINK CONTINUATION.
@@ -77,9 +78,9 @@ class LlcExchangeChart(Chart):
     edge(ADD_LINK_CONTINUATION, "rkeys_told", ADD_LINK_CONFIRM, do="start_reply_timer",
          rfc="3.5.1.6.2, A.3.3 (version 2: at once)")
     edge(ADD_LINK_CONTINUATION, "timeout", DELETE_LINK, when="forming !client",
-         do="drop_new_link withdraw_link",
+         do="adding.drop adding.withdraw",
          rfc="C.7.1 (ADD LINK CONTINUATION: as ADD LINK), C.8, 3.5.1.6.2")
-    edge(ADD_LINK_CONTINUATION, "timeout", IDLE, when="forming", do="give_up_first_contact",
+    edge(ADD_LINK_CONTINUATION, "timeout", IDLE, when="forming", do="setup.give_up",
          rfc="C.7.1 (ADD LINK CONTINUATION reply, first contact: break the TCP connection)")
     edge(ADD_LINK_CONTINUATION, "timeout", do="fail_carrier",
          rfc="C.7.1 (ADD LINK reply, ADD LINK CONTINUATION and its reply, not first contact: the "
@@ -87,58 +88,64 @@ class LlcExchangeChart(Chart):
 
     # The client rejects a link that it has agreed to, as Linux may.
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "refused", IDLE, when="!client",
-         do="stop_reply_timer drop_new_link retry_failed settle start_next",
+         do="stop_reply_timer adding.drop demand.retry_failed adding.settle start_next",
          rfc="3.5.1.6.1, 3.5.1.6.2 (the link cannot be added: go on with those there are), C.8")
 
     # CONFIRM LINK on the new link.
-    edge(ADD_LINK_CONFIRM, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.1.6.2")
+    edge(ADD_LINK_CONFIRM, "done", IDLE,
+         do="stop_reply_timer adding.settle start_next", rfc="3.5.1.6.2")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="!client",
-         do="drop_new_link withdraw_link", rfc="3.5.1.6.2, C.7.1 (CONFIRM LINK, new link)")
+         do="adding.drop adding.withdraw", rfc="3.5.1.6.2, C.7.1 (CONFIRM LINK, new link)")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", DELETE_LINK, when="forming",
-         do="stop_reply_timer drop_new_link ask_to_withdraw",
+         do="stop_reply_timer adding.drop adding.request_withdrawal",
          rfc="C.7.1 (ADD LINK reply, second link at first contact: wait for DELETE LINK)")
     edge(ADD_LINK_CONFIRM, "timeout new_link_lost", IDLE,
-         do="stop_reply_timer drop_new_link ask_to_withdraw retry_failed start_next",
+         do="stop_reply_timer adding.drop adding.request_withdrawal demand.retry_failed start_next",
          rfc="C.7.1 (ADD LINK reply, no more RKeys)")
     ignore((IDLE, ADD_LINK, ADD_LINK_CONTINUATION, DELETE_LINK), "new_link_lost",
            rfc="3.5.1.6.2 (acted on when CONFIRM LINK cannot go over it)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "superseded", IDLE, when="client",
-         do="stop_reply_timer drop_new_link",
+         do="stop_reply_timer adding.drop",
          rfc="3.5.5.1 (the server begins anew: it has given up the last link)")
     edge((ADD_LINK, ADD_LINK_CONTINUATION), "carrier_lost", IDLE,
-         do="stop_reply_timer drop_new_link retry_soon start_next",
+         do="stop_reply_timer adding.drop demand.want start_next",
          rfc="2.3, C.7.1 (ADD LINK: retry over another link)")
     ignore(ADD_LINK_CONFIRM, "carrier_lost", rfc="3.5.1.5 (CONFIRM LINK uses the new link only)")
 
     # DELETE LINK of one link.
-    edge(IDLE, "delete_link", DELETE_LINK, do="leave_link", rfc="3.5.5.1.3")
+    edge(IDLE, "delete_link", DELETE_LINK, do="deletion.leave", rfc="3.5.5.1.3")
     edge((ADD_LINK, CHANGE_RKEYS), "delete_link", DELETE_LINK, when="client",
-         do="stop_reply_timer leave_link",
+         do="stop_reply_timer deletion.leave",
          rfc="3.5.5.3.3 (DELETE LINK crossed CONFIRM RKEY, which is begun anew afterwards)")
     edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "delete_link", DELETE_LINK, when="client",
-         do="stop_reply_timer drop_new_link leave_link",
+         do="stop_reply_timer adding.drop deletion.leave",
          rfc="3.5.1.6.2, C.7.1 (the server gives the new link up)")
-    edge(DELETE_LINK, "delete_link", when="client", do="leave_link", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "link_left", do="send_delete_link start_reply_timer", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer settle start_next", rfc="3.5.5.1.3")
-    edge(DELETE_LINK, "timeout", when="only_carrier", do="send_delete_link start_reply_timer",
+    edge(DELETE_LINK, "delete_link", when="client", do="deletion.leave", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "link_left", do="deletion.send start_reply_timer", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "done", IDLE, do="stop_reply_timer adding.settle start_next", rfc="3.5.5.1.3")
+    edge(DELETE_LINK, "timeout", when="only_carrier", do="deletion.send start_reply_timer",
          rfc="4.5.3, 4.8.3 (of a link that is lost; the last one took the message, so it works)")
     edge(DELETE_LINK, "timeout", when="!only_carrier", do="fail_carrier",
          rfc="C.7.1 (DELETE LINK: the link it was sent over is not usable either)")
-    edge(DELETE_LINK, "carrier_lost", IDLE, do="stop_reply_timer delete_again start_next",
+    edge(DELETE_LINK, "carrier_lost", IDLE, do="stop_reply_timer deletion.requeue start_next",
          rfc="C.7.1 (DELETE LINK: resend over a surviving link)")
 
     # CONFIRM RKEY and DELETE RKEY of this side.
-    edge(IDLE, "change_rkeys", CHANGE_RKEYS, do="send_rkeys", rfc="3.5.5.2.1, 3.5.5.2.2")
-    edge(CHANGE_RKEYS, "rkeys_replied", IDLE, do="stop_rkeys_timer end_rkeys start_next",
+    edge(IDLE, "change_rkeys", CHANGE_RKEYS, do="rkey_exchanges.send", rfc="3.5.5.2.1, 3.5.5.2.2")
+    edge(CHANGE_RKEYS, "rkeys_replied", IDLE,
+         do="rkey_exchanges.stop_timer rkey_exchanges.end start_next",
          rfc="3.5.5.3")
-    edge(IDLE, "rkeys_replied", do="stop_rkeys_timer redo_rkeys start_next", when="client",
+    edge(IDLE, "rkeys_replied",
+         do="rkey_exchanges.stop_timer rkey_exchanges.redo start_next", when="client",
          rfc="3.5.5.3.3 (the exchange that crossed it is over)")
-    edge((*_ADDING, DELETE_LINK), "rkeys_replied", do="stop_rkeys_timer redo_rkeys", when="client",
+    edge((*_ADDING, DELETE_LINK), "rkeys_replied",
+         do="rkey_exchanges.stop_timer rkey_exchanges.redo", when="client",
          rfc="3.5.5.3.3 (redone, with the links there are then)")
-    edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout", do="fail_rkeys_link",
+    edge((IDLE, *_ADDING, DELETE_LINK, CHANGE_RKEYS), "rkeys_timeout",
+         do="rkey_exchanges.fail_link",
          rfc="C.7.1 (CONFIRM RKEY: the link it was sent over has failed)")
-    edge(CHANGE_RKEYS, "carrier_lost", IDLE, do="stop_rkeys_timer redo_rkeys start_next",
+    edge(CHANGE_RKEYS, "carrier_lost", IDLE,
+         do="rkey_exchanges.stop_timer rkey_exchanges.redo start_next",
          rfc="2.3 (begun anew over another link)")
     ignore((IDLE, CONFIRM_LINK), "carrier_lost", rfc="2.3 (nothing is under way on it)")
 
@@ -147,31 +154,32 @@ class LlcExchangeChart(Chart):
     ignore(_BUSY, "queued", rfc="3.5.5.3 (waits until the exchange under way is done)")
 
     # Collisions: messages of the peer that begin an exchange.
-    edge(IDLE, "peer_notice", do="note_notice start_next",
+    edge(IDLE, "peer_notice", do="demand.on_client_notice start_next",
          rfc="3.5.5.1.2 (ADD LINK from the client; in version 2 REQUEST ADD LINK, here and below)")
     ignore((CONFIRM_LINK, ADD_LINK), "peer_notice",
            rfc="3.5.5.3.1 (ADD LINK from the client: the one under way answers it)")
-    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "peer_notice", do="note_notice",
+    edge((ADD_LINK_CONTINUATION, ADD_LINK_CONFIRM), "peer_notice", do="demand.on_client_notice",
          rfc="3.5.5.1.2 (ADD LINK from the client after its reply: of an RNIC that came since)")
-    edge(DELETE_LINK, "peer_notice", do="note_notice",
+    edge(DELETE_LINK, "peer_notice", do="demand.on_client_notice",
          rfc="3.5.5.3.2 (ADD LINK from the client: processed afterwards)")
-    edge(CHANGE_RKEYS, "peer_notice", do="note_notice",
+    edge(CHANGE_RKEYS, "peer_notice", do="demand.on_client_notice",
          rfc="3.5.5.3.3 (ADD LINK from the client: processed afterwards)")
-    edge(IDLE, "delete_asked", do="note_deletion start_next", rfc="3.5.5.1.4")
-    edge((CONFIRM_LINK, *_ADDING), "delete_asked", do="note_deletion",
+    edge(IDLE, "delete_asked", do="deletion.queue_client_request start_next", rfc="3.5.5.1.4")
+    edge((CONFIRM_LINK, *_ADDING), "delete_asked", do="deletion.queue_client_request",
          rfc="3.5.5.3.1 (DELETE LINK from the client: processed afterwards)")
-    edge(DELETE_LINK, "delete_asked", do="note_deletion",
+    edge(DELETE_LINK, "delete_asked", do="deletion.queue_client_request",
          rfc="3.5.5.3.2 (DELETE LINK from the client: processed afterwards)")
-    edge(CHANGE_RKEYS, "delete_asked", do="note_deletion",
+    edge(CHANGE_RKEYS, "delete_asked", do="deletion.queue_client_request",
          rfc="3.5.5.3.3 (DELETE LINK from the client: processed afterwards)")
-    edge((IDLE, CHANGE_RKEYS), "peer_rkeys", do="answer_rkeys",
+    edge((IDLE, CHANGE_RKEYS), "peer_rkeys", do="rkey_exchanges.answer_peer",
          rfc="3.5.5.3 (RKey exchanges of the two sides do not collide)")
-    edge((CONFIRM_LINK, *_ADDING), "peer_rkeys", do="put_off_rkeys",
+    edge((CONFIRM_LINK, *_ADDING), "peer_rkeys", do="rkey_exchanges.put_off_peer",
          rfc="3.5.5.3.1 (CONFIRM RKEY: negative reply, to be tried again)")
-    edge(DELETE_LINK, "peer_rkeys", do="put_off_rkeys",
+    edge(DELETE_LINK, "peer_rkeys", do="rkey_exchanges.put_off_peer",
          rfc="3.5.5.3.2 (CONFIRM RKEY: negative reply, to be tried again)")
 
-    edge((IDLE, *_BUSY), "end", ENDED, do="stop_reply_timer stop_rkeys_timer fail_queued",
+    edge((IDLE, *_BUSY), "end", ENDED,
+         do="stop_reply_timer rkey_exchanges.stop_timer rkey_exchanges.fail_queued",
          rfc="3.5.5.3.1, 3.5.5.3.2, 3.5.5.3.3 (DELETE LINK of the entire link group: clean up "
              "immediately), 2.3")
     ignore(ENDED, "end queued peer_rkeys peer_notice delete_asked delete_link link_left timeout "

@@ -31,7 +31,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trio_smc.rendezvous.links.context import Exchange, Group, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.delete_link import LinkDeletion
     from trio_smc.rendezvous.links.first_contact import LinkSetup
     from trio_smc.rendezvous.links.link_demand import LinkDemand
@@ -189,6 +189,14 @@ class LinkAdding:
     def give_up(self) -> None:
         """The client did not answer: its reply may come after all."""
         self._given_up.add(self.number)
+
+    def withdraw(self) -> None:
+        """The server's DELETE LINK for the link that could not be added (3.5.1.6.2)."""
+        self._deletion.withdraw(self.number)
+
+    def request_withdrawal(self) -> None:
+        """The client's DELETE LINK for it, which the server answers with one of its own."""
+        self._deletion.requests.ask(self.number, llc.DeleteLinkReason.LOST_PATH)
 
     def failed(self, link: Link) -> bool:
         """Whether ``link``, which has failed, is the one that is being added."""
@@ -504,7 +512,7 @@ class Continuations:
     """The RTokens of one new link at a time: which are still to be told, and to be heard."""
 
     def __init__(
-        self, group: GroupData, exchange: Exchange, setup: LinkSetup, rkeys: Rkeys,
+        self, group: Group, exchange: Exchange, setup: LinkSetup, rkeys: Rkeys,
         adding: LinkAdding,
     ) -> None:  # fmt: skip
         self._group = group

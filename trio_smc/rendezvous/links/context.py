@@ -1,24 +1,20 @@
-"""What the parts of a link group know of it and of each other, as protocols.
+"""Protocols for the link group and its `Exchanges`, which import the parts that use them.
 
-No part knows the group itself, nor a part that is built on it: what it wants of them is here.
+All other parts of a group import each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from trio_smc.rendezvous.links.link import LinkConnection, LinkMover, LinkOwner
+from trio_smc.rendezvous.links.link import LinkConnection, LinkOwner
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser
 
 if TYPE_CHECKING:
-    from trio_smc._base.timers import Timers
-    from trio_smc.config.config import Config
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_set import Links
     from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
     from trio_smc.rendezvous.links.peer_rmbs import PeerRmbs
-    from trio_smc.rendezvous.terms import Terms
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.states.engine import Machine
 
@@ -26,8 +22,6 @@ __all__ = [
     "Exchange",
     "Group",
     "GroupConnection",
-    "GroupData",
-    "Mover",
 ]
 
 
@@ -64,20 +58,12 @@ class Exchange(Protocol):
         """Whether link ``number`` is being confirmed as a new one."""
 
 
-class GroupData(Protocol):
-    """A link group, for the parts that need no more than to know it."""
+class Group(LinkOwner, Protocol):
+    """A link group, as seen by its parts, which `group` imports."""
 
-    client: bool
-    config: Config
-    timers: Timers
     links: Links
     own_rmbs: OwnRmbs
     peer_rmbs: PeerRmbs
-    terms: Terms
-
-    @property
-    def mover(self) -> Mover:
-        """Who moves connections between links."""
 
     @property
     def machine(self) -> Machine:
@@ -94,10 +80,6 @@ class GroupData(Protocol):
     @property
     def reply_timeout(self) -> float:
         """Seconds that we wait for an LLC message."""
-
-
-class Group(GroupData, LinkOwner, Protocol):
-    """A link group, for the parts by which links come and go."""
 
     def usable_rnics(self) -> list[Rnic]:
         """This side's RNICs that links may use."""
@@ -116,35 +98,3 @@ class Group(GroupData, LinkOwner, Protocol):
 
     def delete_all(self, reason: int) -> None:
         """Comply with the peer's DELETE LINK for the whole group."""
-
-
-class Mover(LinkMover, Protocol):
-    """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
-
-    Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
-    """
-
-    def link_lost(self, link: Link) -> None:
-        """The link is failing: move its connections now.
-
-        Called before the queue pair is closed.  Without another usable link nothing is done:
-        the group ends its connections then.
-        """
-
-    def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
-        """The link goes in order: move its connections off while it still works.
-
-        ``done()`` is called once nothing of them is in flight there, at once if nothing is.
-        """
-
-    def link_ready(self, link: Link) -> None:
-        """A link became ACTIVE: connections may be spread anew."""
-
-    def link_stays(self, link: Link) -> None:
-        """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
-
-    def catch_up(self) -> None:
-        """Take what has arrived on all links: the peer knows of it already."""
-
-    def close(self) -> None:
-        """The group is gone."""

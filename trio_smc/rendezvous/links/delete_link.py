@@ -32,7 +32,7 @@ from trio_smc.wire import llc
 
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
-    from trio_smc.rendezvous.links.context import Exchange, Group, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.link_demand import LinkDemand
 
@@ -78,7 +78,7 @@ class DeletionRequests:
       asked: by link number, what the server has not answered yet.
     """
 
-    def __init__(self, group: GroupData) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self.asked: dict[int, _Asked] = {}
 
@@ -145,7 +145,7 @@ class DeletionRequests:
 class LinkLeaving:
     """The links of one group that connections are leaving."""
 
-    def __init__(self, group: GroupData, left: Callable[[int], None]) -> None:
+    def __init__(self, group: Group, left: Callable[[int], None]) -> None:
         """`left`: called with the number of a link that nobody uses any more."""
         self._group = group
         self._left = left
@@ -333,7 +333,7 @@ class LinkDeletion:
         self._exchange.send("delete_link")
         return True
 
-    def note_asked(self) -> None:
+    def queue_client_request(self) -> None:
         """Queue what the client asked for."""
         wanted = self._from_client
         if wanted is not None:
@@ -377,7 +377,7 @@ class LinkDeletion:
                 )
             )
 
-    def again(self) -> None:
+    def requeue(self) -> None:
         """The link that DELETE LINK was sent over has failed (C.7.1)."""
         wanted, self._current = self._current, None
         if wanted is not None:
@@ -471,7 +471,7 @@ _REDUNDANT: Final = 2
 class IdleLinks:
     """When links of one group are deleted because nothing uses them."""
 
-    def __init__(self, group: GroupData, demand: LinkDemand, deletion: LinkDeletion) -> None:
+    def __init__(self, group: Group, demand: LinkDemand, deletion: LinkDeletion) -> None:
         self._group = group
         self._demand = demand
         self._deletion = deletion

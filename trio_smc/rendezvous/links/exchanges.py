@@ -29,8 +29,6 @@ from trio_smc.states.tables import LLC_EXCHANGE
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trio_smc._base.timers import Timer
     from trio_smc.rendezvous.links.context import Group
     from trio_smc.rendezvous.links.link import Link
@@ -65,17 +63,7 @@ class Exchanges:
         self.adding: LinkAdding = LinkAdding(
             group, self, self.setup, rkeys, self.demand, self.deletion
         )
-        told = RkeyExchanges(group, self, rkeys)
-        self.rkey_exchanges: RkeyExchanges = told
-        # The machine's actions of these names.
-        self.send_rkeys: Callable[[], None] = told.send_rkeys
-        self.stop_rkeys_timer: Callable[[], None] = told.stop_rkeys_timer
-        self.end_rkeys: Callable[[], None] = told.end_rkeys
-        self.redo_rkeys: Callable[[], None] = told.redo_rkeys
-        self.fail_rkeys_link: Callable[[], None] = told.fail_rkeys_link
-        self.fail_queued: Callable[[], None] = told.fail_queued
-        self.answer_rkeys: Callable[[], None] = told.answer_rkeys
-        self.put_off_rkeys: Callable[[], None] = told.put_off_rkeys
+        self.rkey_exchanges: RkeyExchanges = RkeyExchanges(group, self, rkeys)
 
     @property
     def state(self) -> str:
@@ -114,7 +102,7 @@ class Exchanges:
 
     def end(self) -> None:
         """The group is gone: nothing can be exchanged any more."""
-        self.fail_queued()  # at once, although an exchange may be failing just now
+        self.rkey_exchanges.fail_queued()  # at once, although an exchange may be failing just now
         self.machine.send("end")
 
     # --- messages of the peer ----------------------------------------------------------------
@@ -162,9 +150,9 @@ class Exchanges:
                 self.adding.start_second(link)
             else:
                 self.setup.past_return()
-                self.settle()
+                self.adding.settle()
 
-    # --- actions of states.llc_exchange: what comes next -------------------------------------
+    # --- actions of states.llc_exchange; others are actions of the parts ---------------------
 
     def start_next(self) -> None:
         """Begin the most urgent exchange that waits."""
@@ -177,10 +165,6 @@ class Exchanges:
             return
         if self.deletion.start() or self.adding.start() or self.rkey_exchanges.start():
             self._chosen = True
-
-    def settle(self) -> None:
-        """At first contact data may flow now: there is a second link, or it was given up."""
-        self.adding.settle()
 
     def start_reply_timer(self) -> None:
         """C.7: longer at first contact, so that a write time-out and a Decline fit in."""
@@ -199,11 +183,7 @@ class Exchanges:
         """The link over which the message was sent is not usable either (C.7.1)."""
         fail(self.carrier, self.machine.state)
 
-    def give_up_first_contact(self) -> None:
-        """Break the TCP connection (C.7.1)."""
-        self.setup.first_contact_timed_out()
-
-    # --- actions and guards: links ------------------------------------------------------------
+    # --- guards --------------------------------------------------------------------------------
 
     @property
     def client(self) -> bool:
@@ -231,54 +211,6 @@ class Exchanges:
     def peer_adds_links(self) -> bool:
         """Whether the peer has ever answered ADD LINK; old kernels never do."""
         return self.adding.answered
-
-    def give_up_reply(self) -> None:
-        """ADD LINK was not answered."""
-        self.adding.give_up()
-
-    def drop_new_link(self) -> None:
-        """Free what the new link had."""
-        self.adding.drop()
-
-    def retry_later(self) -> None:
-        """C.8."""
-        self.demand.retry_later()
-
-    def retry_failed(self) -> None:
-        """C.7.1."""
-        self.demand.retry_failed()
-
-    def retry_soon(self) -> None:
-        """C.7.1: over another link, if there is one."""
-        self.demand.want()
-
-    def note_notice(self) -> None:
-        """The client has an RNIC for a further link (3.5.5.1.2)."""
-        self.demand.asked()
-
-    def note_deletion(self) -> None:
-        """The client wants a link deleted (3.5.5.1.4)."""
-        self.deletion.note_asked()
-
-    def withdraw_link(self) -> None:
-        """DELETE LINK for the link that could not be added."""
-        self.deletion.withdraw(self.adding.number)
-
-    def ask_to_withdraw(self) -> None:
-        """The same of the client, which the server answers with a DELETE LINK."""
-        self.deletion.requests.ask(self.adding.number, llc.DeleteLinkReason.LOST_PATH)
-
-    def leave_link(self) -> None:
-        """Move connections off the link that is to be deleted."""
-        self.deletion.leave()
-
-    def send_delete_link(self) -> None:
-        """They have left."""
-        self.deletion.send()
-
-    def delete_again(self) -> None:
-        """Over another link."""
-        self.deletion.again()
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """Tell observers."""

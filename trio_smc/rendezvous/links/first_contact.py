@@ -33,7 +33,7 @@ from trio_smc.rnic.verbs import RnicError
 from trio_smc.wire import llc
 
 if TYPE_CHECKING:
-    from trio_smc.rendezvous.links.context import Exchange, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.rkeys import Rkeys
 
 __all__ = [
@@ -79,7 +79,7 @@ class LinkSetup:
       failure, error: why the first contact failed, once it has.
     """
 
-    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
+    def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
         self._exchange = exchange
         self._rkeys = rkeys
@@ -121,7 +121,7 @@ class LinkSetup:
             self.failure = GroupFailure.LACK
         link.machine.send("failed")
 
-    def first_contact_timed_out(self) -> None:
+    def give_up(self) -> None:
         """Nothing more came on the new link (RFC 7609, C.7.1)."""
         self.failure = GroupFailure.TIMED_OUT
         self._group.machine.send("links_lost")

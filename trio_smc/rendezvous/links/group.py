@@ -36,11 +36,11 @@ from trio_smc._base.errors import ProtocolError
 from trio_smc._base.timers import Timer, Timers
 from trio_smc.config.config import Config
 from trio_smc.datapath.rmb import Rmbe
-from trio_smc.rendezvous.links.context import GroupConnection, Mover
+from trio_smc.rendezvous.links.context import GroupConnection
 from trio_smc.rendezvous.links.delete_link import IdleLinks
 from trio_smc.rendezvous.links.exchanges import Exchanges
 from trio_smc.rendezvous.links.first_contact import FirstContact, GroupFailure
-from trio_smc.rendezvous.links.link import Link, LinkHost
+from trio_smc.rendezvous.links.link import Link, LinkHost, Mover
 from trio_smc.rendezvous.links.link_set import LinkGroupKind, Links
 from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 from trio_smc.rendezvous.links.peer_rmbs import ElementUser, PeerRmb, PeerRmbs, RToken
@@ -55,7 +55,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from trio_smc._base.statistics import Agreed
     from trio_smc.rendezvous.links.add_link import LinkAdding
-    from trio_smc.rendezvous.links.context import GroupData
+    from trio_smc.rendezvous.links.context import Group
     from trio_smc.rendezvous.links.delete_link import LinkDeletion
     from trio_smc.rendezvous.links.first_contact import LinkSetup
     from trio_smc.rendezvous.links.link_demand import LinkDemand
@@ -457,10 +457,6 @@ class LinkGroup:
 
     # --- actions: the end ----------------------------------------------------------------------
 
-    def leave_turn(self) -> None:
-        """See `LinkSetup.leave_turn`."""
-        self.setup.leave_turn()
-
     def tell_failed(self) -> None:
         """The negotiation decides between Decline and reset."""
         contact, self.first_contact = self.first_contact, None
@@ -571,7 +567,7 @@ class _PeerElement(NamedTuple):
 class GroupConnections(dict[int, GroupConnection]):
     """The connections of one link group by our alert token, closing ones included."""
 
-    def __init__(self, group: GroupData, placed: Callable[[], None]) -> None:
+    def __init__(self, group: Group, placed: Callable[[], None]) -> None:
         """``placed``: called when a connection got a link."""
         super().__init__()
         self._group = group

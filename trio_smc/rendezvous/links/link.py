@@ -18,7 +18,7 @@ Receives are posted in bulk and replenished in quarters of the queue.
 Link implements `trio_smc.datapath.messenger.Channel` and is the model of `states.link`.
 
 A failover validation message that misses something (RFC 7609, 4.6.1) has to wait, and with it all
-that its link brings after it.  Whoever moves connections (`LinkMover`) puts a `Backlog` in the
+that its link brings after it.  Whoever moves connections (`Mover`) puts a `Backlog` in the
 link's way for that time.
 
 Before a queue pair is connected its RNIC must know the peer's address (`AddressWait`): one that is
@@ -70,8 +70,8 @@ __all__ = [
     "Link",
     "LinkConnection",
     "LinkHost",
-    "LinkMover",
     "LinkOwner",
+    "Mover",
     "PeerPort",
     "PeerQueuePair",
 ]
@@ -196,8 +196,36 @@ class Backlog(Protocol):
         """One message more."""
 
 
-class LinkMover(Protocol):
-    """What a link wants of who moves connections between links."""
+class Mover(Protocol):
+    """Moves the connections of one link group between its links (RFC 7609, 2.3, 4.6).
+
+    Who sends on which link is in `Link.users`; `GroupConnections.move` changes it.
+    """
+
+    def link_lost(self, link: Link) -> None:
+        """The link is failing: move its connections now.
+
+        Called before the queue pair is closed.  Without another usable link nothing is done:
+        the group ends its connections then.
+        """
+
+    def link_leaving(self, link: Link, done: Callable[[], None]) -> None:
+        """The link goes in order: move its connections off while it still works.
+
+        ``done()`` is called once nothing of them is in flight there, at once if nothing is.
+        """
+
+    def link_ready(self, link: Link) -> None:
+        """A link became ACTIVE: connections may be spread anew."""
+
+    def link_stays(self, link: Link) -> None:
+        """The link, which was to go in order, stays: `link_leaving`'s ``done`` is not called."""
+
+    def catch_up(self) -> None:
+        """Take what has arrived on all links: the peer knows of it already."""
+
+    def close(self) -> None:
+        """The group is gone."""
 
     def message_missing(self, link: Link, message: bytes) -> None:
         """A failover validation message on ``link`` misses one that another link may have brought
@@ -221,7 +249,7 @@ class LinkOwner(Protocol):
         """The stack."""
 
     @property
-    def mover(self) -> LinkMover:
+    def mover(self) -> Mover:
         """Who moves connections between its links."""
 
     @property

@@ -73,7 +73,7 @@ class LinkDemand:
         news, self._news = self._news, False
         return news
 
-    def asked(self) -> None:
+    def on_client_notice(self) -> None:
         """The client has an RNIC for a further link (3.5.5.1.2)."""
         if not self._asked:
             self._asked = True

@@ -43,7 +43,7 @@ from trio_smc.wire import llc
 if TYPE_CHECKING:
     from trio_smc._base.timers import Timer
     from trio_smc.datapath.rmb import Rmb
-    from trio_smc.rendezvous.links.context import Exchange, GroupData
+    from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.link import Link
     from trio_smc.rendezvous.links.own_rmbs import OwnRmbs
 
@@ -142,7 +142,7 @@ class PeerRequest(NamedTuple):
 class Rkeys:
     """What one link group tells and is told of RKeys."""
 
-    def __init__(self, group: GroupData, own: OwnRmbs) -> None:
+    def __init__(self, group: Group, own: OwnRmbs) -> None:
         self._group = group
         self._own = own
         # By link number; at most one on each link.
@@ -379,7 +379,7 @@ class RkeyRequest:
 class RkeyExchanges:
     """Our requests and the peer's, in turn: the actions of `states.llc_exchange` about RKeys."""
 
-    def __init__(self, group: GroupData, exchange: Exchange, rkeys: Rkeys) -> None:
+    def __init__(self, group: Group, exchange: Exchange, rkeys: Rkeys) -> None:
         self._group = group
         self._exchange = exchange
         self._rkeys = rkeys
@@ -460,7 +460,7 @@ class RkeyExchanges:
         if request.on_echo_untrusted(reply):
             self._exchange.send("rkeys_replied")
 
-    def send_rkeys(self) -> None:
+    def send(self) -> None:
         """Our request; then wait for the echoes."""
         if self._current is not None and self._rkeys_link is not None:
             self._current.send(self._rkeys_link)
@@ -468,13 +468,13 @@ class RkeyExchanges:
             self._group.config.llc_timeout, lambda: self._exchange.send("rkeys_timeout")
         )
 
-    def stop_rkeys_timer(self) -> None:
+    def stop_timer(self) -> None:
         """They came, or do not matter any more."""
         if self._rkeys_timer is not None:
             self._rkeys_timer.cancel()
             self._rkeys_timer = None
 
-    def end_rkeys(self) -> None:
+    def end(self) -> None:
         """All echoes are there."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is None:
@@ -487,14 +487,14 @@ class RkeyExchanges:
             return
         request.finished(request.agreed)
 
-    def redo_rkeys(self) -> None:
+    def redo(self) -> None:
         """Links have changed meanwhile: begin anew, whatever the peer said (3.5.5.3.3)."""
         request, self._current, self._rkeys_link = self._current, None, None
         if request is not None:
             request.in_doubt = True
             self._queue.appendleft(request)
 
-    def fail_rkeys_link(self) -> None:
+    def fail_link(self) -> None:
         """The link over which the request was sent has failed (C.7.1)."""
         fail(self._rkeys_link, self._exchange.state)
 
@@ -503,8 +503,8 @@ class RkeyExchanges:
         if link is not self._rkeys_link:
             return False
         if not begun:
-            self.stop_rkeys_timer()
-            self.redo_rkeys()
+            self.stop_timer()
+            self.redo()
         return True
 
     def _retry(self, request: RkeyRequest) -> None:
@@ -532,7 +532,7 @@ class RkeyExchanges:
         self._peer_requests.append(self._rkeys.request_untrusted(link, message))
         self._exchange.send("peer_rkeys")
 
-    def answer_rkeys(self) -> None:
+    def answer_peer(self) -> None:
         """Answer the peer's RKey request."""
         self._answer(self._peer_requests.popleft())
 
@@ -545,7 +545,7 @@ class RkeyExchanges:
         if request.link.state != "DOWN":
             self._rkeys.answer(request)
 
-    def put_off_rkeys(self) -> None:
+    def put_off_peer(self) -> None:
         """RKeys may not change while links do (3.5.5.3.1, 3.5.5.3.2)."""
         request = self._peer_requests.popleft()
         if not isinstance(request.message, llc.DeleteRkey):

@@ -23,12 +23,15 @@ import random
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trio_smc.rnic.soft.port import Port
 from trio_smc.rnic.soft.queue_pair import STALLED, Request, SoftQueuePair
 from trio_smc.rnic.soft.regions import SoftProtectionDomain
 from trio_smc.rnic.verbs import QpState, WcStatus
+
+if TYPE_CHECKING:
+    from trio_smc.rnic.soft.device import SoftRnic
 
 __all__ = [
     "Fault",
@@ -70,19 +73,6 @@ _OF_REQUESTS: Final = _OF_MESSAGES | {Fault.WRITE_LOST}
 
 _OK: Final = int(WcStatus.SUCCESS)
 _UNREACHABLE: Final = int(WcStatus.RETRY_EXC_ERR)
-
-
-class FaultyPort(Port, Protocol):
-    """The port that a plan is for."""
-
-    def fail(self) -> None:
-        """The port goes down without warning."""
-
-    def restore(self) -> None:
-        """It comes up again."""
-
-    def queue_pairs(self) -> list[SoftQueuePair]:
-        """Those there are."""
 
 
 class Struck(NamedTuple):
@@ -143,17 +133,15 @@ class FaultPlan:
         self._requests = 0
         self._next = self._draw() if every and kinds else -1
         self._armed: list[_Armed] = []
-        self._rnic: FaultyPort
+        self._rnic: SoftRnic
 
-    def attach(self, rnic: FaultyPort) -> None:
+    def attach(self, rnic: SoftRnic) -> None:
         """For `SoftRnic`: whose plan this is.  Raises ValueError when it is another's already."""
         if hasattr(self, "_rnic"):
             raise ValueError("a fault plan serves one RNIC")
         self._rnic = rnic
 
-    def queue_pair(
-        self, rnic: FaultyPort, pd: SoftProtectionDomain, qp_num: int
-    ) -> FaultyQueuePair:
+    def queue_pair(self, rnic: SoftRnic, pd: SoftProtectionDomain, qp_num: int) -> FaultyQueuePair:
         """For `SoftRnic`: a new queue pair that is subject to this plan."""
         return FaultyQueuePair(rnic, pd, qp_num, self)
 

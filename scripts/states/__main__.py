@@ -1,6 +1,6 @@
 """Write the files that are generated from the declared state machines, or check them.
 
-    python -m trio_smc.states [--check] [DIR]
+    python -m scripts.states [--check] [DIR]
 
 Diagrams and pages are written to DIR (default: docs/states), the tables of the engine to
 `trio_smc/states/tables.py`. Exit code: 0; 1 if ``--check`` finds a difference; 2 if the SVG files
@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from trio_smc.states.drawing.pages import NoGraphviz, differences, write_svgs, write_texts
-from trio_smc.states.generate import MACHINES, TABLES, source
+from scripts.states.generate import MACHINES, TABLES, source
+from scripts.states.pages import NoGraphviz, differences, write_svgs, write_texts
 
 _DOCS = Path("docs/states")
 _PURPOSE = "Write the files that are generated from the declared state machines, or check them."
@@ -25,7 +25,7 @@ _NO_DOT = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trio_smc.states", description=_PURPOSE)
+    parser = argparse.ArgumentParser(prog="python -m scripts.states", description=_PURPOSE)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     parser.add_argument("directory", nargs="?", type=Path, default=_DOCS, metavar="DIR")
     options = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
-"""Generates `tables` from the declarations, so that programs run without python-statemachine.
+"""Generates `trio_smc.states.tables` from the declarations.
 
-The charts are the source. `tables` is checked in, and a test fails if it differs from the charts.
+The charts are the source. The tables are checked in, so that programs run without
+python-statemachine, and a test fails if they differ from the charts.
 To add a machine, declare it, add it to `MACHINES` and generate its table before importing that.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trio_smc.states.chart import flatten
+from scripts.states.flatten import flatten
 from trio_smc.states.clc import ClcClientChart, ClcServerChart
 from trio_smc.states.connection import ConnectionChart
 from trio_smc.states.link import LinkChart
@@ -36,12 +37,12 @@ MACHINES: Final[dict[str, type[StateChart[Any]]]] = {
 }
 """The chart of each machine, by the stem of its files ("connection", "link_group")."""
 
-TABLES: Final = Path(__file__).with_name("tables.py")
+TABLES: Final = Path(__file__).parents[2] / "trio_smc" / "states" / "tables.py"
 
 _HEAD: Final = '''\
 """The tables of all state machines, as `engine` runs them.
 
-Made by `python -m trio_smc.states` from the declarations; edit those instead.
+Made by `python -m scripts.states` from the declarations; edit those instead.
 """
 
 # ruff: noqa: E501

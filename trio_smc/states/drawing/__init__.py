@@ -1,1 +1,0 @@
-"""Diagrams and tables of the state machines, for docs/states."""
