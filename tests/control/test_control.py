@@ -110,7 +110,8 @@ async def test_a_process_that_can_import_nothing_more_answers_and_reports(
         async with a_stack() as (stack, control_path):
             with monkeypatch.context() as without:
                 without.setitem(sys.modules, "json", None)
-                RunReport(stack, str(path))._tell("stack-open")
+                with trio.move_on_after(0):
+                    await RunReport(stack, str(path)).run()
                 answered = [message["part"] for message in await answer(control_path, GOOD)]
         assert answered == ["process", "statistics", "end"]
         connection, _ = reader.accept()
