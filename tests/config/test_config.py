@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -419,7 +423,7 @@ async def test_what_is_no_config_is_refused_by_each_call() -> None:
         ("allow = " + "[" * 100 + "]" * 100, "allow: "),
         ("allow = " + "{a=" * 50_000, "nested too deeply"),
         ("a." * 20_000 + "b = 1", "there is no setting 'a'"),
-        ("x = 1 # " + "x" * (1 << 20), "it has more than 1048576 bytes"),
+        ("x = 1 # " + "x" * (1 << 20), "more than 1048576 bytes"),
         ('rnics = ["x"]', "rnics: 'x' is neither software:NAME"),
         ('rnics = ["roce:a:256"]', "rnics: 'roce:a:256' is neither"),
         ('rnics = ["roce:a:1:999"]', "rnics: 'roce:a:1:999' is neither"),
@@ -456,6 +460,42 @@ def test_what_is_no_file(path: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_a_pnet_table_is_bounded() -> None:
+def test_a_pnet_table_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    path.write_bytes(bytes((1 << 20) + 1))
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        read_table(path)
+    with pytest.raises(ValueError, match="not a regular file"):
         read_table(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("read", [trio_smc.load_config, read_table])
+def test_a_fifo_does_not_block(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    # Without the check, the open or the read would wait for this descriptor.
+    writer = os.open(path, os.O_RDWR)
+    try:
+        with pytest.raises(ValueError, match="not a regular file"):
+            read(path)
+    finally:
+        os.close(writer)
+        path.unlink()
+
+
+@pytest.mark.parametrize("read", ["load_config", "read_table"])
+def test_a_kernel_log_without_news_does_not_block(read: str) -> None:
+    """A regular file whose read waits: /proc/kmsg, from which another process reads it all."""
+    if os.geteuid():
+        pytest.skip("only root may open it")
+    code = (
+        "import pathlib, sys, trio_smc, trio_smc.host.pnet as pnet\n"
+        "read = {'load_config': trio_smc.load_config, 'read_table': pnet.read_table}[sys.argv[1]]\n"
+        "for _ in range(3):\n"
+        "    try: read(pathlib.Path('/proc/kmsg'))\n"
+        "    except ValueError: print('refused')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, read], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "refused\n" * 3

@@ -10,6 +10,7 @@ import random
 import socket
 import stat
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.tools.tools_processes import LIMIT, command_here, one_line
 from trio_smc import Config, ProtocolError, Stack
 from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
-from trio_smc.control.server import ControlSocket
+from trio_smc.control.server import ControlSocket, RunReport
 from trio_smc.tools.client import SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
 
@@ -96,6 +97,27 @@ async def test_an_answer_is_made_of_parts() -> None:
         assert [each["part"] for each in await answer(path, newer)] == [
             "process", "statistics", "end",
         ]  # fmt: skip
+
+
+async def test_a_process_that_can_import_nothing_more_answers_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a change of its user or its root."""
+    path = tmp_path / "report"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as reader:
+        reader.bind(str(path))
+        reader.listen()
+        async with a_stack() as (stack, control_path):
+            with monkeypatch.context() as without:
+                without.setitem(sys.modules, "json", None)
+                with trio.move_on_after(0):
+                    await RunReport(stack, str(path)).run()
+                answered = [message["part"] for message in await answer(control_path, GOOD)]
+        assert answered == ["process", "statistics", "end"]
+        connection, _ = reader.accept()
+        with connection:
+            assert json.loads(connection.recv(4096))["kind"] == "stack-open"
+    path.unlink()
 
 
 async def test_a_group_that_shares_the_directory_may_not_ask(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ async def test_reasons_explains_all_of_them() -> None:
         (["proxy", "tcp:" + "h" * 5000 + ":1", "smc:[::1]:7"], "is neither smc:HOST:PORT"),
         (["ss", "--directory", ""], "directory: '' is not a path"),
         (["rnic", "--directory", "x" * 5000], "is not a path of 1 to 4095 bytes"),
-        (["run", "--config", "/dev/zero", "--", "true"], "it has more than 1048576 bytes"),
+        (["run", "--config", "/dev/zero", "--", "true"], "not a regular file"),
         (["capture", "1", "-o", "x", "--payload", "-1"], "'-1'"),
         (["ladder", "x", "--svg", "y", "--json"], "not allowed with argument"),
         (["proxy", "tcp:[::1]:0", "tcp:[::1]:7"], "one of LISTEN and TARGET must be smc:"),

@@ -62,10 +62,12 @@ class Inbox:
     def __init__(self) -> None:
         self.socket = ReportSocket(self._take)
         self.messages: list[tuple[bytes, int]] = []
+        self.proven: dict[bytes, bool] = {}
         self._changed = threading.Condition()
 
-    def _take(self, data: bytes, pid: int) -> None:
+    def _take(self, data: bytes, pid: int, proven: bool) -> None:
         with self._changed:
+            self.proven[data] = proven
             self.messages.append((data, pid))
             self._changed.notify_all()
 
@@ -438,8 +440,8 @@ def test_a_flood_from_another_user(
 
 
 def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
-    """It can make the report wrong, as a debugger can; it costs neither the end nor the code."""
-    with command(tmp_path, "--report") as process:
+    """The sender does not descend from PROGRAM: nothing that it sends counts."""
+    with command(tmp_path, "--require-smc", "--report") as process:
         path = process.stdout.readline().strip()
         before = memory_of(process.pid)
         assert stranger(2, "", path, user=None) > 100
@@ -449,8 +451,74 @@ def test_a_flood_from_the_same_user(tmp_path: Path) -> None:
     assert process.returncode == 7, said
     assert time.monotonic() - begun < 15
     assert float(out) < 0.3
-    assert "\x1b" not in said
+    assert said.startswith("trio-smc run: 0 connections of 1 processes\n"), said
+    assert "asyncio" not in said, said
     assert grown < 60_000
+
+
+def test_senders_of_the_same_user_that_have_ended(tmp_path: Path) -> None:
+    """The command is stopped while they send, so it cannot look at their parents."""
+    with command(tmp_path, "--require-smc", "--report") as process:
+        path = process.stdout.readline().strip()
+        process.send_signal(signal.SIGSTOP)
+        assert stranger(0, "", path, user=None) == 4
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 7, said
+    assert said.startswith("trio-smc run: 0 connections of 1 processes\n"), said
+    assert "asyncio" not in said, said
+    assert "something is missing here" in said, said
+
+
+def test_an_orphan_of_the_program_is_heard(tmp_path: Path) -> None:
+    """As a daemon: its parent has ended, and the command has adopted it."""
+    program = """
+import json, os, socket, sys, time
+starter = os.getpid()
+if os.fork() == 0:
+    middle = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == middle:
+        time.sleep(0.01)
+    print(os.getppid() != starter, flush=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(os.environ["TRIO_SMC_RUN"])
+        sock.send(json.dumps({"kind": "stack-end", "stack": "x", "statistics": COUNTS}).encode())
+    sys.stdin.readline()
+    os._exit(0)
+os.wait()
+sys.stdin.readline()
+""".replace("COUNTS", repr(COUNTS))
+    with command(tmp_path, "--report", program=program) as process:
+        assert process.stdout.readline() == "True\n"
+        _, said = process.communicate("\n\n", timeout=PATIENCE)
+    assert process.returncode == 0, said
+    assert said.startswith("trio-smc run: 1 connections of 1 processes\n"), said
+
+
+def test_orphans_that_have_ended_are_waited_for(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+for _ in range(20):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(0.05)
+        os._exit(0)
+    os.wait()
+print(os.getppid(), flush=True)
+sys.stdin.readline()
+sys.exit(4)
+"""
+    with command(tmp_path, program=program) as process:
+        parent = int(process.stdout.readline())
+        children = Path(f"/proc/{parent}/task/{parent}/children")
+        end = time.monotonic() + PATIENCE
+        while len(children.read_text().split()) > 1:
+            assert time.monotonic() < end, "ended processes are left"
+            time.sleep(0.02)
+        process.communicate("\n", timeout=PATIENCE)
+    assert process.returncode == 4
 
 
 def _processor_time(pid: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
+from trio_smc._base.regular_file import read_regular_file
 from trio_smc.config.config import Config, is_path, shown
 from trio_smc.host.pnet import table_of
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -35,9 +36,9 @@ def load_config(path: Path | str) -> Config:
     the error much later, from its first connection.
 
     Raises:
-      ValueError: the file cannot be read, has more than 1 MiB, is no TOML, or has a key or value
-        that `Config` has not; the PNET table that it names is wrong, or there is no directory for
-        the capture.
+      ValueError: the file cannot be read, is not a regular file, has more than 1 MiB, is no TOML,
+        or has a key or value that `Config` has not; the PNET table that it names is wrong, or there
+        is no directory for the capture.
     """
     values = _read(path)
     known = {field.name for field in fields(Config)}
@@ -63,12 +64,11 @@ def _read(path: Path | str) -> dict[str, Any]:
     if not is_path(path):
         raise ValueError(f"{shown(path)} is not the name of a file")
     try:
-        with open(path, "rb") as file:
-            text = file.read(_LARGEST + 1)
+        text = read_regular_file(path, _LARGEST)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    if len(text) > _LARGEST:
-        raise ValueError(f"{path}: it has more than {_LARGEST} bytes")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     try:
         return tomllib.loads(text.decode())
     except UnicodeDecodeError as error:

@@ -22,6 +22,7 @@ clients ignore fields that they do not know.
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Mapping
@@ -83,8 +84,6 @@ _SHORTEST: Final = 0.1
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """A message as bytes, "version" added."""
-    import json  # dear, and most stacks are never asked
-
     body = json.dumps({"version": VERSION, **message}, separators=(",", ":")).encode()
     return _HEADER.pack(len(body)) + body
 
@@ -107,8 +106,6 @@ def decode_untrusted(body: bytes) -> dict[str, Any]:
     Raises:
       ProtocolError: it is no JSON object, or of another version.
     """
-    import json
-
     try:
         message = json.loads(body)
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ does wrong costs that client only, and a stack that cannot have a socket goes wi
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -317,10 +318,6 @@ class RunReport:
         self._path = ""
 
     def _tell(self, kind: str, **more: Any) -> None:
-        if not self._path:
-            return
-        import json
-
         if not self._path:
             return
         message = {"kind": kind, "stack": self._stack.peer_id.hex(), **more}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trio_smc._base.regular_file import read_regular_file
 from trio_smc.host.addresses import Prefix, address_interface, plain_address
 from trio_smc.host.netlink import ask
 
@@ -111,15 +112,14 @@ def read_table(path: Path) -> PnetTable:
       ValueError: it cannot be read, or a line is wrong.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise ValueError(f"the PNET table {path} cannot be read: more than {_LARGEST} bytes")
-        return parse_table(text.decode(), str(path))
+        text = read_regular_file(path, _LARGEST).decode()
     except OSError as error:
         raise ValueError(f"the PNET table {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"the PNET table {path} cannot be read: it is not UTF-8") from error
+    except ValueError as error:
+        raise ValueError(f"the PNET table {path} cannot be read: {error}") from error
+    return parse_table(text, str(path))
 
 
 def choose_gids(

@@ -8,10 +8,14 @@ environment of PROGRAM's processes has.  It was bound under another name and ren
 the socket; it has mode 0666, because a process of the tree may have changed its user.
 
 Such a process exposes the name to all processes of its new user, which may read its environment.
-Therefore the kernel is asked about each connection (SO_PEERCRED): a sender of this user is
-accepted, and a sender of another user only if PROGRAM is its ancestor, or was when it sent before.
-A process of the same user that reads the name out of an environment is accepted; it could as well
-send signals to PROGRAM, or trace it.
+A process of the same user may list the directory.  Therefore the kernel names the sender of each
+connection (SO_PEERCRED), and the sender must descend from PROGRAM, or must have done so when it
+sent before.  This process adopts PROGRAM's orphans (PR_SET_CHILD_SUBREAPER), so they descend from
+this process.  With SO_PEERPIDFD (Linux 6.5) the number of a sender that has ended is never taken
+for another process.
+
+If a sender of this user has ended before its first message is read, its descent is not known.  Such
+a message is marked as unproven.
 
 A message is one packet on a connection of its own (SOCK_SEQPACKET).  So a sender never waits: if
 the backlog is full, connect(2) fails at once, and the sender counts the message.  The reading
@@ -33,6 +37,7 @@ import queue
 import secrets
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import tempfile
@@ -63,7 +68,9 @@ _PLACES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 _MAX_ADDRESS: Final = 107
 """Bytes of the name of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
-_SO_PASSRIGHTS: Final = 83  # linux/include/uapi/asm-generic/socket.h
+_SO_PEERPIDFD: Final = 77  # linux/include/uapi/asm-generic/socket.h
+_SO_PASSRIGHTS: Final = 83
+_MAX_ANCESTORS: Final = 4096
 
 
 class Process(NamedTuple):
@@ -80,6 +87,17 @@ class Process(NamedTuple):
     start: int
 
 
+class _Sender(NamedTuple):
+    """The process at the other end of a connection.
+
+    Attributes:
+      proven: True if it is known to descend from PROGRAM.
+    """
+
+    pid: int
+    proven: bool
+
+
 def process(pid: int) -> Process | None:
     """Look at a process; None: there is none of this number."""
     try:
@@ -94,7 +112,8 @@ class ReportSocket:
     """Receives messages in a thread, from `start` to `finish`; leave it as a context manager.
 
     Args:
-      take: called in the thread with each packet and the number of its sender.
+      take: called in the thread with each packet, the number of its sender, and True if the
+        sender is known to descend from PROGRAM.
 
     Attributes:
       path: the socket's name; only PROGRAM's processes may know it.
@@ -102,13 +121,13 @@ class ReportSocket:
       refused: connections of processes that are not PROGRAM's.
     """
 
-    def __init__(self, take: Callable[[bytes, int], None]) -> None:
+    def __init__(self, take: Callable[[bytes, int, bool], None]) -> None:
         self._take = take
         self._known: dict[int, int] = {}
         self._root = 0
         self.overflowed = False
         self.refused = 0
-        self._silent: dict[socket.socket, tuple[int, float]] = {}
+        self._silent: dict[socket.socket, tuple[_Sender, float]] = {}
         self._unclosed: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._finish = threading.Event()
@@ -179,8 +198,8 @@ class ReportSocket:
                 break
         else:
             self.overflowed = True
-        for connection, (pid, _) in self._silent.items():
-            if not self._read(connection, pid):
+        for connection, (sender, _) in self._silent.items():
+            if not self._read(connection, sender):
                 self._unclosed.put(connection)
         self._silent.clear()
 
@@ -199,18 +218,16 @@ class ReportSocket:
                 self._finish.wait(_PAUSE)
                 return count
             connection.setblocking(False)
-            pid, uid, _ = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            if not self._is_member(pid, uid):
+            sender = self._identify(connection)
+            if sender is None:
                 self.refused += 1
                 self._unclosed.put(connection)
-            elif not self._read(connection, pid):
-                self._silent[connection] = pid, time.monotonic() + _SILENCE
+            elif not self._read(connection, sender):
+                self._silent[connection] = sender, time.monotonic() + _SILENCE
                 selector.register(connection, selectors.EVENT_READ)
         return _BURST
 
-    def _read(self, connection: socket.socket, pid: int) -> bool:
+    def _read(self, connection: socket.socket, sender: _Sender) -> bool:
         """Take the packet; False if it has not come yet."""
         try:
             data = connection.recv(MAX_SIZE + 1, socket.MSG_PEEK)
@@ -219,7 +236,7 @@ class ReportSocket:
         except OSError:
             data = b""
         if data:
-            self._take(data, pid)
+            self._take(data, sender.pid, sender.proven)
         self._unclosed.put(connection)
         return True
 
@@ -234,36 +251,70 @@ class ReportSocket:
 
     # --- senders -----------------------------------------------------------------------------
 
-    def _is_member(self, pid: int, uid: int) -> bool:
-        """True if a sender is of this user, or a descendant of PROGRAM."""
+    def _identify(self, connection: socket.socket) -> _Sender | None:
+        """The sender of a connection; None: it is not one of PROGRAM's processes."""
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
         if pid == 0:
-            return False  # of a namespace of processes that cannot be below PROGRAM's
+            return None  # of a namespace of processes that cannot be below PROGRAM's
         found = process(pid)
-        if found is None:
-            # The process has ended since.
-            return uid == os.geteuid() or pid in self._known
-        known = uid == os.geteuid() or self._known.get(pid) == found.start
-        if not known and not self._descends(pid, found):
-            return False
+        known = found is not None and self._known.get(pid) == found.start
+        descends = found is not None and (known or self._descends(pid, found))
+        # Only now: until here, the number may have been given to another process.
+        if found is None or not _still_exists(connection):
+            proven = pid in self._known or pid == self._root
+            return _Sender(pid, proven) if proven or uid == os.geteuid() else None
+        if not descends:
+            return None
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self._known[pid] = found.start
-        return True
+        return _Sender(pid, True)
 
     def _descends(self, pid: int, found: Process) -> bool:
-        while pid != self._root:
+        """True if PROGRAM is an ancestor, or this process, which adopts PROGRAM's orphans."""
+        for _ in range(_MAX_ANCESTORS):
+            if pid in (self._root, os.getpid()):
+                return True
             above = process(found.parent)
-            # A number that was given to another process meanwhile has a later start.
-            if above is None or above.start > found.start:
-                return False
-            pid, found = found.parent, above
-        return True
+            if above is None:
+                # The parent has just ended, and another process has adopted this one.
+                again = process(pid)
+                if again is None or again.start != found.start or again.parent == found.parent:
+                    return False
+                found = again
+            elif above.start > found.start:
+                return False  # the number was given to another process meanwhile
+            else:
+                pid, found = found.parent, above
+        return False
 
     # --- the thread that closes --------------------------------------------------------------
 
     def _close(self) -> None:
         while (connection := self._unclosed.get()) is not None:
             connection.close()
+
+
+def _still_exists(connection: socket.socket) -> bool:
+    """True unless the process that connected has ended and was waited for.
+
+    True before Linux 6.5, too, which cannot say.
+    """
+    try:
+        watch = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        return error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENODATA)
+    try:
+        signal.pidfd_send_signal(watch, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's process
+    finally:
+        os.close(watch)
+    return True
 
 
 def _new_directory() -> tuple[str, str]:

@@ -17,6 +17,10 @@ of a server, a helper, a shell.
 Where messages may be missing, because more came than could be taken, nothing is concluded from a
 message that did not come.  Tables are bounded; what ended stacks have counted is added up.
 
+This process adopts orphans of PROGRAM's processes (prctl(2), PR_SET_CHILD_SUBREAPER), so each of
+PROGRAM's processes can be told from other processes by its ancestors.  Init adopts them when this
+process ends.
+
 All that PROGRAM's processes do wrong together is said in one line, the first that is found; under
 ``--require-smc`` PROGRAM is told to end then.
 """
@@ -51,6 +55,7 @@ _PASSED_ON: Final = (
 _OWN: Final = (signal.SIGCHLD, signal.SIGALRM)
 _SI_KERNEL: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _FIRST_LOOK: Final = 0.5
 _LAST_LOOK: Final = 10.0
 """Seconds between two looks at the tree, which grow."""
@@ -96,14 +101,21 @@ class Tree:
         self._numbers: Counter[str] = Counter()  # of stacks that are not open any more
         self._fallbacks: Counter[tuple[str, str]] = Counter()
 
-    def take(self, data: bytes, pid: int) -> None:
-        """Take a packet of one of the processes; anything that is no message is ignored."""
+    def take(self, data: bytes, pid: int, proven: bool = True) -> None:
+        """Take a packet of one of the processes; anything that is no message is ignored.
+
+        If the sender's descent is not proven, the packet counts only if it says that Python or
+        Trio runs: a process outside PROGRAM cannot accuse PROGRAM or change the report.
+        """
         try:
             message = decode_untrusted(data)
         except ProtocolError:
             return
         if message.dropped:
             self.incomplete = True
+        if not proven and message.kind not in ("python", "trio"):
+            self.incomplete = True
+            return
         if message.stack:
             self._take_counts(message, pid)
             return
@@ -273,6 +285,7 @@ def _started(
     program: Sequence[str], environment: dict[str, str], mask: set[signal.Signals | int]
 ) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     parent = os.getpid()
     os.environ.clear()
     os.environ.update(environment)
@@ -301,6 +314,7 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
     try:
         while child.poll() is None:
             info = signal.sigwaitinfo({*_PASSED_ON, *_OWN})
+            _wait_for_orphans(child.pid)
             if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
                 child.send_signal(info.si_signo)
             tree.announce()
@@ -316,6 +330,13 @@ def _wait(child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket, req
         signal.setitimer(signal.ITIMER_REAL, 0)
         if signal.SIGALRM in signal.sigpending():
             signal.sigwait({signal.SIGALRM})  # unblocked, it would end this process
+
+
+def _wait_for_orphans(program: int) -> None:
+    """Wait for adopted processes that have ended, but not for PROGRAM, which `Popen` waits for."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (found := os.waitid(os.P_ALL, 0, options)) is not None and found.si_pid != program:
+        os.waitpid(found.si_pid, 0)
 
 
 def _die_by(number: signal.Signals) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from trio_smc import load_config
+from trio_smc._base.regular_file import read_regular_file
 from trio_smc.tools import site
 from trio_smc.tools.output import ToolError
 from trio_smc.tools.supervisor import supervise
@@ -47,6 +48,7 @@ SMC-R; 2 for bad input, 127 when there is no such program.
 """
 
 _NOT_FOUND: Final = 127
+_MAX_FILE: Final = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -91,14 +93,22 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.config is not None:
         try:
             config = load_config(options.config)
+            said = "learn_short" in _settings(options.config)
         except ValueError as error:
             raise ToolError(str(error)) from error
         path = Path(options.config).absolute()
         environment["TRIO_SMC_CONFIG"] = str(path)
-        said = "learn_short" in tomllib.loads(path.read_text(encoding="utf-8"))
         learn = learn and not config.require_smc and not said
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
     if learn:
         environment["TRIO_SMC_LEARN"] = "1"
     return environment
+
+
+def _settings(path: str) -> dict[str, object]:
+    """The keys and values of a TOML file that `load_config` accepts."""
+    try:
+        return tomllib.loads(read_regular_file(path, _MAX_FILE).decode())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
