@@ -43,7 +43,7 @@ __all__ = ["Arrival"]
 
 LOGGER = logging.getLogger("trio_smc")
 
-_SNIFF: Final = len(clc.EYE_CATCHER)
+_EYE_CATCHER_SIZE: Final = len(clc.EYE_CATCHER)
 _PRESSURE_PAUSE: Final = 0.01  # seconds
 _TCP_CLOSE: Final = 7  # reset
 _TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
@@ -58,16 +58,16 @@ class Arrival:
     Args:
       stack, config, publication: of the listener.
       sock, remote: the connection and its peer's address, as ``accept`` gave them.
-      busy: as many handshakes are under way as the listener wants to have.
+      at_limit: as many handshakes are under way as the listener wants to have.
 
     Attributes:
       progressed: when TCP accepted it, or a complete Proposal arrived, as `trio.current_time`.
       on_progress: called with this and the present when that changes.
     """
 
-    __slots__ = ("_accepted", "_busy", "_claim", "_client", "_config", "_failure", "_local",
-                 "_plain", "_publication", "_remote", "_route", "_search", "_spoke", "_stack",
-                 "_unwrapped", "on_progress", "progressed", "sock")  # fmt: skip
+    __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
+                 "_config", "_failure", "_fallback", "_local", "_publication", "_remote", "_route",
+                 "_search", "_stack", "on_progress", "progressed", "sock")  # fmt: skip
 
     _route: Route  # when discovery is over
 
@@ -79,71 +79,71 @@ class Arrival:
         accepted: stdlib_socket.socket,
         remote: tuple[str, int],
         *,
-        busy: bool,
+        at_limit: bool,
     ) -> None:
         self.sock: SocketType = from_stdlib_socket(accepted)
-        self._unwrapped = accepted
-        self._accepted = remote
+        self._bare = accepted
+        self._accepted_from = remote
         self._stack = stack
         self._config = config
         self._publication = publication
-        self._busy = busy
+        self._at_limit = at_limit
         self.progressed: float = trio.current_time()
         self.on_progress: Callable[[Arrival, float], object] | None = None
         self._search: Search | None = None
         self._claim: Claim | None = None
-        self._plain: Fallback | None = None
+        self._fallback: Fallback | None = None
         self._failure: Exception | None = None
-        self._spoke = False  # CLC messages were exchanged
+        self._clc_begun = False  # CLC messages were exchanged
         try:
-            self._greet(remote)
+            self._start_discovery(remote)
         except Exception as error:
             self._failure = error  # of this connection, which has no task yet
 
-    def _greet(self, remote: tuple[str, int]) -> None:
-        self._local, self._remote = _name(self.sock.getsockname()), _name(remote)
+    def _start_discovery(self, remote: tuple[str, int]) -> None:
+        self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
         self._client = (self._remote[0], self._local[1])
-        found = self._publication.claim(self._local, self._remote, self._unwrapped)
+        found = self._publication.claim(self._local, self._remote, self._bare)
         if isinstance(found, Search):
             self._search = found
         else:
-            self._found(found)
+            self._on_claim(found)
 
-    def _found(self, claim: Claim | None) -> None:
+    def _on_claim(self, claim: Claim | None) -> None:
         """What discovery came to; ``claim``: the client's announcement on this host."""
         self._claim = claim
         # A client that has announced itself is on this host, whatever its address says.
         self._route = choose_route(
             self._stack, self._config, self._local[0], self._client, self._local,
-            self._publication.address, busy=self._busy, near=claim is not None,
+            self._publication.address, at_limit=self._at_limit, near=claim is not None,
             required=claim is not None and claim.required,
         )  # fmt: skip
         if claim is not None:
             reason = self._route.reason
             if reason is not None:
                 claim.refuse(reason)
-                self._plain = Fallback.local(reason)
+                self._fallback = Fallback.local(reason)
             else:
                 claim.accept(required=self._config.require_smc)
         elif not self._config.assumes(self._local, self._remote, self._publication.address):
             reason = self._stack.tcp_option.answer(self.sock)
             if reason is not None:
-                if self._config.discovery == "auto" and self._is_here():
+                if self._config.discovery == "auto" and self._is_same_host():
                     reason = self._publication.unavailable or FallbackReason.PEER_NOT_CAPABLE
-                self._plain = Fallback.local(reason)
+                self._fallback = Fallback.local(reason)
 
-    def _is_here(self) -> bool:
+    def _is_same_host(self) -> bool:
         return is_same_host(self._local[0], self._remote[0])
 
     @property
     def block(self) -> str:
         """The client's address, as `trio_smc.host.addresses.address_block` groups addresses."""
-        return address_block(self._accepted[0])
+        return address_block(self._accepted_from[0])
 
     @property
     def needs_handshake(self) -> bool:
         """Whether the client has to say something before there is a stream."""
-        return self._plain is None and self._failure is None
+        return self._fallback is None and self._failure is None
 
     def is_silent(self) -> bool:
         """True if the client has sent nothing that this side could go on with.
@@ -151,7 +151,7 @@ class Arrival:
         The beginning of an eye catcher stays unread until all of it is there.
         """
         try:
-            return unread_bytes(self.sock) < (1 if self._spoke else _SNIFF)
+            return unread_bytes(self.sock) < (1 if self._clc_begun else _EYE_CATCHER_SIZE)
         except OSError:
             return False  # closed
 
@@ -167,7 +167,7 @@ class Arrival:
         stack, sock, config = self._stack, self.sock, self._config
         try:
             fallback = await self._negotiate()
-        except _Silent as error:
+        except _SilentClient as error:
             LOGGER.info("connection closed: %s", error)
             sock.close()
             return None
@@ -197,9 +197,9 @@ class Arrival:
 
     def plain_stream(self) -> TcpStream | None:
         """`stream` where there is nothing to wait for, as discovery is over: plain TCP."""
-        if self._plain is None or self._failure is not None or self._config.require_smc:
+        if self._fallback is None or self._failure is not None or self._config.require_smc:
             return None
-        return self._tcp_stream(self._plain)
+        return self._tcp_stream(self._fallback)
 
     def _tcp_stream(self, fallback: Fallback) -> TcpStream:
         groups = self._stack.groups
@@ -207,8 +207,8 @@ class Arrival:
             self.sock,
             fallback,
             groups.tcp_ended,
-            accepted=self._accepted,
-            spoke=self._spoke,
+            accepted=self._accepted_from,
+            spoke=self._clc_begun,
             urgent_inline=self._config.urgent_inline,
         )
         groups.count_tcp(stream, fallback)
@@ -222,19 +222,19 @@ class Arrival:
             if self._failure is not None:
                 raise self._failure
             if self._search is not None:
-                self._found(await self._search.finish())
-            if self._plain is not None:
-                return self._plain
+                self._on_claim(await self._search.finish())
+            if self._fallback is not None:
+                return self._fallback
             # The client is about to send its Proposal: what can be done is done meanwhile.
-            options = inherited(self._unwrapped)
+            options = inherited(self._bare)
             negotiation = self._negotiation(options)
-            plain = await self._discover()
-        except (OSError, _Silent):
+            plain = await self._confirm_client()
+        except (OSError, _SilentClient):
             with stack.groups.handshake():  # ended before it began
                 raise
         if plain is not None:
             return plain
-        self._spoke = True
+        self._clc_begun = True
         with stack.groups.handshake():
             outcome = await run_negotiation(
                 negotiation, sock, config.handshake_timeout, stack.timers,
@@ -244,7 +244,7 @@ class Arrival:
                 wanted = self._claim is not None and self._claim.required
                 client = None if wanted else self._client
                 return established_stream(
-                    stack, outcome, sock, config, client, options, self._accepted
+                    stack, outcome, sock, config, client, options, self._accepted_from
                 )
         return outcome.fallback
 
@@ -264,7 +264,7 @@ class Arrival:
         negotiation.sock = self.sock
         return negotiation
 
-    async def _discover(self) -> Fallback | None:
+    async def _confirm_client(self) -> Fallback | None:
         """Why the client is not going to send CLC messages; None: it is."""
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
@@ -279,7 +279,7 @@ class Arrival:
         return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
 
-def _name(sockname: tuple[str, int]) -> tuple[str, int]:
+def _plain_name(sockname: tuple[str, int]) -> tuple[str, int]:
     return plain_address(sockname[0]), sockname[1]
 
 
@@ -317,7 +317,7 @@ def _prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> Fallbac
     return None if common else FallbackReason.PREFIX_MISMATCH
 
 
-class _Silent(Exception):
+class _SilentClient(Exception):
     """Nothing, or not enough to tell, came from a client that is known to speak SMC-R."""
 
 
@@ -328,13 +328,13 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
     application gets the connection with what has come, FIN or reset included. The same holds for a
     client that sends an urgent byte within an eye catcher.
 
-    Raises _Silent when that cannot be told in time: "assume" is a promise, and a late Proposal
-    must never reach an application.
+    Raises _SilentClient when that cannot be told in time: "assume" is a promise, and a late
+    Proposal must never reach an application.
     """
     first = b""
     with trio.move_on_after(patience):
         try:
-            while len(first) < _SNIFF:
+            while len(first) < _EYE_CATCHER_SIZE:
                 # A stream shorter than an eye catcher stays readable without ever growing.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
@@ -342,10 +342,10 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 if state == _TCP_CLOSE and not unread_bytes(sock):
                     return False  # a call of recv would take the error from the application
                 before = len(first)
-                first = await sock.recv(_SNIFF, stdlib_socket.MSG_PEEK)
+                first = await sock.recv(_EYE_CATCHER_SIZE, stdlib_socket.MSG_PEEK)
                 if not clc.EYE_CATCHER.startswith(first):
                     return False
-                if len(first) < _SNIFF and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+                if len(first) < _EYE_CATCHER_SIZE and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
                     return False
                 if len(first) == before:
                     # Readable, but `recv` stops at an urgent byte: it would do so for ever.
@@ -356,7 +356,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
             return True
         finally:
             sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, 1)
-    raise _Silent(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
+    raise _SilentClient(f"{len(first)} bytes in {patience} s from a client that should speak SMC-R")
 
 
 def _tcp_state(sock: trio.socket.SocketType) -> int:

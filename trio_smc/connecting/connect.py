@@ -39,9 +39,9 @@ __all__ = ["ConnectHost", "connect_socket", "connect_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _HAPPY_EYEBALLS_DELAY: Final = 0.25
-_REMEMBERED: Final = 64  # Proposals made last
+_CACHED_PROPOSALS: Final = 64  # Proposals made last
 # Nobody accepted the connection, or said so in words that this side understands or believes.
-_NOBODY: Final = frozenset(
+_NOT_ACCEPTED: Final = frozenset(
     {
         FallbackReason.PEER_NOT_CAPABLE,
         FallbackReason.LOCAL_VERSION_MISMATCH,
@@ -54,7 +54,7 @@ _NOBODY: Final = frozenset(
 class ConnectHost(DialHost, HandshakeHost, Protocol):
     """What connecting wants of the stack."""
 
-    def busy(self, work: Attempt) -> AbstractContextManager[None]:
+    def track(self, work: Attempt) -> AbstractContextManager[None]:
         """Around work that leaving the stack cancels and waits for."""
 
 
@@ -69,7 +69,7 @@ async def connect_stream(
 ) -> SmcStream:
     """Connect; see `trio_smc.open_stream`."""
     delay = _HAPPY_EYEBALLS_DELAY if happy_eyeballs_delay is None else happy_eyeballs_delay
-    return await _negotiated(
+    return await _finish(
         stack, await connect_tcp(stack, host, port, delay, local_address, config), config
     )
 
@@ -92,13 +92,13 @@ async def connect_socket(
     attempt = Attempt(sock, peer, peer, bare=bare)
     source = None if sock.getsockname()[1] == 0 else sock.getsockname()[0]
     await connect_attempt(stack, attempt, address, source, config)
-    return await _negotiated(stack, attempt, config)
+    return await _finish(stack, attempt, config)
 
 
-async def _negotiated(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
+async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
     """The stream of a TCP connection that is open."""
     try:
-        with stack.busy(attempt):
+        with stack.track(attempt):
             outcome = await _negotiate(stack, attempt, config)
             if isinstance(outcome, Fallback):
                 await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
@@ -139,7 +139,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         if reason is not None:
             return Fallback.local(reason)
     elif not isinstance(announcement, Announcement) and not attempt.assumed(config):
-        return _refused(announcement or FallbackReason.PEER_NOT_CAPABLE)
+        return _discovery_failed(announcement or FallbackReason.PEER_NOT_CAPABLE)
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here:
@@ -164,7 +164,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         deadline = trio.current_time() + config.handshake_timeout
         refusal = await announcement.accepted(deadline)
         if refusal is not None:
-            return _refused(refusal, said=True)
+            return _discovery_failed(refusal, by_peer=True)
     attempt.spoke = True
     with stack.groups.handshake():
         negotiation.propose(rnic, proposal)
@@ -195,9 +195,9 @@ async def _decline(
     return outcome.fallback
 
 
-def _refused(reason: FallbackReason, *, said: bool = False) -> Fallback:
-    """What same-host discovery came to; ``said``: by the process that has the connection."""
-    if reason not in _NOBODY and (said or reason is FallbackReason.HANDSHAKE_LIMIT):
+def _discovery_failed(reason: FallbackReason, *, by_peer: bool = False) -> Fallback:
+    """What same-host discovery came to; ``by_peer``: by the process that has the connection."""
+    if reason not in _NOT_ACCEPTED and (by_peer or reason is FallbackReason.HANDSHAKE_LIMIT):
         return Fallback(reason=reason, origin=Origin.PEER)
     return Fallback.local(reason)
 
@@ -207,7 +207,7 @@ def _proposal(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
     return _proposal_from(peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
 
 
-@functools.lru_cache(_REMEMBERED)
+@functools.lru_cache(_CACHED_PROPOSALS)
 def _proposal_from(
     peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]
 ) -> clc.Proposal:

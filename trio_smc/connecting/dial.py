@@ -37,7 +37,7 @@ from trio_smc.host.addresses import is_same_host, plain_address, source_address
 from trio_smc.host.private_directory import is_named
 from trio_smc.host.tcp import close_with_reset
 from trio_smc.rendezvous.discovery.same_host import Announcement, AnySocket, Lookup
-from trio_smc.stack.policy import Chooser, Route, choose_route
+from trio_smc.stack.policy import Route, RouteHost, choose_route
 
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
@@ -59,7 +59,7 @@ Target = tuple[int, int, int, Any]
 """Family, type, protocol and address of a socket to be connected."""
 
 
-class DialHost(Chooser, Protocol):
+class DialHost(RouteHost, Protocol):
     """What an attempt to connect wants of the stack."""
 
     discovery: Discovery

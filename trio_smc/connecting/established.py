@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath.connection import Connection
 from trio_smc.rendezvous.negotiation import Established
-from trio_smc.stack.policy import Chooser, Peer
+from trio_smc.stack.policy import Peer, RouteHost
 from trio_smc.streams.group_views import LinkGroupView
 from trio_smc.streams.rdma_stream import RdmaStream, StreamOwner
 from trio_smc.streams.socket_options import Inherited
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HandshakeHost", "established_stream"]
 
 
-class HandshakeHost(StreamOwner, Chooser, Protocol):
+class HandshakeHost(StreamOwner, RouteHost, Protocol):
     """What a handshake, client's or server's, wants of the stack."""
 
     groups: GroupTable

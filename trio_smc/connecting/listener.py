@@ -39,7 +39,7 @@ from trio_smc.streams.rdma_stream import RdmaStream
 if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rendezvous.discovery.same_host import Discovery, Publication
-    from trio_smc.stack.runtime import Busy, Cancellable, Closable
+    from trio_smc.stack.runtime import Cancellable, Closable, Tracked
     from trio_smc.streams.stream import SmcStream
 
 __all__ = [
@@ -60,10 +60,10 @@ CAPACITY_PAUSE: Final = 0.1
 """Seconds until then."""
 # The listening socket is none any more.
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
-_ACCEPTS_AT_ONCE: Final = 16  # before other tasks have their turn
+_ACCEPT_BATCH: Final = 16  # before other tasks have their turn
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger."""
-_HANDSHAKES_EACH: Final = 4  # for each stream that may wait for `accept`
+_HANDSHAKES_PER_STREAM: Final = 4  # for each stream that may wait for `accept`
 _ACCEPT_SPINS: Final = 4
 """How many times `Config.spin` a client needs from one connection to its next one."""
 
@@ -84,30 +84,31 @@ class ListenerHost(HandshakeHost, Protocol):
     def remove_listener(self, listener: Closable) -> None:
         """It was closed."""
 
-    def busy(self, work: Cancellable) -> Busy:
+    def track(self, work: Cancellable) -> Tracked:
         """Around work that leaving the stack cancels and waits for."""
 
 
 class Incoming:
     """A connection of a listener that hands out, for the task that is going to serve it."""
 
-    __slots__ = ("_listener", "_made")
+    __slots__ = ("_listener", "_accepted")
 
-    def __init__(self, listener: SmcListener, made: SmcStream | Arrival) -> None:
+    def __init__(self, listener: SmcListener, accepted: SmcStream | Arrival) -> None:
         self._listener = listener
-        self._made = made
+        self._accepted = accepted
 
     async def stream(self) -> SmcStream | None:
         """What is left of the handshake, then the stream; None: it had to be closed.
 
         Raises nothing that the client can bring about.
         """
-        made = self._made
-        return await self._listener._finish_handshake(made) if isinstance(made, Arrival) else made
+        if isinstance(self._accepted, Arrival):
+            return await self._listener._finish_handshake(self._accepted)
+        return self._accepted
 
     async def served(self) -> None:
         """To be awaited when the stream was closed: the next connection may be about to come."""
-        await self._listener._expect_another()
+        await self._listener._spin_for_next()
 
 
 class SmcListener(trio.abc.Listener["SmcStream"]):
@@ -129,18 +130,18 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._ready: deque[SmcStream] = deque()
         self._error: BaseException | None = None
         self._arrived = trio.Event()
-        self._take: Callable[[Incoming], None] | None = None  # of `hand_out`
+        self._start_task: Callable[[Incoming], None] | None = None  # of `hand_out`
         self._accepting = False
         self._closed = False
         self._arrivals: set[Arrival] = set()
         self._scope = trio.CancelScope()
         self._most_waiting = max(config.handshake_limit or 0, MOST_WAITING)
-        self._pending = PendingHandshakes(_HANDSHAKES_EACH * self._most_waiting)
+        self._pending = PendingHandshakes(_HANDSHAKES_PER_STREAM * self._most_waiting)
         # Connections from when they are accepted by TCP until `accept` takes them.
-        self._held = 0
-        self._came = 0  # connections that were accepted so far
+        self._in_listener = 0
+        self._accepted_count = 0  # connections that were accepted so far
         self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
-        self._released = trio.Event()
+        self._room_changed = trio.Event()
         self.publication: Publication = self._publish()
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
@@ -173,32 +174,32 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await trio.lowlevel.checkpoint()  # else the wait is one
             while not self._closed:
                 if self._ready:
-                    self._release()
+                    self._connection_left()
                     return self._ready.popleft()
-                await self._news()
+                await self._wait_for_change()
             raise trio.ClosedResourceError("the listener was closed")
         finally:
             self._accepting = False
 
-    async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
-        """As `accept` time and again, but call ``take`` for each connection as soon as TCP has it.
+    async def hand_out(self, start_task: Callable[[Incoming], None]) -> NoReturn:
+        """As `accept` again and again, but call ``start_task`` for a connection when TCP has it.
 
-        ``take`` starts a task, which finishes the handshake and goes on with the stream: that saves
-        a server a task and two passes of the scheduler for each connection.  Ends with what
-        ``take`` raises, and as `accept` does.
+        ``start_task`` starts a task, which finishes the handshake and goes on with the stream: that
+        saves a server a task and two passes of the scheduler for each connection.  Ends with what
+        ``start_task`` raises, and as `accept` does.
         """
         self._begin_to_accept()
-        self._take = take
+        self._start_task = start_task
         try:
             await trio.lowlevel.checkpoint()
             while self._ready:
-                self._hand_one(self._ready.popleft(), take)
+                self._hand_ready(self._ready.popleft(), start_task)
             while not self._closed:
-                await self._news()
+                await self._wait_for_change()
             raise trio.ClosedResourceError("the listener was closed")
         finally:
             self._accepting = False
-            self._take = None
+            self._start_task = None
 
     def _begin_to_accept(self) -> None:
         self._stack.check_not_forked()
@@ -206,7 +207,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             raise trio.BusyResourceError("another task is accepting")
         self._accepting = True
 
-    async def _news(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait until there is a connection, or the listener was closed; raise what went wrong."""
         if self._error is not None:
             error, self._error = self._error, None
@@ -214,10 +215,10 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._arrived = trio.Event()
         await self._arrived.wait()
 
-    def _hand_one(self, stream: SmcStream, take: Callable[[Incoming], None]) -> None:
-        self._release()
+    def _hand_ready(self, stream: SmcStream, start_task: Callable[[Incoming], None]) -> None:
+        self._connection_left()
         try:
-            take(Incoming(self, stream))
+            start_task(Incoming(self, stream))
         except BaseException:
             stream.abort()
             raise
@@ -256,13 +257,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """
         context = copy_context()  # handlers have the context of this call
 
-        def take(incoming: Incoming) -> None:
+        def start_task(incoming: Incoming) -> None:
             context.run(nursery.start_soon, _serve_one, handler, incoming)
 
         try:
             while True:
                 try:
-                    await self.hand_out(take)
+                    await self.hand_out(start_task)
                 except OSError as error:
                     if error.errno not in CAPACITY_ERRORS:
                         raise
@@ -275,79 +276,81 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _finish_handshake(self, arrival: Arrival) -> SmcStream | None:
         """The stream of a connection that was handed out before its handshake."""
         try:
-            return await self._shake_hands(arrival)
+            return await self._run_handshake(arrival)
         finally:
-            self._release()
+            self._connection_left()
 
-    async def _expect_another(self) -> None:
+    async def _spin_for_next(self) -> None:
         """Stay awake for the next connection, if that is worthwhile; called after one was served.
 
         A server of short connections would sleep in between, and a wakeup takes a tenth of the time
         of such a connection.
         """
-        came = self._came
-        await self._accept_spin.spin(lambda: self._came != came or self._closed)
+        before = self._accepted_count
+        await self._accept_spin.spin(lambda: self._accepted_count != before or self._closed)
 
     async def _run(self) -> None:
-        with self._stack.busy(self._scope), self._scope:
+        with self._stack.track(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
 
                 def begin(arrival: Arrival) -> None:
                     stream = arrival.plain_stream()
                     if stream is not None:
                         self._arrivals.remove(arrival)
-                        self._keep(stream)
-                    elif self._take is None or not self._begin_at_once(arrival, self._take):
-                        nursery.start_soon(self._keep_one, arrival)
+                        self._add_ready(stream)
+                    elif self._start_task is None or not self._hand_arrival(
+                        arrival, self._start_task
+                    ):
+                        nursery.start_soon(self._handshake_and_keep, arrival)
 
-                await self._accept_all(begin)
+                await self._accept_until_closed(begin)
 
-    def _begin_at_once(self, arrival: Arrival, take: Callable[[Incoming], None]) -> bool:
+    def _hand_arrival(self, arrival: Arrival, start_task: Callable[[Incoming], None]) -> bool:
         """Hand one out before its handshake; False: not to this one, who is done for."""
         try:
-            take(Incoming(self, arrival))
+            start_task(Incoming(self, arrival))
         except BaseException as error:
-            self._failed(error)
+            self._report_error(error)
             return False
         return True
 
-    def _failed(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         """Something that is for who serves, and not for the task that accepts."""
-        self._take = None
+        self._start_task = None
         self._error = error
         self._arrived.set()
 
-    async def _keep_one(self, arrival: Arrival) -> None:
+    async def _handshake_and_keep(self, arrival: Arrival) -> None:
         stream = None
         try:
-            stream = await self._shake_hands(arrival)
+            stream = await self._run_handshake(arrival)
         finally:
             if stream is None:
-                self._release()
+                self._connection_left()
         if stream is not None:
-            self._keep(stream)
+            self._add_ready(stream)
 
-    def _keep(self, stream: SmcStream) -> None:
-        if self._take is not None and not self._ready and not self._closed:
+    def _add_ready(self, stream: SmcStream) -> None:
+        if self._start_task is not None and not self._ready and not self._closed:
             try:
-                self._hand_one(stream, self._take)
+                self._hand_ready(stream, self._start_task)
             except BaseException as error:
-                self._failed(error)
+                self._report_error(error)
             return
         self._ready.append(stream)
         self._arrived.set()
         if self._closed:
             stream.abort()
 
-    async def _shake_hands(self, arrival: Arrival) -> SmcStream | None:
+    async def _run_handshake(self, arrival: Arrival) -> SmcStream | None:
         try:
-            with self._stack.busy(arrival):
+            with self._stack.track(arrival):
                 return await arrival.stream()
         finally:
             self._arrivals.remove(arrival)
-            self._end_wait(arrival)
+            self._handshake_ended(arrival)
 
-    async def _accept_all(self, begin: Callable[[Arrival], None]) -> None:
+    async def _accept_until_closed(self, begin: Callable[[Arrival], None]) -> None:
         """Accept until the listener is closed; ``begin`` starts a task for each connection."""
         if self.socket.fileno() < 0:
             self.close()  # before anything began
@@ -357,36 +360,36 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         try:
             plain.setblocking(False)
             while not self._closed:
-                await self._accept_some(plain, begin)
+                await self._accept_batch(plain, begin)
         finally:
             plain.detach()  # it is that of `socket`
 
-    async def _accept_some(
+    async def _accept_batch(
         self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
     ) -> None:
         """Wait for connections, and begin the handshakes of those that there are."""
         config = self._config
         while not self._has_room():
-            self._released = trio.Event()
+            self._room_changed = trio.Event()
             with trio.move_on_at(self._pending.give_way(trio.current_time())):
-                await self._released.wait()
+                await self._room_changed.wait()
         if self._closed:
             return
         try:
             await trio.lowlevel.wait_readable(self.socket)
             self._stack.check_not_forked()  # the connections are the parent's
             # Where one comes after the other, to ask for a second keeps the first one waiting.
-            for _ in range(_ACCEPTS_AT_ONCE if self._pending else 1):
+            for _ in range(_ACCEPT_BATCH if self._pending else 1):
                 if not self._has_room() or self.socket.fileno() < 0:
                     break
                 accepted, remote = plain.accept()
                 limit = config.handshake_limit
-                busy = limit is not None and len(self._arrivals) >= limit
+                at_limit = limit is not None and len(self._arrivals) >= limit
                 arrival = Arrival(
-                    self._stack, config, self.publication, accepted, remote, busy=busy
+                    self._stack, config, self.publication, accepted, remote, at_limit=at_limit
                 )
-                self._held += 1
-                self._came += 1
+                self._in_listener += 1
+                self._accepted_count += 1
                 self._arrivals.add(arrival)
                 if arrival.needs_handshake:
                     arrival.on_progress = self._pending.renew
@@ -407,18 +410,18 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             # Else the connection was gone before it could be accepted (accept(2)).
 
     def _has_room(self) -> bool:
-        waiting = self._held - len(self._pending)
+        waiting = self._in_listener - len(self._pending)
         return waiting < self._most_waiting and not self._pending.is_full
 
-    def _end_wait(self, arrival: Arrival) -> None:
+    def _handshake_ended(self, arrival: Arrival) -> None:
         """The handshake of ``arrival`` is over."""
         if self._pending.discard(arrival):
-            self._released.set()
+            self._room_changed.set()
 
-    def _release(self) -> None:
+    def _connection_left(self) -> None:
         """A connection has left the listener."""
-        self._held -= 1
-        self._released.set()
+        self._in_listener -= 1
+        self._room_changed.set()
 
 
 async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming: Incoming) -> None:

@@ -74,15 +74,15 @@ class _Counts:
         self._by_count: dict[int, dict[str, None]] = {}
 
     def add(self, block: str, handshake: Pending) -> None:
-        theirs = self.blocks.setdefault(block, {})
-        theirs[handshake] = None
-        self._recount(block, len(theirs) - 1, len(theirs))
+        in_block = self.blocks.setdefault(block, {})
+        in_block[handshake] = None
+        self._recount(block, len(in_block) - 1, len(in_block))
 
     def remove(self, block: str, handshake: Pending) -> None:
-        theirs = self.blocks[block]
-        del theirs[handshake]
-        self._recount(block, len(theirs) + 1, len(theirs))
-        if not theirs:
+        in_block = self.blocks[block]
+        del in_block[handshake]
+        self._recount(block, len(in_block) + 1, len(in_block))
+        if not in_block:
             del self.blocks[block]
 
     def oldest_of_largest(self) -> Pending:
@@ -139,7 +139,7 @@ class PendingHandshakes:
     def renew(self, handshake: Pending, now: float) -> None:
         """Note that a handshake has made progress; one that is not pending is ignored."""
         if handshake in self._all:
-            self._forget_age(handshake)
+            self._remove_age(handshake)
             handshake.progressed = now
             self._recent[handshake] = None
 
@@ -147,7 +147,7 @@ class PendingHandshakes:
         """Remove a handshake; False if it was not pending."""
         if handshake not in self._all:
             return False
-        self._forget_age(handshake)
+        self._remove_age(handshake)
         self._counts.remove(self._all.pop(handshake), handshake)
         return True
 
@@ -198,7 +198,7 @@ class PendingHandshakes:
         spared = next((each.progressed + 2 * GRACE for each in self._spared), math.inf)
         return min(recent, spared)
 
-    def _forget_age(self, handshake: Pending) -> None:
+    def _remove_age(self, handshake: Pending) -> None:
         if handshake in self._recent:
             del self._recent[handshake]
         elif handshake in self._spared:

@@ -26,9 +26,9 @@ __all__ = [
     "REST",
     "SHORT",
     "SHORT_AFTER",
-    "Chooser",
     "Peer",
     "Route",
+    "RouteHost",
     "ShortConnections",
     "choose_route",
 ]
@@ -43,7 +43,7 @@ REST: Final = 300.0
 _MOST_PEERS: Final = 4096
 
 
-class Chooser(Protocol):
+class RouteHost(Protocol):
     """Who knows the RNICs, and what was learned."""
 
     @property
@@ -75,12 +75,12 @@ class Route(NamedTuple):
 
 
 def choose_route(
-    stack: Chooser,
+    stack: RouteHost,
     config: Config,
     local: str,
     peer: Peer,
     *names: Peer,
-    busy: bool = False,
+    at_limit: bool = False,
     near: bool = False,
     required: bool = False,
 ) -> Route:
@@ -90,14 +90,14 @@ def choose_route(
       local: this side's address.
       peer: the peer's address and the port of the service.
       names: what else names the connection, for the lists of ``config``.
-      busy: too many handshakes are under way.
+      at_limit: too many handshakes are under way.
       near: the peer is on this host, perhaps in another network namespace.
       required: the peer takes SMC-R or nothing, so what was learned of it does not count.
     """
     rnic: Rnic | FallbackReason
     if not config.permits(peer, *names):
         rnic = FallbackReason.NOT_PERMITTED
-    elif busy:
+    elif at_limit:
         rnic = FallbackReason.HANDSHAKE_LIMIT
     elif config.learn_short and not required and stack.short_connections.avoids(peer):
         rnic = FallbackReason.SHORT_CONNECTIONS

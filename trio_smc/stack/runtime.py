@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from trio_smc.config.config import Config
     from trio_smc.rnic.verbs import Rnic
 
-__all__ = ["Attached", "Busy", "Cancellable", "Closable", "Runtime"]
+__all__ = ["Attached", "Cancellable", "Closable", "Runtime", "Tracked"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -97,8 +97,8 @@ class Attached(Protocol):
         """This process is a forked child."""
 
 
-class Busy:
-    """Around work that leaving the stack cancels and waits for; see `Runtime.busy`."""
+class Tracked:
+    """Around work that leaving the stack cancels and waits for; see `Runtime.track`."""
 
     __slots__ = ("_ended", "_under_way", "_work")
 
@@ -122,7 +122,7 @@ class Busy:
         self._ended()
 
 
-class Call(Busy):
+class Call(Tracked):
     """Around a user's call: leaving the stack ends it with ClosedResourceError."""
 
     __slots__ = ("_scope",)
@@ -327,9 +327,9 @@ class Runtime:
         self.check_usable()
         return Call(self._under_way, self._has_ended)
 
-    def busy(self, work: Cancellable) -> Busy:
+    def track(self, work: Cancellable) -> Tracked:
         """Around work that leaving the stack cancels and waits for; once for each ``work``."""
-        return Busy(self._under_way, work, self._has_ended)
+        return Tracked(self._under_way, work, self._has_ended)
 
     def check_usable(self) -> None:
         """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
