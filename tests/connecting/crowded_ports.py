@@ -30,7 +30,7 @@ IP_LOCAL_PORT_RANGE = 51
 SERVERS = 2
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
@@ -76,7 +76,7 @@ async def count() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     plain = plain_servers(SERVERS + 1)
     addresses = [each.getsockname() for each in plain]
-    say("tcp", *count_tcp(addresses))
+    report("tcp", *count_tcp(addresses))
     for each in plain[:SERVERS]:
         each.close()
     modes: collections.Counter[str] = collections.Counter()
@@ -101,8 +101,8 @@ async def count() -> None:
                     break
                 modes[str(streams[-1].mode)] += 1
             counts.append(len(streams) - before)
-        say("ours", *counts)
-        say("modes", *(f"{mode}={number}" for mode, number in sorted(modes.items())))
+        report("ours", *counts)
+        report("modes", *(f"{mode}={number}" for mode, number in sorted(modes.items())))
         for stream in streams:
             stream.abort()
         nursery.cancel_scope.cancel()
@@ -127,8 +127,8 @@ async def ports_used(wanted: tuple[int, int] | None) -> None:
             sock.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, value)
             opened.append(await connect_socket(stack.runtime, sock, (HOST, 50000), CONFIG))
             assert sock.getsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, 4) == value
-        say(*sorted({str(stream.mode) for stream in opened}))
-        say(*sorted(stream.socket.getsockname()[1] for stream in opened))
+        report(*sorted({str(stream.mode) for stream in opened}))
+        report(*sorted(stream.socket.getsockname()[1] for stream in opened))
         for stream in opened:
             stream.abort()
         nursery.cancel_scope.cancel()
@@ -156,7 +156,7 @@ async def share(clients: int) -> None:
             for number in range(clients):
                 running.start_soon(trio.run_process, [*command, str(number)])
         nursery.cancel_scope.cancel()
-    say(sum(seen.values()), seen[str(trio_smc.Mode.SMC_R)] > 0)
+    report(sum(seen.values()), seen[str(trio_smc.Mode.SMC_R)] > 0)
 
 
 async def client(number: int) -> None:

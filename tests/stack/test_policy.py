@@ -16,7 +16,7 @@ from trio_smc import Config, Fallback, FallbackReason, Mode, SmcListener, SmcStr
 from trio_smc.connecting import dial
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 from trio_smc.rnic.verbs import Rnic
-from trio_smc.stack.policy import REST, SHORT, SHORT_AFTER, ShortConnections
+from trio_smc.stack.policy import RETRY_AFTER, SHORT_AFTER, SHORT_SIZE, ShortConnections
 from trio_smc.stack.runtime import Runtime
 
 HOST = "127.0.0.1"
@@ -172,15 +172,15 @@ def test_learning() -> None:
     for number in range(SHORT_AFTER):
         assert not short.avoids(PEER)
         short.opened(number, PEER)
-        short.closed(number, SHORT - 1)
+        short.closed(number, SHORT_SIZE - 1)
     assert short.avoids(PEER)
     assert not short.avoids(("192.0.2.1", 81))
-    clock.now += REST
+    clock.now += RETRY_AFTER
     assert not short.avoids(PEER), "one may try"
     assert not short.avoids(PEER), "asking is not trying"
     short.opened("trying", PEER)
     assert short.avoids(PEER), "the others wait for what it finds"
-    short.closed("trying", SHORT)
+    short.closed("trying", SHORT_SIZE)
     assert not short.avoids(PEER), "it was worth it"
 
 
@@ -188,7 +188,7 @@ def test_one_long_connection_forgives_the_short_ones() -> None:
     short = ShortConnections(Clock())
     for number in range(3 * SHORT_AFTER):
         short.opened(number, PEER)
-        short.closed(number, SHORT if number % SHORT_AFTER == 0 else 0)
+        short.closed(number, SHORT_SIZE if number % SHORT_AFTER == 0 else 0)
         assert not short.avoids(PEER)
 
 
@@ -217,18 +217,18 @@ async def test_short_connections_become_tcp() -> None:
     assert modes[-1] is Mode.TCP
 
 
-async def test_after_a_rest_a_client_tries_again() -> None:
+async def test_after_a_rest_a_client_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     async with trio_smc.open_stack(), listening() as listener:
         port = listener.socket.getsockname()[1]
         async with trio_smc.open_stack(Config(learn_short=True)) as stack:
-            short = stack.runtime.short_connections
-            short._clock = clock
+            short = ShortConnections(clock)
+            monkeypatch.setattr(stack.runtime, "short_connections", short)
             for number in range(SHORT_AFTER):
                 short.opened(number, (HOST, port))
                 short.closed(number, 0)
             first, _ = await fallbacks(listener)
-            clock.now += REST
+            clock.now += RETRY_AFTER
             second = await fallbacks(listener)
     assert first == Fallback.local(FallbackReason.SHORT_CONNECTIONS)
     assert second == [None, None]

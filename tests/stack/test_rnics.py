@@ -65,7 +65,7 @@ async def followed(world: World, *named: Rnic) -> AsyncIterator[Followed]:
     assert world.opened == [], "all were closed"
 
 
-async def tell(world: World) -> None:
+async def announce(world: World) -> None:
     world.news.set()
     await trio.testing.wait_all_tasks_blocked()
 
@@ -74,23 +74,23 @@ async def test_a_port_that_comes_and_goes(world: World, autojump_clock: trio.abc
     async with followed(world) as stack:
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.come("rxe0", "rxe1")
-        await tell(world)
+        await announce(world)
         assert stack.names() == ["rxe0", "rxe1"]
         assert stack.told == [("rxe0", AVAILABLE), ("rxe1", AVAILABLE)]
         served = stack.rnics.serving(*ADDRESSES)
         assert isinstance(served, Rnic)
         assert served.name == "rxe0#1"
-        await tell(world)  # of something else
+        await announce(world)  # of something else
         assert len(world.opened) == 3
         stack.told.clear()
         world.go("rxe0")
-        await tell(world)
+        await announce(world)
         assert stack.names() == ["rxe1"]
         assert stack.told == [("rxe0", LOST), ("rxe0#1", LOST)]
         assert [each.name for each in world.opened] == ["rxe1"], "the kernel waits for that"
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.come("rxe0")
-        await tell(world)
+        await announce(world)
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
 
 
@@ -114,7 +114,7 @@ async def test_a_port_that_only_goes_down_stays(
     world.come("rxe0")
     async with followed(world) as stack:
         world.active.clear()
-        await tell(world)
+        await announce(world)
         assert stack.names() == ["rxe0"]
         assert stack.told == []
 
@@ -138,17 +138,17 @@ async def test_what_cannot_be_opened_yet(
     async with followed(world) as stack:
         start = trio.current_time()
         world.come("rxe0")
-        await tell(world)
+        await announce(world)
         assert stack.names() == []
         await trio.sleep(100)
         assert stack.names() == ["rxe0"]
         assert tried == pytest.approx([0, 0.3, 1.3])
         world.go("rxe0")
-        await tell(world)
+        await announce(world)
         world.come("rxe0")
         ready, start = 1e9, trio.current_time()
         tried.clear()
-        await tell(world)
+        await announce(world)
         await trio.sleep(100)
         assert tried == pytest.approx([0, 0.3, 1.3, 6.3])
 
@@ -159,7 +159,7 @@ async def test_a_port_that_follows_its_interface(
 ) -> None:
     """The news may be there before the port is, seconds before it on a busy host."""
     async with followed(world) as stack:
-        await tell(world)
+        await announce(world)
         await trio.sleep(delay)
         world.come("rxe0")
         await trio.sleep(100)
@@ -181,7 +181,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert port not in world.opened
         await trio.sleep(100)
         assert stack.names() == ["rxe1"]
-        await tell(world)
+        await announce(world)
         assert stack.names() == ["rxe1", "rxe0"]
 
 
@@ -195,7 +195,7 @@ async def test_a_device_that_is_made_anew_at_once(
         port.failed, port.port_active = True, False
         assert port.on_event is not None
         port.on_event(RnicEvent.FATAL)
-        await tell(world)
+        await announce(world)
         await trio.sleep(100)
         [again] = world.opened
         assert again is not port
@@ -235,7 +235,7 @@ async def test_a_device_that_cannot_be_closed(
     world.come("rxe0", "rxe1")
     async with followed(world) as stack:
         world.go("rxe0")
-        await tell(world)
+        await announce(world)
         assert stack.names() == ["rxe1"]
         monkeypatch.setattr(FakePort, "close", close)
 
@@ -251,7 +251,7 @@ async def test_what_is_left_of_a_link_group(
         world.go("rxe2")
         left = {index: each for index, each in HOST.items() if each.name != "eth2"}
         monkeypatch.setattr(pnet, "interfaces", lambda: left)
-        await tell(world)
+        await announce(world)
         assert stack.rnics.companions(first) == [second]
         assert stack.rnics.companions(second) == [second]
 
@@ -263,11 +263,11 @@ async def test_one_that_was_named_comes_back(world: World, autojump_clock: trio.
     async with followed(world, named) as stack:
         for _ in range(2):
             world.go("rxe0")
-            await tell(world)
+            await announce(world)
             assert stack.names() == []
             assert world.opened == []
             world.come("rxe0")
-            await tell(world)
+            await announce(world)
             assert stack.rnics.opened == [named]
 
 
@@ -290,12 +290,12 @@ async def test_listeners_offer_the_option_from_then_on(
         await closed.aclose()
         assert offered == []
         world.come("rxe0")
-        await tell_and_wait(world, lambda: bool(offered))
+        await announce_and_wait(world, lambda: bool(offered))
         assert offered == [listener.socket]
         await listener.aclose()
 
 
-async def tell_and_wait(world: World, condition: Callable[[], bool]) -> None:
+async def announce_and_wait(world: World, condition: Callable[[], bool]) -> None:
     world.news.set()
     with trio.fail_after(5):
         while not condition():

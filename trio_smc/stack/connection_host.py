@@ -96,7 +96,7 @@ class Endpoint:
             self.connection.on_writable = self._watch_delivery
 
     @property
-    def owes(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether leaving the stack now could cost the peer something.
 
         A user who has closed a stream gets its end in order.  Of the others data and C must have
@@ -128,13 +128,13 @@ class Endpoint:
     def reset_tcp(self, connection: Connection) -> None:
         """End the TCP connection by RST; whoever has it still must not let it be adopted."""
         self.reset = True
-        sock = self._let_go()
+        sock = self._detach_socket()
         if sock is not None:
             close_with_reset(sock)
 
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN, after the SMC-R connection (4.8.1)."""
-        sock = self._let_go()
+        sock = self._detach_socket()
         if sock is not None:
             if self.lingers:
                 # That was the stream's affair; here it would make a reset of the FIN.
@@ -159,7 +159,7 @@ class Endpoint:
         """Bytes on the TCP connection after the switch: the peer is out of step."""
         self.connection.protocol_error(ProtocolError("data on the TCP connection"))
 
-    def _let_go(self) -> trio.socket.SocketType | None:
+    def _detach_socket(self) -> trio.socket.SocketType | None:
         sock, self.sock = self.sock, None
         if sock is not None:
             self._stack.tcp_watch.remove(sock)

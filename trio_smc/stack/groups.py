@@ -52,7 +52,7 @@ __all__ = ["GroupTable", "OpenStream"]
 
 LOGGER = logging.getLogger("trio_smc")
 
-_AT_ONCE: Final = 128
+_COUNTED_AT_ONCE: Final = 128
 """Connections whose counters are added up at once."""
 
 
@@ -294,16 +294,16 @@ class GroupTable:
     def tcp_ended(self, stream: OpenStream) -> None:
         """A stream over TCP is about to be closed."""
         self.tcp_streams.discard(stream)
-        self._tcp_totals = _with_bytes(self._tcp_totals, stream)
+        self._tcp_totals = _add_bytes(self._tcp_totals, stream)
 
     def statistics(self) -> StackStatistics:
         """The counters so far."""
         totals, endpoints = self._closed_totals, iter(self.endpoints.values())
         # A few at a time: thousands of new tuples would have the collector look at all there is.
-        while some := [each.connection.counters() for each in islice(endpoints, _AT_ONCE)]:
+        while some := [each.connection.counters() for each in islice(endpoints, _COUNTED_AT_ONCE)]:
             totals = [*map(sum, zip(totals, *some, strict=True))]
         pools = [group.own_rmbs.pool for group in self.groups]
-        tcp_sent, tcp_received = reduce(_with_bytes, self.tcp_streams, self._tcp_totals)
+        tcp_sent, tcp_received = reduce(_add_bytes, self.tcp_streams, self._tcp_totals)
         return StackStatistics(
             **dict(zip(STREAM_COUNTERS, totals, strict=True)),
             connections=self._agreed.total(),
@@ -327,19 +327,19 @@ class GroupTable:
         """Close what nobody has closed, as close(2) does; a sentence about each."""
         for endpoint in list(self.endpoints.values()):
             if not endpoint.closed_by_user:
-                said = f"{endpoint.connection!r} was open when its stack was closed"
+                text = f"{endpoint.connection!r} was open when its stack was closed"
                 endpoint.forgotten()
-                yield said
+                yield text
         for stream in list(self.tcp_streams):
             if stream.socket.fileno() >= 0:
-                said = f"{stream!r} was open when its stack was closed"
+                text = f"{stream!r} was open when its stack was closed"
                 stream.close()
-                yield said
+                yield text
 
     @property
-    def owing(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether connections have still something to do for their peers."""
-        return any(endpoint.owes for endpoint in self.endpoints.values())
+        return any(endpoint.is_unfinished for endpoint in self.endpoints.values())
 
     def terminate_all(self) -> Iterator[None]:
         """Terminate all groups in order (RFC 7609, 3.5.4), one at each step."""
@@ -368,7 +368,7 @@ def _apply_change(group: LinkGroup, rnic: Rnic, change: RnicChange) -> None:
         group.rnic_lost(rnic)
 
 
-def _with_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:
+def _add_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:
     """Bytes sent and received, and those of ``stream``."""
     sent, received = stream.carried()
     return totals[0] + sent, totals[1] + received

@@ -6,8 +6,8 @@ discovery, and a Proposal that comes all the same, is answered as it has to be.
 Learned TCP (`Config.learn_short`): setting a connection up costs a round trip and a few hundred
 microseconds more than TCP does, which a connection that carries one small request never earns back.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
-`REST` seconds; then one tries again, and decides for another while.  A peer on this host that takes
-SMC-R or nothing says so with each connection, and nothing is learned of those.
+`RETRY_AFTER` seconds; then one tries again, and decides for another while.  A peer on this host
+that takes SMC-R or nothing says so with each connection, and nothing is learned of those.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = [
-    "REST",
-    "SHORT",
+    "RETRY_AFTER",
     "SHORT_AFTER",
+    "SHORT_SIZE",
     "Peer",
     "Route",
     "RouteHost",
@@ -36,11 +36,11 @@ __all__ = [
 Peer = tuple[str, int]
 """A peer's address, and the port of the service, whichever side has it."""
 
-SHORT: Final = 64 * 1024
+SHORT_SIZE: Final = 64 * 1024
 """Bytes of both directions together, below which a connection was not worth its set-up."""
 SHORT_AFTER: Final = 16
-REST: Final = 300.0
-_MOST_PEERS: Final = 4096
+RETRY_AFTER: Final = 300.0
+_MAX_PEERS: Final = 4096
 
 
 class RouteHost(Protocol):
@@ -107,11 +107,11 @@ def choose_route(
 
 
 class _Record:
-    __slots__ = ("in_a_row", "until")
+    __slots__ = ("short_in_a_row", "avoided_until")
 
     def __init__(self) -> None:
-        self.in_a_row = 0
-        self.until = 0.0
+        self.short_in_a_row = 0
+        self.avoided_until = 0.0
 
 
 class ShortConnections:
@@ -129,11 +129,11 @@ class ShortConnections:
     def avoids(self, peer: Peer) -> bool:
         """True if a new connection is to be TCP.  Changes nothing."""
         record = self._records.get(peer)
-        if record is None or record.in_a_row < SHORT_AFTER:
+        if record is None or record.short_in_a_row < SHORT_AFTER:
             return False
-        return self._clock() < record.until
+        return self._clock() < record.avoided_until
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was learned: another process may have a service by now, and other settings."""
         self._records.clear()
 
@@ -141,21 +141,21 @@ class ShortConnections:
         """A connection is SMC-R; one that tries again keeps others from it until it has ended."""
         self._open[connection] = peer
         record = self._records.get(peer)
-        if record is not None and record.in_a_row >= SHORT_AFTER:
-            record.until = self._clock() + REST
+        if record is not None and record.short_in_a_row >= SHORT_AFTER:
+            record.avoided_until = self._clock() + RETRY_AFTER
 
     def closed(self, connection: object, size: int) -> None:
         """It ended, and carried ``size`` bytes in both directions together."""
         peer = self._open.pop(connection, None)
         if peer is None:
             return
-        if size >= SHORT:
+        if size >= SHORT_SIZE:
             self._records.pop(peer, None)
             return
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
-        record.in_a_row += 1
-        if record.in_a_row == SHORT_AFTER:
-            record.until = self._clock() + REST
-        if len(self._records) > _MOST_PEERS:
+        record.short_in_a_row += 1
+        if record.short_in_a_row == SHORT_AFTER:
+            record.avoided_until = self._clock() + RETRY_AFTER
+        if len(self._records) > _MAX_PEERS:
             self._records.popitem(last=False)

@@ -56,10 +56,10 @@ __all__ = ["RnicChange", "StackRnics"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
 
-_LOOK_AGAIN: Final = (0.3, 1.0, 5.0)
+_RETRY_AFTER: Final = (0.3, 1.0, 5.0)
 """Seconds after news, each after the one before."""
 
-_INSTANCES: Final = 64
+_INSTANCES_TRIED: Final = 64
 """Instance numbers that are tried; so many are in use only where somebody keeps them all."""
 
 
@@ -93,13 +93,13 @@ class StackRnics:
         self._discovery = discovery
         self._pump = pump
         self._drained: set[Rnic] = set()
-        self._none = FallbackReason.NO_RNIC
+        self._no_software_rnic = FallbackReason.NO_RNIC
         # A port's RNICs that were opened for further GIDs, and the one they are of.
         self._port_of: dict[Rnic, Rnic] = {}
         # Names of those that could not be opened.
         self._refused: set[str] = set()
         # Those of the configuration whose devices are gone.
-        self._away: list[VerbsRnic] = []
+        self._missing: list[VerbsRnic] = []
         self._instance: socket.socket | None = None
         self._abandoned = False
         self._failure = trio.Event()
@@ -131,7 +131,7 @@ class StackRnics:
 
     def _open_all(self) -> None:
         rnics: Sequence[Rnic] = (
-            (SoftRnic(), *self._ports_at_first())
+            (SoftRnic(), *self._initial_ports())
             if isinstance(self._config.rnics, str)
             else self._config.rnics
         )
@@ -143,11 +143,11 @@ class StackRnics:
                 if not self._automatic:
                     raise
                 if rnic.kind == "software":
-                    self._none = self._why_not(error)
-                self._complain(rnic, error)
+                    self._no_software_rnic = self._reason_for(error)
+                self._log_unusable(rnic, error)
         self._network.open()
 
-    def _ports_at_first(self) -> list[VerbsRnic]:
+    def _initial_ports(self) -> list[VerbsRnic]:
         try:
             return self._unused_ports()
         except OSError as error:
@@ -181,7 +181,7 @@ class StackRnics:
         if not self.opened:
             return secrets.token_bytes(2) + b"\x02" + secrets.token_bytes(5)
         first = self.opened[0]
-        for _ in range(_INSTANCES if first.kind == "roce" else 0):
+        for _ in range(_INSTANCES_TRIED if first.kind == "roce" else 0):
             number = secrets.token_bytes(2)
             holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
@@ -218,13 +218,13 @@ class StackRnics:
     def _directory(self) -> Path:
         return Path(self._config.private_directory())
 
-    def _complain(self, rnic: Rnic, error: OSError) -> None:
+    def _log_unusable(self, rnic: Rnic, error: OSError) -> None:
         """It cannot be opened.  Tried again and again, that is no news."""
         level = logging.DEBUG if rnic.name in self._refused else logging.WARNING
         self._refused.add(rnic.name)
         LOGGER.log(level, "%s cannot be used: %s", rnic.name, error)
 
-    def _why_not(self, error: OSError) -> FallbackReason:
+    def _reason_for(self, error: OSError) -> FallbackReason:
         """What to tell users of a software RNIC that cannot be opened."""
         if error.errno == errno.ENOTSUP:
             return FallbackReason.UNSUPPORTED_PLATFORM
@@ -255,25 +255,25 @@ class StackRnics:
 
     async def _follow(self, changed: Callable[[], Awaitable[object]]) -> None:
         # Nobody has told what changed before this.
-        later: Sequence[float] = () if self.look() else _LOOK_AGAIN
+        retries: Sequence[float] = () if self.find_changes() else _RETRY_AFTER
         while True:
-            patience = later[0] if later else float("inf")
-            told = False
-            with trio.move_on_after(patience):
-                told = await self._news(changed)
-            later = later[1:]
+            timeout = retries[0] if retries else float("inf")
+            kernel_notified = False
+            with trio.move_on_after(timeout):
+                kernel_notified = await self._wait_for_news(changed)
+            retries = retries[1:]
             if self._failure.is_set():
                 # A device that has failed is not tried again before the kernel tells of it.
                 self._failure = trio.Event()
-                later = ()
-            if told:
-                later = _LOOK_AGAIN  # also when a device has failed: another may have its name
-            if not self.look() and not later:
-                later = _LOOK_AGAIN[-1:]
+                retries = ()
+            if kernel_notified:
+                retries = _RETRY_AFTER  # also when a device has failed: another may have its name
+            if not self.find_changes() and not retries:
+                retries = _RETRY_AFTER[-1:]
 
-    async def _news(self, changed: Callable[[], Awaitable[object]]) -> bool:
+    async def _wait_for_news(self, changed: Callable[[], Awaitable[object]]) -> bool:
         """Until the kernel tells something, or a device has failed; whether the kernel told."""
-        told = False
+        kernel_notified = False
         async with trio.open_nursery() as nursery:
 
             async def failure() -> None:
@@ -282,11 +282,11 @@ class StackRnics:
 
             nursery.start_soon(failure)
             await changed()
-            told = True
+            kernel_notified = True
             nursery.cancel_scope.cancel()
-        return told
+        return kernel_notified
 
-    def look(self) -> bool:
+    def find_changes(self) -> bool:
         """Open what has come and let go of what has gone.
 
         False: this process lacks descriptors or memory to see that, so look again later.
@@ -294,7 +294,7 @@ class StackRnics:
         if self._abandoned:
             return True
         try:
-            self._look()
+            self._apply_changes()
         except OSError as error:
             if not is_lack(error):
                 raise
@@ -302,44 +302,44 @@ class StackRnics:
             return False
         return True
 
-    def _look(self) -> None:
+    def _apply_changes(self) -> None:
         present = present_devices()
         gone = set()
         for rnic in [each for each in self.opened if isinstance(each, VerbsRnic)]:
             if rnic.failed or rnic.device not in present:
                 gone.add(rnic.device)
-                self._let_go(rnic)
+                self._remove_port(rnic)
             else:
                 rnic.look_at_port()
         found = [rnic for rnic in self._unused_ports() if rnic.device not in gone]
         for rnic in found:
-            self._take_in(rnic)
+            self._add_port(rnic)
 
     def _unused_ports(self) -> list[VerbsRnic]:
         """An RNIC for each port that is active and that this stack could use, not open."""
         active = active_ports()
         if not self._automatic:
-            return [each for each in self._away if (each.device, each.port) in active]
+            return [each for each in self._missing if (each.device, each.port) in active]
         used = {(each.device, each.port) for each in self.opened if isinstance(each, VerbsRnic)}
         return [self.make_port(*each) for each in active if each not in used]
 
-    def _take_in(self, rnic: VerbsRnic) -> None:
+    def _add_port(self, rnic: VerbsRnic) -> None:
         try:
             rnic.open(self._directory)
         except OSError as error:
-            self._complain(rnic, error)
+            self._log_unusable(rnic, error)
             return
         try:
             self.adopt(rnic)
         except OSError as error:
-            self._complain(rnic, error)
+            self._log_unusable(rnic, error)
             return
         LOGGER.info("%s has come", rnic.name)
-        if rnic in self._away:
-            self._away.remove(rnic)
+        if rnic in self._missing:
+            self._missing.remove(rnic)
         self.on_change(rnic, RnicChange.AVAILABLE)
 
-    def _let_go(self, rnic: VerbsRnic) -> None:
+    def _remove_port(self, rnic: VerbsRnic) -> None:
         """Its device is gone, and so are its links."""
         LOGGER.info("%s has gone", rnic.name)
         self.opened.remove(rnic)
@@ -350,7 +350,7 @@ class StackRnics:
         except RnicError as error:
             LOGGER.warning("%s cannot be closed: %s", rnic.name, error)
         if self._port_of.pop(rnic, None) is None and not self._automatic:
-            self._away.append(rnic)
+            self._missing.append(rnic)
 
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
@@ -385,7 +385,7 @@ class StackRnics:
             if any(rnic.kind == "software" for rnic in self.opened):
                 return FallbackReason.RNIC_DOWN
             if not self.table:
-                return self._none
+                return self._no_software_rnic
         return self._serving_port(local, remote)
 
     def _serving_port(self, local: str, remote: str) -> Rnic | FallbackReason:
@@ -439,12 +439,12 @@ class StackRnics:
         try:
             other.open(self._directory)
         except OSError as error:
-            self._complain(other, error)
+            self._log_unusable(other, error)
             return None
         try:
             self.adopt(other)
         except OSError as error:
-            self._complain(other, error)
+            self._log_unusable(other, error)
             return None
         self._port_of[other] = port
         return other

@@ -62,9 +62,9 @@ LOGGER = logging.getLogger("trio_smc")
 
 _HANDSHAKE_SPINS = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
-_TURN = 0.001
+_MAX_TURN = 0.001
 """Seconds after which the end of many streams, or link groups, lets other tasks run."""
-_LAST_WORDS = 0.5
+_MIN_GROUP_TIME = 0.5
 """Seconds that link groups have at least to end in order, when `shutdown_timeout` is over."""
 _FORKED = "trio_smc cannot be used in a forked child; start a new process"
 
@@ -181,7 +181,7 @@ class Runtime:
         self.spinner: Spinner = Spinner(_HANDSHAKE_SPINS * config.spin, self.pump.drain)
         self.short_connections: ShortConnections = ShortConnections(clock)
         self.discovery: Discovery = Discovery(
-            config.private_directory(), self.spinner, self.short_connections.forget
+            config.private_directory(), self.spinner, self.short_connections.clear
         )
         self.tcp_option: TcpOption = TcpOption(Path(config.tcp_option))
         self.attached: list[Attached] = []
@@ -198,7 +198,7 @@ class Runtime:
         self._something_ended = trio.Event()
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
-        self._hurried = False  # no wait of `shut_down` is worth it any more
+        self._stops_waiting = False  # no wait of `shut_down` is worth it any more
         self._supported = sys.platform == "linux"
         self.rnic_set: StackRnics = StackRnics(
             config, self.discovery, self.pump, self._rnic_changed
@@ -208,7 +208,7 @@ class Runtime:
         try:
             self.groups: GroupTable = GroupTable(
                 config, self.rnic_set, self.pump, self.timers, self.short_connections,
-                self._has_ended,
+                self._note_end,
             )  # fmt: skip
         except BaseException:
             self.rnic_set.close()
@@ -289,7 +289,7 @@ class Runtime:
                     task_status.started()
         except ExceptionGroup as group:
             if not started:
-                raise _sole(group) from None
+                raise _unwrap_group(group) from None
             self.failure = group
             LOGGER.error("the stack failed", exc_info=group)
         finally:
@@ -325,11 +325,11 @@ class Runtime:
     def call(self) -> Call:
         """Around a user's call: leaving the stack ends it with ClosedResourceError."""
         self.check_usable()
-        return Call(self._under_way, self._has_ended)
+        return Call(self._under_way, self._note_end)
 
     def track(self, work: Cancellable) -> Tracked:
         """Around work that leaving the stack cancels and waits for; once for each ``work``."""
-        return Tracked(self._under_way, work, self._has_ended)
+        return Tracked(self._under_way, work, self._note_end)
 
     def check_usable(self) -> None:
         """Raise ClosedResourceError on a closed stack and RuntimeError in a forked child."""
@@ -343,7 +343,7 @@ class Runtime:
             return  # all of it belongs to the parent
         with trio.CancelScope(shield=True):
             try:
-                with _INTERRUPTS.told_to(self):
+                with _INTERRUPTS.forward_to(self):
                     await self._finish()
             finally:
                 self._scope.cancel()
@@ -357,28 +357,28 @@ class Runtime:
         patience = self.config.shutdown_timeout
         deadline = trio.current_time() + patience
         await self._wait_while(lambda: bool(self._under_way), deadline)
-        await _in_turns(map(self.unclosed.append, self.groups.close_open()))
-        await self._wait_while(lambda: self.groups.owing, deadline)
-        await _in_turns(self.groups.terminate_all())
-        last = trio.current_time() + min(patience, _LAST_WORDS)
+        await _run_in_turns(map(self.unclosed.append, self.groups.close_open()))
+        await self._wait_while(lambda: self.groups.has_unfinished, deadline)
+        await _run_in_turns(self.groups.terminate_all())
+        last = trio.current_time() + min(patience, _MIN_GROUP_TIME)
         await self._wait_while(lambda: bool(self.groups.groups), max(deadline, last))
-        await _in_turns(self.groups.give_up_all())
-        last = trio.current_time() + min(patience, _LAST_WORDS)
+        await _run_in_turns(self.groups.give_up_all())
+        last = trio.current_time() + min(patience, _MIN_GROUP_TIME)
         await self._wait_while(lambda: bool(self.groups.groups), last)
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
         self.pump.resume_hooks()  # peers' answers are awaited, by no task that reads
         with trio.move_on_at(deadline):
-            while condition() and not self._hurried:
+            while condition() and not self._stops_waiting:
                 self._something_ended = trio.Event()
                 await self._something_ended.wait()
 
-    def hurry(self) -> None:
+    def stop_waiting(self) -> None:
         """Wait for nothing and nobody any more."""
-        self._hurried = True
+        self._stops_waiting = True
         self._something_ended.set()
 
-    def _has_ended(self) -> None:
+    def _note_end(self) -> None:
         """A call, a connection or a link group."""
         self._something_ended.set()
 
@@ -435,13 +435,13 @@ class Runtime:
                 part.__class__ = _IN_FORKED_CHILD[type(part)]
 
 
-async def _in_turns(steps: Iterator[None]) -> None:
+async def _run_in_turns(steps: Iterator[None]) -> None:
     """Do all steps, and let other tasks run after each millisecond of them."""
-    turn = trio.current_time() + _TURN
+    turn = trio.current_time() + _MAX_TURN
     for _ in steps:
         if trio.current_time() >= turn:
             await trio.lowlevel.checkpoint()
-            turn = trio.current_time() + _TURN
+            turn = trio.current_time() + _MAX_TURN
 
 
 def _refuse(*_: object) -> NoReturn:
@@ -466,7 +466,7 @@ class _Interrupts:
         self._before: Callable[[int, FrameType | None], object] | None = None
 
     @contextlib.contextmanager
-    def told_to(self, runtime: Runtime) -> Iterator[None]:
+    def forward_to(self, runtime: Runtime) -> Iterator[None]:
         """Tell this one, too, while it is being left."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
@@ -487,7 +487,7 @@ class _Interrupts:
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         for runtime in list(self._leaving):
             with contextlib.suppress(trio.RunFinishedError):
-                runtime.trio_token.run_sync_soon(runtime.hurry)
+                runtime.trio_token.run_sync_soon(runtime.stop_waiting)
         if self._before is not None:
             self._before(number, frame)
 
@@ -505,7 +505,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _sole(error: Exception) -> Exception:
+def _unwrap_group(error: Exception) -> Exception:
     """What is in a group of one."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

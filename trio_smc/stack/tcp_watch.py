@@ -25,15 +25,15 @@ from trio_smc.host.tcp import unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
 
-_MOMENT: Final = 0.05
+_REGISTER_DELAY: Final = 0.05
 """Seconds until new connections are registered: how late an early reset may be noticed."""
 
 
-_AT_ONCE: Final = 32
+_EVENTS_AT_ONCE: Final = 32
 """Connections whose ends are looked at before others have their turn."""
 
 
-_AGAIN = 0.25
+_RETRY_DELAY = 0.25
 """Seconds after which those are tried again for which there were no epoll watches."""
 
 
@@ -55,16 +55,16 @@ class TcpWatch:
         self._watched: dict[int, tuple[trio.socket.SocketType, TcpWatcher]] = {}
         # Of these, who is not registered yet, and when that will be done.
         self._new: set[int] = set()
-        self._due = math.inf
-        self._nap = trio.CancelScope()  # around the task's sleep
+        self._register_at = math.inf
+        self._sleep_scope = trio.CancelScope()  # around the task's sleep
 
     def add(self, sock: trio.socket.SocketType, watcher: TcpWatcher) -> None:
         """Watch ``sock`` until `remove`."""
         number = sock.fileno()
         self._watched[number] = (sock, watcher)
         self._new.add(number)
-        if self._due == math.inf:
-            self._due = self._nap.deadline = trio.current_time() + _MOMENT
+        if self._register_at == math.inf:
+            self._register_at = self._sleep_scope.deadline = trio.current_time() + _REGISTER_DELAY
 
     def remove(self, sock: trio.socket.SocketType) -> None:
         """To be called before ``sock`` is closed.  Idempotent."""
@@ -94,16 +94,16 @@ class TcpWatch:
     async def run(self) -> None:
         """Serve until cancelled; never raises."""
         while True:
-            with trio.CancelScope(deadline=self._due) as self._nap:
+            with trio.CancelScope(deadline=self._register_at) as self._sleep_scope:
                 await trio.lowlevel.wait_readable(self._epoll.fileno())
             if self._epoll.closed:
                 await trio.sleep_forever()  # in a forked child
-            if trio.current_time() >= self._due:
+            if trio.current_time() >= self._register_at:
                 self._register_new()
-            self._look_at_all()
+            self._handle_events()
 
     def _register_new(self) -> None:
-        self._due = math.inf
+        self._register_at = math.inf
         new, self._new = self._new, set()
         while new:
             number = new.pop()
@@ -114,15 +114,15 @@ class TcpWatch:
                 self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
             except OSError:  # there are too many epoll watches: again in a moment
                 self._new = {number, *new}
-                self._due = trio.current_time() + _AGAIN
+                self._register_at = trio.current_time() + _RETRY_DELAY
                 return
 
-    def _look_at_all(self) -> None:
+    def _handle_events(self) -> None:
         # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
-        for number, events in self._epoll.poll(0, _AT_ONCE):
+        for number, events in self._epoll.poll(0, _EVENTS_AT_ONCE):
             entry = self._entry(number)
             if entry is not None:
-                _look(*entry, events)
+                _report_end(*entry, events)
 
     def abandon(self) -> None:
         """This process is a forked child: the set of watched sockets is shared with its parent."""
@@ -135,7 +135,7 @@ class TcpWatch:
         self._epoll.close()
 
 
-def _look(sock: trio.socket.SocketType, watcher: TcpWatcher, events: int) -> None:
+def _report_end(sock: trio.socket.SocketType, watcher: TcpWatcher, events: int) -> None:
     if events & select.EPOLLERR:
         watcher.tcp_reset()
     elif unread_bytes(sock):
