@@ -15,7 +15,7 @@ import trio
 
 from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
-from trio_smc.config.config import Config, shown
+from trio_smc.config.config import Config, short_repr
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO, report_interval
 from trio_smc.control.server import ControlSocket, RunReport
@@ -36,7 +36,7 @@ def set_default_config(config: Config | None) -> None:
     """Settings of default stacks that are opened from now on."""
     global _default_config
     if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config: {shown(config)} is not a Config")
+        raise TypeError(f"config: {short_repr(config)} is not a Config")
     _default_config = config
 
 
@@ -104,14 +104,14 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config: {shown(config)} is not a Config")
+        raise TypeError(f"config: {short_repr(config)} is not a Config")
     stack = Stack(Config() if config is None else config)
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:
             with trio.CancelScope(shield=True):
                 await nursery.start(stack.runtime.run)
-            async with _captured(stack):
+            async with _capture_and_shut_down(stack):
                 _attach(stack)
                 token = _current.set(stack)
                 try:
@@ -146,15 +146,15 @@ def _attach(stack: Stack) -> None:
             except BaseException:
                 control.close()
                 raise
-    asker = os.environ.get(REPORT_TO)
+    report_to = os.environ.get(REPORT_TO)
     # A set-user-ID program does not send to a path from its caller's environment.
-    if asker and os.getuid() == os.geteuid():
+    if report_to and os.getuid() == os.geteuid():
         interval = report_interval(os.environ.get(REPORT_EVERY, "inf"))
-        stack.runtime.attach(RunReport(stack, asker, interval))
+        stack.runtime.attach(RunReport(stack, report_to, interval))
 
 
 @asynccontextmanager
-async def _captured(stack: Stack) -> AsyncIterator[None]:
+async def _capture_and_shut_down(stack: Stack) -> AsyncIterator[None]:
     """Shut the stack down behind the block; `Config.capture` has its last message, too."""
     config = stack.config
     capture = None

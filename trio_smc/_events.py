@@ -44,8 +44,8 @@ LOGGER: Final = logging.getLogger("trio_smc.events")
 _ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
 _ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
 _LIMIT: Final = 1000
-_Ends: TypeAlias = tuple[tuple[str, int] | None, tuple[str, int] | None]
-_UNKNOWN: Final[_Ends] = (None, None)
+_Names: TypeAlias = tuple[tuple[str, int] | None, tuple[str, int] | None]
+_UNKNOWN: Final[_Names] = (None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class EventObserver:
         self._endpoint_of = endpoint_of
         self._put = put
         # Where open connections go: an aborted one has no TCP connection to ask any more.
-        self._ends: dict[Connection, _Ends] = {}
+        self._names: dict[Connection, _Names] = {}
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
         """Not an event."""
@@ -189,18 +189,18 @@ class EventObserver:
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """A connection became SMC-R, stays on TCP, or was refused."""
-        new, ends, agreed = "refused", _UNKNOWN, None
+        new, names, agreed = "refused", _UNKNOWN, None
         if isinstance(connection, SmcStream):
             new = connection.mode.value
-            ends = _ends_of(connection.socket)
+            names = _names_of(connection.socket)
             group = connection.link_group
             agreed = None if group is None else group.agreed
         if isinstance(connection, RdmaStream):
-            self._ends[connection._core] = ends
+            self._names[connection._core] = names
         self._put(
             StackEvent(
                 subject="mode", new=new, time=trio.current_time(), fallback=fallback,
-                local_address=ends[0], peer_address=ends[1], agreed=agreed,
+                local_address=names[0], peer_address=names[1], agreed=agreed,
             )
         )  # fmt: skip
 
@@ -208,11 +208,11 @@ class EventObserver:
         """A state machine has a new state."""
         now = trio.current_time()
         if isinstance(subject, Connection):
-            ends = self._ends_of(subject, over=new == "CLOSED")
+            names = self._names_of(subject, closed=new == "CLOSED")
             self._put(
                 StackEvent(
                     subject="connection", old=old, new=new, cause=event, time=now,
-                    local_address=ends[0], peer_address=ends[1],
+                    local_address=names[0], peer_address=names[1],
                 )
             )  # fmt: skip
         elif isinstance(subject, Link):
@@ -232,15 +232,15 @@ class EventObserver:
                 )
             )  # fmt: skip
 
-    def _ends_of(self, connection: Connection, *, over: bool) -> _Ends:
-        known = self._ends.pop(connection, None) if over else self._ends.get(connection)
+    def _names_of(self, connection: Connection, *, closed: bool) -> _Names:
+        known = self._names.pop(connection, None) if closed else self._names.get(connection)
         if known is not None:
             return known
         endpoint = self._endpoint_of(connection)
-        return _UNKNOWN if endpoint is None or endpoint.sock is None else _ends_of(endpoint.sock)
+        return _UNKNOWN if endpoint is None or endpoint.sock is None else _names_of(endpoint.sock)
 
 
-def _ends_of(sock: trio.socket.SocketType | SmcSocket) -> _Ends:
+def _names_of(sock: trio.socket.SocketType | SmcSocket) -> _Names:
     return socket_name(sock, "getsockname"), socket_name(sock, "getpeername")
 
 
@@ -261,11 +261,11 @@ def log_event(event: StackEvent) -> None:
 def _sentence(event: StackEvent) -> str:
     match event.subject:
         case "mode":
-            text = f"connection {_ends(event)} is {event.new}{_version(event)}"
+            text = f"connection {_names(event)} is {event.new}{_version(event)}"
             if event.fallback is not None:
                 text += f": {event.fallback.message}"
         case "connection":
-            text = f"connection {_ends(event)} was aborted ({event.cause})"
+            text = f"connection {_names(event)} was aborted ({event.cause})"
         case "link":
             text = f"link {event.link} on {event.rnic} {_group(event)}: {event.old} to {event.new}"
         case _:
@@ -273,7 +273,7 @@ def _sentence(event: StackEvent) -> str:
     return text
 
 
-def _ends(event: StackEvent) -> str:
+def _names(event: StackEvent) -> str:
     return f"{_address(event.local_address)} to {_address(event.peer_address)}"
 
 

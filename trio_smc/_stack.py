@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import trio
 
 from trio_smc._base.observer import ObserverGroup
-from trio_smc.config.config import Config, shown
+from trio_smc.config.config import Config, short_repr
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets
 from trio_smc.stack.runtime import Runtime
@@ -196,7 +196,7 @@ class Stack:
         if config is None:
             return self.config
         if not isinstance(config, Config):
-            raise TypeError(f"config: {shown(config)} is not a Config")
+            raise TypeError(f"config: {short_repr(config)} is not a Config")
         config.check_call(self.config)
         return config
 

@@ -35,7 +35,7 @@ __all__ = [
     "check_list",
     "is_listed",
     "is_path",
-    "shown",
+    "short_repr",
     "software_receive_buffer",
 ]
 
@@ -98,7 +98,7 @@ def _parse(entry: Listed) -> _Parsed:
             return port
         case (str() as host, int() as port) if 0 < port < 65536:
             return _canonical(host), port
-    raise ValueError(f"{shown(entry)} is neither a network nor a (host, port) pair")
+    raise ValueError(f"{short_repr(entry)} is neither a network nor a (host, port) pair")
 
 
 def _matches(entry: _Parsed, host: str, port: int) -> bool:
@@ -280,7 +280,7 @@ class Config:
                 raise
             except Exception as error:
                 # The value's own methods: of a subclass of `int`, `str`, `tuple` or a path.
-                text = f"{name}: {shown(value)} cannot be checked: {type(error).__name__}"
+                text = f"{name}: {short_repr(value)} cannot be checked: {type(error).__name__}"
                 raise ValueError(text) from error
 
     def private_directory(self) -> Path:
@@ -335,31 +335,31 @@ _MOST_ENTRIES = 4096  # of a list
 _LONGEST_NAME = 255  # characters of the name of a host or an interface
 _LONGEST_PATH = 4095  # bytes (limits.h: PATH_MAX, with its NUL)
 _MOST_RNICS = 64
-_SHOWN = 60  # characters of a wrong value
+_REPR_SIZE = 60  # characters of a wrong value
 
 _Check = Callable[[str, object], None]
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A wrong value for a message: short, and of any kind and size."""
     try:
         if _is_integer(value) and abs(cast(int, value)) >= 1 << 64:
             return f"an integer of {cast(int, value).bit_length()} bits"
         if isinstance(value, str | bytes | bytearray):
-            value = value[:_SHOWN]
-        elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _SHOWN:
+            value = value[:_REPR_SIZE]
+        elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _REPR_SIZE:
             return f"a {type(value).__name__} of {len(value)} entries"
         text = ascii(value)
     except Exception:  # of the value's own, or nested too deeply
         return f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _REPR_SIZE else f"{text[: _REPR_SIZE - 3]}..."
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
-    raise ValueError(f"{name}: {shown(value)} is not {wanted}")
+    raise ValueError(f"{name}: {short_repr(value)} is not {wanted}")
 
 
-def _one_of(*allowed: str | None) -> _Check:
+def _choice(*allowed: str | None) -> _Check:
     def check(name: str, value: object) -> None:
         if not (value is None or isinstance(value, str)) or value not in allowed:
             _refuse(name, value, "one of " + ", ".join(repr(each) for each in allowed))
@@ -386,7 +386,7 @@ def _integer(least: int, most: int, unit: str, *, optional: bool = False) -> _Ch
     return check
 
 
-def _switch(name: str, value: object) -> None:
+def _boolean(name: str, value: object) -> None:
     if not isinstance(value, bool):
         _refuse(name, value, "true or false")
 
@@ -449,16 +449,16 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "rnics": _rnics,
     "directory": _path(),
     "pnet": _pnet,
-    "discovery": _one_of("auto", "tcp-option", "assume"),
+    "discovery": _choice("auto", "tcp-option", "assume"),
     "tcp_option": _path(optional=False),
     "assume": check_list,
     "ueids": _ueids,
-    "require_smc": _switch,
+    "require_smc": _boolean,
     "receive_buffer": _integer(1, rmbe_size_of(_MAX_SIZE_CODE), "bytes", optional=True),
-    "rmbe_eye_catcher": _switch,
+    "rmbe_eye_catcher": _boolean,
     "spin": _seconds(0, 1),
-    "wake": _one_of("auto", "trio", "thread"),
-    "checkpoints": _one_of(None, "strict", "amortised"),
+    "wake": _choice("auto", "trio", "thread"),
+    "checkpoints": _choice(None, "strict", "amortised"),
     "handshake_timeout": _seconds(0.001, _DAY),
     "first_contact_timeout": _seconds(0.001, _DAY),
     "llc_timeout": _seconds(0.001, _DAY),
@@ -470,10 +470,10 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "handshake_limit": _integer(0, 1 << 20, "handshakes", optional=True),
     "allow": partial(check_list, ports=True),
     "deny": partial(check_list, ports=True),
-    "learn_short": _switch,
-    "urgent_inline": _switch,
-    "control": _switch,
-    "log_events": _switch,
+    "learn_short": _boolean,
+    "urgent_inline": _boolean,
+    "control": _boolean,
+    "log_events": _boolean,
     "capture": _path(),
     "capture_payload": _integer(0, MAX_PAYLOAD, "bytes"),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trio_smc._base.regular_file import read_regular_file
-from trio_smc.config.config import Config, is_path, shown
+from trio_smc.config.config import Config, is_path, short_repr
 from trio_smc.host.pnet import table_of
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
@@ -45,12 +45,12 @@ def load_config(path: Path | str) -> Config:
     for key in values:
         if key not in known:
             hint = f": {_REMOVED[key]}" if key in _REMOVED else ""
-            raise ValueError(f"{path}: there is no setting {shown(key)}{hint}")
+            raise ValueError(f"{path}: there is no setting {short_repr(key)}{hint}")
     try:
         rnics = values.get("rnics")
         if isinstance(rnics, list):
             values["rnics"] = tuple(_rnic(each) for each in rnics)
-        config = Config(**{key: _frozen(value) for key, value in values.items()})
+        config = Config(**{key: _as_tuples(value) for key, value in values.items()})
         _check_files(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -62,7 +62,7 @@ def _read(path: Path | str) -> dict[str, Any]:
     import tomllib  # dear, and few programs have such a file
 
     if not is_path(path):
-        raise ValueError(f"{shown(path)} is not the name of a file")
+        raise ValueError(f"{short_repr(path)} is not the name of a file")
     try:
         text = read_regular_file(path, _LARGEST)
     except OSError as error:
@@ -86,11 +86,11 @@ def _check_files(config: Config) -> None:
         raise ValueError(f"capture: there is no directory for {str(config.capture)!r}")
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
+def _as_tuples(value: Any, depth: int = 0) -> Any:
     """Lists as tuples, as deep as a setting may have them."""
     if not isinstance(value, list) or depth > _DEEPEST:
         return value
-    return tuple(_frozen(each, depth + 1) for each in value)
+    return tuple(_as_tuples(each, depth + 1) for each in value)
 
 
 def _is_byte(text: str) -> bool:
@@ -99,7 +99,7 @@ def _is_byte(text: str) -> bool:
 
 def _rnic(text: object) -> Rnic:
     if not isinstance(text, str) or len(text) > _LONGEST_RNIC or not text.isprintable():
-        raise ValueError(f"rnics: {shown(text)} is not a name of an RNIC")
+        raise ValueError(f"rnics: {short_repr(text)} is not a name of an RNIC")
     kind, _, rest = text.partition(":")
     match kind, rest.split(":"):
         case "software", [name] if name:
@@ -109,4 +109,4 @@ def _rnic(text: object) -> Rnic:
             if all(_is_byte(each) for each in numbers):
                 return VerbsRnic(device, *(int(each) for each in numbers))
     wanted = "neither software:NAME nor roce:DEVICE[:PORT[:GID_INDEX]]"
-    raise ValueError(f"rnics: {shown(text)} is {wanted}")
+    raise ValueError(f"rnics: {short_repr(text)} is {wanted}")
