@@ -2,12 +2,12 @@
 
 The house, from the street down; a room imports only rooms below its own:
 
-- `tools`, `adapters`: the command ``trio-smc``; streams for libraries.  They use these names alone.
-- `sockets`: those of unmodified programs (`enable`).  `_api`, `_stack`, `_events`, `control`: what
+- `tools`, `adapters`: the command ``trio-smc``; streams for libraries. They use these names alone.
+- `sockets`: those of unmodified programs (`enable`). `_api`, `_stack`, `_events`, `control`: what
   a program calls, a `Stack`'s face, what it tells while it runs.
 - `connecting`, `streams`, `stack`: Trio lives here: dialling and accepting, streams, the nursery.
 - `failover`, `rendezvous`, `datapath`: the protocol (RFC 7609, 4.6, 3, 4): who moves when a link is
-  lost; CLC, LLC, links and link groups; RMBs and cursors.  The cores know no Trio.
+  lost; CLC, LLC, links and link groups; RMBs and cursors. The cores know no Trio.
 - `config`, `rnic`, `capture`, `host`: settings; what carries the bytes; pcapng; this machine.
 - `wire`, `states`, `_base`: messages byte by byte, every state machine, errors and reasons.
 

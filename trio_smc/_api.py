@@ -89,10 +89,10 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
 
     However the block is left, this closes its listeners, and closes streams that are still open
     as the system closes a socket (what was sent arrives, then the end; with unread data the
-    connection is reset), with a ResourceWarning for each.  It then finishes what closed streams
+    connection is reset), with a ResourceWarning for each. It then finishes what closed streams
     owe their peers, for at most ``shutdown_timeout`` seconds altogether or until Ctrl-C, terminates
-    the link groups and joins all threads.  Calls that use the stack and are still under way, or
-    come later, raise `trio.ClosedResourceError`.  An exception from the block is passed on
+    the link groups and joins all threads. Calls that use the stack and are still under way, or
+    come later, raise `trio.ClosedResourceError`. An exception from the block is passed on
     unchanged.
 
     Args:

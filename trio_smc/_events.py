@@ -3,12 +3,12 @@
 Theory of operation
 -------------------
 `EventObserver` is an observer of the stack that makes a `StackEvent` of each decision about a
-mode and of each new state of a connection, a link or a link group.  It gives them to a function:
-`open_events` puts them into a memory channel, `log_event` into the log.  Observers must not
+mode and of each new state of a connection, a link or a link group. It gives them to a function:
+`open_events` puts them into a memory channel, `log_event` into the log. Observers must not
 block, so what does not fit into the channel is dropped and counted.
 
 `Config(log_events=True)` turns the log on: records of the logger "trio_smc.events" with fields
-that a log collector can read without parsing a sentence.  INFO for decisions about a mode and for
+that a log collector can read without parsing a sentence. INFO for decisions about a mode and for
 links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md describes
 the fields; all begin with "smc_".
 """

@@ -113,7 +113,7 @@ class Stack:
         """Tell ``observer`` too of everything that happens from now on.
 
         It is called on the Trio thread and must not block; what it raises is logged and stops
-        nothing.  While a stack has no observer this costs one comparison for each event.
+        nothing. While a stack has no observer this costs one comparison for each event.
         """
         self._set_observers((*self._observers(), observer))
 
@@ -206,10 +206,10 @@ class Stack:
         """Take an RNIC out of service without losing anything; returns when no link uses it.
 
         New connections use other RNICs from now on; without another one they stay TCP
-        (`FallbackReason.RNIC_DOWN`).  Open connections move to links on other RNICs, then the
-        links of this one are deleted in order (RFC 7609, 3.5.5.1.3, 4.6).  Where a peer is
+        (`FallbackReason.RNIC_DOWN`). Open connections move to links on other RNICs, then the
+        links of this one are deleted in order (RFC 7609, 3.5.5.1.3, 4.6). Where a peer is
         reached over no other RNIC, its connections go on here until they end by themselves, and
-        this waits for that: use a cancel scope to wait no longer.  Cancelled or not, the RNIC
+        this waits for that: use a cancel scope to wait no longer. Cancelled or not, the RNIC
         stays drained until `undrain_rnic`, which also ends the wait.
 
         Args:
@@ -234,7 +234,7 @@ class Stack:
             await trio.lowlevel.checkpoint()
 
     def undrain_rnic(self, name: str) -> None:
-        """Put an RNIC back that was drained; idempotent.  Link groups get links on it again.
+        """Put an RNIC back that was drained; idempotent. Link groups get links on it again.
 
         Args:
           name: of an RNIC in `rnics`.

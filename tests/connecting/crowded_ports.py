@@ -1,7 +1,7 @@
 """What `test_ports` runs in a network namespace with few ports; prints what came of it.
 
 Arguments: "count", "reserved", "wanted" or "share", first and last of the system's ports, and, for
-"share", how many clients.  With BEFORE_6_3 in the environment there is no IP_LOCAL_PORT_RANGE.
+"share", how many clients. With BEFORE_6_3 in the environment there is no IP_LOCAL_PORT_RANGE.
 """
 
 from __future__ import annotations

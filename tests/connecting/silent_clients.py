@@ -1,8 +1,8 @@
 """Clients that connect and do not go on: the command line of the process that plays them.
 
 ``python -m tests.connecting.silent_clients HOST PORT COUNT ADDRESSES KIND`` keeps COUNT connections
-from ADDRESSES addresses of 127.0.0.0/8 and replaces each one that the server resets.  KIND is
-"silent", "drip" (one byte per second of a Proposal) or "proposal" (nothing after a Proposal).  When
+from ADDRESSES addresses of 127.0.0.0/8 and replaces each one that the server resets. KIND is
+"silent", "drip" (one byte per second of a Proposal) or "proposal" (nothing after a Proposal). When
 all have connected once, it prints a line.
 """
 

@@ -1,5 +1,5 @@
 """`discovery="assume"` and clients that end the connection before a CLC message is there: the
-application gets it, as it gets each TCP connection.  And bytes that are no CLC message."""
+application gets it, as it gets each TCP connection. And bytes that are no CLC message."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_the_accounts_agree_with_a_count_of_all(rng: random.Random, limit: int) 
 @pytest.mark.parametrize("addresses", [1, 500])
 def test_giving_way_costs_the_same_however_many_addresses_there_are(addresses: int) -> None:
     """10,000 handshakes that come, become overdue and give way: 3 microseconds each, without
-    sockets.  A pass over all 512 for each one would take a hundred times as long."""
+    sockets. A pass over all 512 for each one would take a hundred times as long."""
     pending, made = filled(512, addresses)
     now, gone = 0.0, 0
     begun = time.thread_time()
@@ -239,7 +239,7 @@ async def test_clients_that_do_not_go_on_keep_no_good_client_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int, kind: str
 ) -> None:
     """1,500 of them, each replaced as soon as it is reset: 512 give way in each second, and a
-    client from a fresh address gets its turn behind those that connected before it.  Long before
+    client from a fresh address gets its turn behind those that connected before it. Long before
     the handshakes time out by themselves."""
     config = Config(
         receive_buffer=16384, discovery="assume", learn_short=False, handshake_timeout=20

@@ -154,19 +154,19 @@ _STACK_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of a stack or of one call; immutable.  Times are seconds, sizes bytes.
+    """Settings of a stack or of one call; immutable. Times are seconds, sizes bytes.
 
     Some fields belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
     ``wake``, ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``,
-    ``capture``, ``capture_payload`` and the timers of links).  If the config of a single call sets
+    ``capture``, ``capture_payload`` and the timers of links). If the config of a single call sets
     one of these to something else than its stack's, that raises ValueError; those that are left at
     their defaults are the stack's.
 
-    Each value is checked when the config is made.  Times have an upper bound, a day or, for idle
+    Each value is checked when the config is made. Times have an upper bound, a day or, for idle
     link groups and tests of links, a year; a wait for a peer's message takes at least 1 ms.
 
     Raises:
-      ValueError: a value is of another kind, or outside of its range.  The message names the field
+      ValueError: a value is of another kind, or outside of its range. The message names the field
         and its range: "first_contact_timeout: 0 is not a number of seconds from 0.001 to 86400".
 
     Attributes:
@@ -176,12 +176,12 @@ class Config:
         an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
-        members trust each other with their connections: docs/security.md.  None:
-        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``.  Processes in other network
+        members trust each other with their connections: docs/security.md. None:
+        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``. Processes in other network
         namespaces, such as containers, can be peers only if the directory is named.
-      discovery: how this side learns that a peer speaks SMC-R.  "auto": same-host discovery, the
+      discovery: how this side learns that a peer speaks SMC-R. "auto": same-host discovery, the
         TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
-        "assume": every peer is taken to; a listener looks at the first 4 bytes.  "tcp-option":
+        "assume": every peer is taken to; a listener looks at the first 4 bytes. "tcp-option":
         only by the TCP option.
       tcp_option: the directory where ``trio-smc setup`` has pinned what the TCP option needs.
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
@@ -189,24 +189,24 @@ class Config:
         its own address, as bound and as accepted, and the client's.
       ueids: names by which hosts know that they may speak SMC-R version 2, over RoCE ports only: at
         most 8, each of 1 to 32 characters from A-Z, 0-9, "." and "-", the first a letter or a
-        digit.  "kernel": those that ``smcr ueid`` has given to the Linux kernel, read when the
-        stack opens.  Without any: version 1 only.  They are not secret.
+        digit. "kernel": those that ``smcr ueid`` has given to the Linux kernel, read when the
+        stack opens. Without any: version 1 only. They are not secret.
       require_smc: fail instead of falling back to TCP.
       receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
         on software RNICs, or 8 where a processor has a level 2 cache of 2 MiB or more, and 512 KiB
-        elsewhere.  More than 512 KiB is possible only on software RNICs.  There memory is allocated
+        elsewhere. More than 512 KiB is possible only on software RNICs. There memory is allocated
         when it is first written, so a connection takes all of it only after carrying that much;
         with smaller rings, such as 1 MiB, two processors work in each other's caches.
       rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; if
         the peer uses it, so does this side in any case.
-      spin: how long to poll before the scheduler sleeps; 0 = off.  If the last waits were longer,
-        but less than four times as long, it polls for four times as long.  That long it also stays
+      spin: how long to poll before the scheduler sleeps; 0 = off. If the last waits were longer,
+        but less than four times as long, it polls for four times as long. That long it also stays
         awake for the next message of a handshake, and for the next connection where one was served.
       wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
-        or the RNIC's "thread", which wakes the scheduler.  "auto": the thread on RoCE ports, Trio
+        or the RNIC's "thread", which wakes the scheduler. "auto": the thread on RoCE ports, Trio
         on software RNICs.
       checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
-        always checked, rescheduling only now and then.  None: amortised for the sockets of
+        always checked, rescheduling only now and then. None: amortised for the sockets of
         `enable` and ``trio-smc run``, strict for everything else.
       handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
       first_contact_timeout: for each LLC message of a first contact (C.7).
@@ -218,14 +218,14 @@ class Config:
       shutdown_timeout: how long a closing stack may take to finish what closed streams still owe;
         and at most as long again for calls under way to end, and for link groups.
       handshake_limit: while this many handshakes of one listener are under way, further
-        connections are TCP at once; None: they wait their turn.  In both cases at most 128 streams
+        connections are TCP at once; None: they wait their turn. In both cases at most 128 streams
         of a listener wait for `accept`, or as many as this limit if that is more, and at most four
-        times as many handshakes are under way.  Beyond that, connections wait in the TCP backlog,
+        times as many handshakes are under way. Beyond that, connections wait in the TCP backlog,
         and handshakes that have made no progress for a second give way.
       allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
-        ports of the service.  A client compares what it connects to; a listener compares its own
+        ports of the service. A client compares what it connects to; a listener compares its own
         address, and the client's with its own port.
-      deny: who may not; stronger than `allow`.  For example peers whose connections are protected
+      deny: who may not; stronger than `allow`. For example peers whose connections are protected
         by IPsec, which RDMA writes would bypass (RFC 7609, 5).
       learn_short: use TCP for peers whose connections were always short.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
@@ -235,7 +235,7 @@ class Config:
         docs/monitoring.md.
       capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
         pcapng for Wireshark and ``trio-smc ladder``; created new with mode 0600, in place of a
-        file of this user, where no other user can replace it.  None: no capture.
+        file of this user, where no other user can replace it. None: no capture.
       capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
         0: lengths only.
     """
@@ -477,7 +477,7 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "capture": _path(),
     "capture_payload": _integer(0, MAX_PAYLOAD, "bytes"),
 }
-"""What each field of `Config` may be.  A field that is missing here cannot be set at all."""
+"""What each field of `Config` may be. A field that is missing here cannot be set at all."""
 
 
 @cache

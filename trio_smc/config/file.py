@@ -28,8 +28,8 @@ _REMOVED: Final = {
 def load_config(path: Path | str) -> Config:
     """The settings in a TOML file.
 
-    Keys are the fields of `Config`, with lists for tuples.  ``rnics`` is "auto" or a list of
-    "software:NAME" and "roce:DEVICE[:PORT[:GID_INDEX]]".  An entry of ``assume`` is a network or
+    Keys are the fields of `Config`, with lists for tuples. ``rnics`` is "auto" or a list of
+    "software:NAME" and "roce:DEVICE[:PORT[:GID_INDEX]]". An entry of ``assume`` is a network or
     a list of host and port.
 
     The files that it names are looked at, too: a program that began with them missing would get
@@ -58,7 +58,7 @@ def load_config(path: Path | str) -> Config:
 
 
 def _read(path: Path | str) -> dict[str, Any]:
-    """The tables and values of a TOML file.  Raises ValueError."""
+    """The tables and values of a TOML file. Raises ValueError."""
     import tomllib  # dear, and few programs have such a file
 
     if not is_path(path):

@@ -1,1 +1,1 @@
-"""How a stream comes to be: dialling, the client, the server, the listener."""
+"""How streams are made: dialling, the client, the server, the listener."""

@@ -1,4 +1,4 @@
-"""From an accepted TCP connection to a stream: who speaks SMC-R, and the server's handshake."""
+"""From an accepted TCP connection to a stream: discovery and handshake, the server's side."""
 
 from __future__ import annotations
 
@@ -50,26 +50,27 @@ _TCP_CLOSE_WAIT: Final = 8  # the client's FIN has come
 
 
 class Arrival:
-    """A TCP connection that was accepted, and what could be said of it at once.
+    """An accepted TCP connection, until it is a stream.
 
-    Made where it was accepted, before there is a task for it: a client that waits to hear that it
-    was accepted waits a pass of the scheduler less.
+    It answers the client's announcement when it is made, before the connection has a task. So the
+    client waits one pass of the scheduler less.
 
     Args:
       stack, config, publication: of the listener.
-      sock, remote: the connection and its peer's address, as ``accept`` gave them.
-      at_limit: as many handshakes are under way as the listener wants to have.
+      accepted, remote: the connection and the client's address, as ``accept`` returned them.
+      at_limit: True if `Config.handshake_limit` handshakes are under way.
 
     Attributes:
+      sock: the connection.
       progressed: when TCP accepted it, or a complete Proposal arrived, as `trio.current_time`.
-      on_progress: called with this and the present when that changes.
+      on_progress: called with this object and the current time when a Proposal has arrived.
     """
 
     __slots__ = ("_accepted_from", "_at_limit", "_bare", "_claim", "_clc_begun", "_client",
                  "_config", "_failure", "_fallback", "_local", "_publication", "_remote", "_route",
                  "_search", "_stack", "on_progress", "progressed", "sock")  # fmt: skip
 
-    _route: Route  # when discovery is over
+    _route: Route  # once discovery is over
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Arrival:
         try:
             self._start_discovery(remote)
         except Exception as error:
-            self._failure = error  # of this connection, which has no task yet
+            self._failure = error  # raised by the connection's task
 
     def _start_discovery(self, remote: tuple[str, int]) -> None:
         self._local, self._remote = _plain_name(self.sock.getsockname()), _plain_name(remote)
@@ -110,7 +111,11 @@ class Arrival:
             self._on_claim(found)
 
     def _on_claim(self, claim: Claim | None) -> None:
-        """What discovery came to; ``claim``: the client's announcement on this host."""
+        """Discovery on this host is over.
+
+        Args:
+          claim: the client's announcement; None if there is none.
+        """
         self._claim = claim
         # A client that has announced itself is on this host, whatever its address says.
         self._route = choose_route(
@@ -142,13 +147,13 @@ class Arrival:
 
     @property
     def needs_handshake(self) -> bool:
-        """Whether the client has to say something before there is a stream."""
+        """True if the stream needs a message from the client first."""
         return self._fallback is None and self._failure is None
 
     def is_silent(self) -> bool:
-        """True if the client has sent nothing that this side could go on with.
+        """True if the client has sent nothing that this side can process.
 
-        The beginning of an eye catcher stays unread until all of it is there.
+        The first bytes of an eye catcher stay unread until it is complete.
         """
         try:
             return unread_bytes(self.sock) < (1 if self._clc_begun else _EYE_CATCHER_SIZE)
@@ -156,13 +161,13 @@ class Arrival:
             return False  # closed
 
     def cancel(self) -> None:
-        """End the handshake, from outside of its task."""
+        """End the handshake from outside its task."""
         close_with_reset(self.sock)
 
     async def stream(self) -> SmcStream | None:
-        """Make a stream of it, or None when it had to be closed.
+        """Run the handshake and return the stream; None if the connection had to be closed.
 
-        Never raises for anything the client does; closes ``sock`` unless a stream has it.
+        Never raises because of the client. Closes `sock` unless a stream owns it.
         """
         stack, sock, config = self._stack, self.sock, self._config
         try:
@@ -181,7 +186,7 @@ class Arrival:
             if isinstance(error, trio.ClosedResourceError) and cancelled:
                 return None
             if isinstance(error, Exception):
-                # A defect of ours costs this connection, not the server.
+                # A defect of this side ends this connection, not the server.
                 LOGGER.exception("handshake failed")
                 return None
             raise
@@ -196,7 +201,7 @@ class Arrival:
         return self._tcp_stream(fallback)
 
     def plain_stream(self) -> TcpStream | None:
-        """`stream` where there is nothing to wait for, as discovery is over: plain TCP."""
+        """The stream, if discovery has already decided for TCP; otherwise None."""
         if self._fallback is None or self._failure is not None or self._config.require_smc:
             return None
         return self._tcp_stream(self._fallback)
@@ -217,7 +222,7 @@ class Arrival:
     async def _negotiate(self) -> RdmaStream | Fallback:
         stack, sock, config = self._stack, self.sock, self._config
         if sock.fileno() < 0:
-            raise trio.ClosedResourceError("given up before its task began")
+            raise trio.ClosedResourceError("closed before its task began")
         try:
             if self._failure is not None:
                 raise self._failure
@@ -225,12 +230,12 @@ class Arrival:
                 self._on_claim(await self._search.finish())
             if self._fallback is not None:
                 return self._fallback
-            # The client is about to send its Proposal: what can be done is done meanwhile.
+            # Prepared while the client sends its Proposal.
             options = inherited(self._bare)
             negotiation = self._negotiation(options)
             plain = await self._confirm_client()
         except (OSError, _SilentClient):
-            with stack.groups.handshake():  # ended before it began
+            with stack.groups.handshake():  # counts as a failed handshake
                 raise
         if plain is not None:
             return plain
@@ -265,16 +270,16 @@ class Arrival:
         return negotiation
 
     async def _confirm_client(self) -> Fallback | None:
-        """Why the client is not going to send CLC messages; None: it is."""
+        """Wait until the client is bound to send CLC messages. Returns the reason if it is not."""
         sock, patience = self.sock, self._config.handshake_timeout
         if self._claim is not None:
             agreed = await self._claim.confirm(sock, trio.current_time() + patience)
-            # Who announced it may have lost the port to somebody else, and says so presently or
-            # connects when that one is done.
+            # The client that announced the port may have lost it to another program. It then
+            # withdraws the announcement, or connects when the other connection is closed.
             agreed = agreed and self._claim.is_right()
         else:
-            # Looked at and not just believed: with the TCP option, the client does not know when
-            # the option of the SYN-ACK was lost on the way.
+            # The option of the SYN-ACK may have been lost. Then the client speaks plain TCP, and
+            # only its first bytes show this.
             agreed = await _proposal_follows(sock, patience)
         return None if agreed else Fallback.local(FallbackReason.PEER_NOT_CAPABLE)
 
@@ -290,8 +295,7 @@ def _kind(route: Route) -> Literal["software", "roce"]:
 def _admit(
     proposal: clc.Proposal, route: Route, offer: Offer | None
 ) -> tuple[Rnic, Terms] | FallbackReason:
-    """The server's look at a Proposal (RFC 7609, 3.5.1.2): which RNIC serves it and on what terms,
-    or why none does."""
+    """Decide on a Proposal (RFC 7609, 3.5.1.2): the RNIC and the terms, or a reason for TCP."""
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):
         return rnic
@@ -305,10 +309,10 @@ def _admit(
 
 
 def _prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
-    """Why version 1 does not fit; None: it does.
+    """The reason against version 1; None if there is none.
 
-    A RoCE port must itself be on the common network, which is that of our own ``address``: the
-    credentials in SMC Accept are for it.
+    A RoCE port must itself be on the common network, that of this side's ``address``, because SMC
+    Accept carries the credentials of this port.
     """
     networks = [Prefix(each.prefix, each.length) for each in proposal.ipv6_prefixes]
     if proposal.ipv4_mask_length:
@@ -318,29 +322,29 @@ def _prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> Fallbac
 
 
 class _SilentClient(Exception):
-    """Nothing, or not enough to tell, came from a client that is known to speak SMC-R."""
+    """A client that is known to speak SMC-R has not sent a complete eye catcher."""
 
 
 async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bool:
     """True if the first bytes are a CLC eye catcher; they stay unread.
 
     A client that ends the connection, or its side of it, before that is a TCP client: the
-    application gets the connection with what has come, FIN or reset included. The same holds for a
-    client that sends an urgent byte within an eye catcher.
+    application gets the connection with the bytes that have arrived, FIN or reset included. The
+    same holds for a client that sends an urgent byte within an eye catcher.
 
-    Raises _SilentClient when that cannot be told in time: "assume" is a promise, and a late
-    Proposal must never reach an application.
+    Raises _SilentClient if the client has not sent enough in time. It is not handed over as TCP:
+    under "assume" it is bound to send a Proposal, which must never reach an application.
     """
     first = b""
     with trio.move_on_after(patience):
         try:
             while len(first) < _EYE_CATCHER_SIZE:
-                # A stream shorter than an eye catcher stays readable without ever growing.
+                # A stream shorter than an eye catcher stays readable but does not grow.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
                 await trio.lowlevel.wait_readable(sock)
                 state = _tcp_state(sock)
                 if state == _TCP_CLOSE and not unread_bytes(sock):
-                    return False  # a call of recv would take the error from the application
+                    return False  # `recv` would consume the error, which is the application's
                 before = len(first)
                 first = await sock.recv(_EYE_CATCHER_SIZE, stdlib_socket.MSG_PEEK)
                 if not clc.EYE_CATCHER.startswith(first):
@@ -348,7 +352,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
                 if len(first) < _EYE_CATCHER_SIZE and state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
                     return False
                 if len(first) == before:
-                    # Readable, but `recv` stops at an urgent byte: it would do so for ever.
+                    # `recv` stops at an urgent byte, so the socket stays readable for ever.
                     if has_urgent_byte(sock):
                         return False
                     # Under memory pressure the kernel reports each byte as readable (tcp_poll).
@@ -360,7 +364,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
 
 
 def _tcp_state(sock: trio.socket.SocketType) -> int:
-    """The state of the TCP connection; 0, which is none, where the system does not report it."""
+    """The state of the TCP connection; 0, which is no state, if the system does not report it."""
     if not hasattr(stdlib_socket, "TCP_INFO"):
         return 0
     return sock.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 1)[0]

@@ -1,4 +1,4 @@
-"""`open_stream`: a TCP connection, discovery, the client's handshake."""
+"""`open_stream`: connect TCP, run discovery and the client's handshake, make the stream."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ __all__ = ["ConnectHost", "connect_socket", "connect_stream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _HAPPY_EYEBALLS_DELAY: Final = 0.25
-_CACHED_PROPOSALS: Final = 64  # Proposals made last
-# Nobody accepted the connection, or said so in words that this side understands or believes.
+_CACHED_PROPOSALS: Final = 64
+# Found by this side: no peer has accepted, or its answer cannot be read or trusted.
 _NOT_ACCEPTED: Final = frozenset(
     {
         FallbackReason.PEER_NOT_CAPABLE,
@@ -52,10 +52,10 @@ _NOT_ACCEPTED: Final = frozenset(
 
 
 class ConnectHost(DialHost, HandshakeHost, Protocol):
-    """What connecting wants of the stack."""
+    """The stack, as seen by a client."""
 
     def track(self, work: Attempt) -> AbstractContextManager[None]:
-        """Around work that leaving the stack cancels and waits for."""
+        """A context manager: leaving the stack cancels ``work`` and waits for its end."""
 
 
 async def connect_stream(
@@ -81,12 +81,12 @@ async def connect_socket(
     config: Config,
     bare: stdlib_socket.socket | None = None,
 ) -> SmcStream:
-    """Connect a TCP socket of the caller's and negotiate on it; closed when that fails.
+    """Connect a TCP socket of the caller and negotiate on it; on an error the socket is closed.
 
     Args:
-      sock: not connected; bound or not, but not to an address without a port.
-      address: resolved, as `socket.socket.connect` takes it.
-      bare: what ``sock`` wraps.
+      sock: not connected. If it is bound, then to an address and a port.
+      address: resolved, as for `socket.socket.connect`.
+      bare: the socket that ``sock`` wraps.
     """
     peer = (plain_address(address[0]), address[1])
     attempt = Attempt(sock, peer, peer, bare=bare)
@@ -96,12 +96,12 @@ async def connect_socket(
 
 
 async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcStream:
-    """The stream of a TCP connection that is open."""
+    """Negotiate on an open TCP connection, and make the stream."""
     try:
         with stack.track(attempt):
             outcome = await _negotiate(stack, attempt, config)
             if isinstance(outcome, Fallback):
-                await trio.lowlevel.checkpoint()  # there may have been nothing to wait for
+                await trio.lowlevel.checkpoint()  # perhaps the only one of this call
         if attempt.cancelled:
             raise trio.ClosedResourceError("the stack was closed")
     except BaseException as error:
@@ -110,7 +110,7 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         close_with_reset(attempt.sock)
         if isinstance(error, Exception) and not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
-            text = "the SMC-R handshake failed by a defect of this side"
+            text = "the SMC-R handshake failed because of a defect on this side"
             raise OSError(errno.ECONNRESET, text) from error
         raise
     finally:
@@ -143,15 +143,15 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
     here = attempt.here or plain_address(sock.getsockname()[0])
     route = attempt.route
     if route is None or route.local != here:
-        # Under "assume" nothing needed a route before; else the system chose another address.
+        # Under "assume" no step before needed a route; otherwise the system chose another address.
         route = choose_route(stack, config, here, attempt.peer, attempt.named)
     rnic = route.rnic
     if isinstance(rnic, FallbackReason):
-        # Before ACCEPTED is taken, after which the server counts on a Proposal.
+        # Decided before ACCEPTED is received, after which the server waits for a Proposal.
         if not attempt.offers:
             return Fallback.local(rnic)
         return await _decline(stack, attempt, rnic, config)
-    # What can be done is done before the wait.
+    # Prepared before the wait.
     negotiation = ClientNegotiation(
         host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
     )
@@ -182,7 +182,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
 async def _decline(
     stack: ConnectHost, attempt: Attempt, reason: FallbackReason, config: Config
 ) -> Fallback:
-    """The TCP option has promised a Proposal; a Decline takes its place (RFC 7609, C.1)."""
+    """Send a Decline in place of the Proposal that the TCP option announced (RFC 7609, C.1)."""
     negotiation = ClientNegotiation(host=stack.groups, receive_buffer=1)
     attempt.spoke = True
     with stack.groups.handshake():
@@ -191,19 +191,23 @@ async def _decline(
             negotiation, attempt.sock, config.handshake_timeout, stack.timers, NEVER
         )
         if isinstance(outcome, Established):
-            raise RuntimeError("a negotiation was declined and succeeded")
+            raise RuntimeError("a declined negotiation succeeded")
     return outcome.fallback
 
 
 def _discovery_failed(reason: FallbackReason, *, by_peer: bool = False) -> Fallback:
-    """What same-host discovery came to; ``by_peer``: by the process that has the connection."""
+    """The fallback after a failure of same-host discovery.
+
+    Args:
+      by_peer: True if the process that accepted the connection gave the reason.
+    """
     if reason not in _NOT_ACCEPTED and (by_peer or reason is FallbackReason.HANDSHAKE_LIMIT):
         return Fallback(reason=reason, origin=Origin.PEER)
     return Fallback.local(reason)
 
 
 def _proposal(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
-    """RFC 7609, 3.5.1.2, A.2.1."""
+    """The SMC Proposal from this address (RFC 7609, 3.5.1.2, A.2.1)."""
     return _proposal_from(peer_id, rnic.gid, rnic.mac, interface_prefixes(address))
 
 
@@ -211,7 +215,7 @@ def _proposal(peer_id: bytes, rnic: Rnic, address: str) -> clc.Proposal:
 def _proposal_from(
     peer_id: bytes, gid: bytes, mac: bytes, networks: tuple[Prefix, ...]
 ) -> clc.Proposal:
-    """The same for one connection after the other."""
+    """`_proposal`, cached: consecutive connections send the same one."""
     subnet, length = bytes(4), 0
     prefixes: list[clc.Ipv6Prefix] = []
     for prefix in networks:

@@ -26,7 +26,7 @@ __all__ = ["HandshakeHost", "established_stream"]
 
 
 class HandshakeHost(StreamOwner, RouteHost, Protocol):
-    """What a handshake, client's or server's, wants of the stack."""
+    """The stack, as seen by a handshake of a client or a server."""
 
     groups: GroupTable
     tcp_option: TcpOption
@@ -35,7 +35,7 @@ class HandshakeHost(StreamOwner, RouteHost, Protocol):
         """Raise RuntimeError in a forked child."""
 
     def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
-        """Who may wait awake for messages of a connection that ``rnic`` serves."""
+        """The spinner for the handshake of a connection that ``rnic`` serves."""
 
 
 def established_stream(
@@ -47,22 +47,25 @@ def established_stream(
     options: Inherited | None,
     accepted: tuple[str, int] | None = None,
 ) -> RdmaStream:
-    """The stream of a connection whose rendezvous is complete.
+    """Make the stream of a connection whose rendezvous is complete.
 
-    ``peer``: None where short connections teach nothing, as the peer takes SMC-R or nothing.
-    ``options``: what ``sock`` had before it was ours; None: it was made here.
-    ``accepted``: of a server, the client's address as ``accept`` gave it.
+    The peer may have ended the connection already. The stream then shows what the peer sent, and
+    how it ended.
 
-    A peer may be gone by now: what it sent, and how it ended, is for the program to see.
+    Args:
+      sock: the TCP connection.
+      peer: for `ShortConnections`; None if the peer accepts only SMC-R, so nothing is learned.
+      options: the socket options that ``sock`` had before; None if the stack made the socket.
+      accepted: the client's address as ``accept`` returned it, if this side is the server.
 
-    Raises OSError when it had to be reset since.
+    Raises:
+      OSError: the connection was reset meanwhile.
     """
     endpoint = stack.groups.endpoint_of(outcome.connection)
     if endpoint is None:
         return _ended_stream(stack, outcome, sock, config, accepted)
     if endpoint.reset:
-        # A CDC message right behind the rendezvous that cannot be true (4.8.2): the rest of the
-        # abort needs no stream.
+        # The first CDC message was impossible (4.8.2). The abort needs no stream.
         endpoint.closed_by_user = True
         raise ConnectionAbortedError(errno.ECONNABORTED, "the new connection had to be reset")
     amortised = config.checkpoints == "amortised"
@@ -89,7 +92,7 @@ def _ended_stream(
     config: Config,
     accepted: tuple[str, int] | None,
 ) -> RdmaStream:
-    """The stream of a connection that has gone through all of its life already."""
+    """Make the stream of a connection that is already CLOSED."""
     connection = outcome.connection
     if not isinstance(connection, Connection) or connection.receiver.purged:
         raise ConnectionResetError(errno.ECONNRESET, "the new connection was reset")

@@ -1,17 +1,18 @@
-"""`SmcListener`: accepts TCP connections, runs their handshakes, hands out ready streams.
+"""`SmcListener`: accepts TCP connections, runs their handshakes, returns streams.
 
-Handshakes run in tasks of their own, so that a slow or hostile client delays no other client.  At
+Handshakes run in tasks of their own, so that a slow or hostile client delays no other client. At
 most `MOST_WAITING` streams wait for `accept`, or `Config.handshake_limit` if that is more; further
-connections wait in the TCP backlog.  Four times as many may be in a handshake; beyond that,
-handshakes that have made no progress for a second give way (`connecting.pending`).  Nothing that
-goes wrong with one connection reaches the caller of `accept`.
+connections wait in the TCP backlog. Four times as many may be in a handshake; beyond that,
+handshakes that have made no progress for a second give way (`connecting.pending`). An error of one
+connection never reaches the caller of `accept`.
 
-`SmcListener.hand_out` passes on each connection as soon as TCP has accepted it: the task that
-finishes the handshake goes on with the stream.  This saves a task and two passes of the scheduler
-for each connection.  `SmcListener.serve` is `hand_out` with a handler in a task.
+`SmcListener.hand_out` passes on each connection as soon as TCP has accepted it: the same task
+finishes the handshake and uses the stream. This saves a task and two passes of the scheduler for
+each connection. `SmcListener.serve` is `hand_out` with a handler in a task.
 
-The listening sockets are opened here and not by `trio.open_tcp_listeners`, whose sockets listen
-already: the TCP option must be asked for before (`rendezvous.discovery.tcp_option`).
+This module opens the listening sockets itself, because a socket has to offer the TCP option before
+it listens (`rendezvous.discovery.tcp_option`). The sockets of `trio.open_tcp_listeners` listen
+already.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ __all__ = [
 LOGGER = logging.getLogger("trio_smc")
 
 CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
-"""What `trio.serve_listeners` backs off from: descriptors or memory may be back later."""
+"""Errors after which accepting is retried: descriptors or memory may be available later."""
 CAPACITY_PAUSE: Final = 0.1
-"""Seconds until then."""
-# The listening socket is none any more.
+"""Seconds before the retry."""
+# The descriptor is closed, or no longer a listening socket.
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK, errno.EINVAL}
-_ACCEPT_BATCH: Final = 16  # before other tasks have their turn
+_ACCEPT_BATCH: Final = 16  # connections accepted in one pass of the scheduler
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger."""
 _HANDSHAKES_PER_STREAM: Final = 4  # for each stream that may wait for `accept`
 _ACCEPT_SPINS: Final = 4
-"""How many times `Config.spin` a client needs from one connection to its next one."""
+"""The longest spin for a next connection, in multiples of `Config.spin`."""
 
 
-# The kernel keeps it in 16 bits and may take more for less.
+# The kernel keeps the backlog in 16 bits. It may truncate a larger number.
 _MAX_BACKLOG: Final = 0xFFFF
 
 
 class ListenerHost(HandshakeHost, Protocol):
-    """What a listener wants of the stack."""
+    """The stack, as seen by a listener."""
 
     discovery: Discovery
     nursery: trio.Nursery
@@ -82,14 +83,14 @@ class ListenerHost(HandshakeHost, Protocol):
         """Close ``listener`` when the stack is left."""
 
     def remove_listener(self, listener: Closable) -> None:
-        """It was closed."""
+        """Undo `add_listener`: the listener was closed."""
 
     def track(self, work: Cancellable) -> Tracked:
-        """Around work that leaving the stack cancels and waits for."""
+        """A context manager: leaving the stack cancels ``work`` and waits for its end."""
 
 
 class Incoming:
-    """A connection of a listener that hands out, for the task that is going to serve it."""
+    """A connection from `SmcListener.hand_out`, for the task that serves it."""
 
     __slots__ = ("_listener", "_accepted")
 
@@ -98,16 +99,16 @@ class Incoming:
         self._accepted = accepted
 
     async def stream(self) -> SmcStream | None:
-        """What is left of the handshake, then the stream; None: it had to be closed.
+        """Finish the handshake and return the stream; None if the connection had to be closed.
 
-        Raises nothing that the client can bring about.
+        Never raises because of the client.
         """
         if isinstance(self._accepted, Arrival):
             return await self._listener._finish_handshake(self._accepted)
         return self._accepted
 
     async def served(self) -> None:
-        """To be awaited when the stream was closed: the next connection may be about to come."""
+        """Spin for the next connection. To be awaited after the stream was closed."""
         await self._listener._spin_for_next()
 
 
@@ -137,9 +138,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._scope = trio.CancelScope()
         self._most_waiting = max(config.handshake_limit or 0, MOST_WAITING)
         self._pending = PendingHandshakes(_HANDSHAKES_PER_STREAM * self._most_waiting)
-        # Connections from when they are accepted by TCP until `accept` takes them.
+        # Connections that TCP has accepted and `accept` has not returned yet.
         self._in_listener = 0
-        self._accepted_count = 0  # connections that were accepted so far
+        self._accepted_count = 0  # all connections so far
         self._accept_spin = AcceptSpin(_ACCEPT_SPINS * config.spin)
         self._room_changed = trio.Event()
         self.publication: Publication = self._publish()
@@ -157,9 +158,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
 
     async def accept(self) -> SmcStream:
-        """The next connection whose handshake is done; its mode says how it came out.
+        """Return the next stream; its mode is the result of the handshake.
 
-        What goes wrong with one connection closes that one and is never raised here.
+        An error of one connection closes this connection and is never raised here.
 
         Raises:
           trio.ClosedResourceError: the listener or its stack was closed.
@@ -171,7 +172,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._begin_to_accept()
         try:
             if self._closed or self._ready or self._error is not None:
-                await trio.lowlevel.checkpoint()  # else the wait is one
+                await trio.lowlevel.checkpoint()  # otherwise the wait is a checkpoint
             while not self._closed:
                 if self._ready:
                     self._connection_left()
@@ -182,11 +183,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._accepting = False
 
     async def hand_out(self, start_task: Callable[[Incoming], None]) -> NoReturn:
-        """As `accept` again and again, but call ``start_task`` for a connection when TCP has it.
+        """Accept in a loop; call ``start_task`` for each connection as soon as TCP has accepted it.
 
-        ``start_task`` starts a task, which finishes the handshake and goes on with the stream: that
-        saves a server a task and two passes of the scheduler for each connection.  Ends with what
-        ``start_task`` raises, and as `accept` does.
+        ``start_task`` starts a task that finishes the handshake and uses the stream (`Incoming`).
+
+        Raises:
+          Exception: whatever ``start_task`` raises.
+          trio.ClosedResourceError, trio.BusyResourceError, OSError, RuntimeError: as `accept`.
         """
         self._begin_to_accept()
         self._start_task = start_task
@@ -208,7 +211,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._accepting = True
 
     async def _wait_for_change(self) -> None:
-        """Wait until there is a connection, or the listener was closed; raise what went wrong."""
+        """Wait for a stream or the end of the listener. Raises the listener's pending error."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -224,7 +227,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             raise
 
     async def aclose(self) -> None:
-        """Close; connections that are in a handshake or were not accepted yet are reset."""
+        """Close, and reset connections in a handshake and streams that were not accepted yet."""
         self.close()
         await trio.lowlevel.checkpoint()
 
@@ -249,7 +252,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     ) -> NoReturn:
         """Run ``handler(stream)`` for each connection, in a task of ``nursery``.
 
-        Like `trio.serve_listeners`: retries when descriptors or memory run out.  Closes the
+        Like `trio.serve_listeners`: retries when descriptors or memory run out. Closes the
         listener at the end.
 
         Raises:
@@ -267,24 +270,24 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 except OSError as error:
                     if error.errno not in CAPACITY_ERRORS:
                         raise
-                    # The accepting task pauses.
+                    # The task that accepts makes the pause.
                     name = errno.errorcode[error.errno]
-                    LOGGER.error("accept: %s; again in %s s", name, CAPACITY_PAUSE)
+                    LOGGER.error("cannot accept: %s; retrying in %s s", name, CAPACITY_PAUSE)
         finally:
             self.close()
 
     async def _finish_handshake(self, arrival: Arrival) -> SmcStream | None:
-        """The stream of a connection that was handed out before its handshake."""
+        """Run the handshake of a connection that was handed out before it."""
         try:
             return await self._run_handshake(arrival)
         finally:
             self._connection_left()
 
     async def _spin_for_next(self) -> None:
-        """Stay awake for the next connection, if that is worthwhile; called after one was served.
+        """Spin for the next connection, if this is worthwhile.
 
-        A server of short connections would sleep in between, and a wakeup takes a tenth of the time
-        of such a connection.
+        A server of short connections would sleep between two of them. The wakeup takes a tenth of
+        the time of such a connection.
         """
         before = self._accepted_count
         await self._accept_spin.spin(lambda: self._accepted_count != before or self._closed)
@@ -306,7 +309,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._accept_until_closed(begin)
 
     def _hand_arrival(self, arrival: Arrival, start_task: Callable[[Incoming], None]) -> bool:
-        """Hand one out before its handshake; False: not to this one, who is done for."""
+        """Hand a connection out before its handshake; False if its task cannot be started."""
         try:
             start_task(Incoming(self, arrival))
         except BaseException as error:
@@ -315,7 +318,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         return True
 
     def _report_error(self, error: BaseException) -> None:
-        """Something that is for who serves, and not for the task that accepts."""
+        """Raise an error in `hand_out`, not in the task that accepts."""
         self._start_task = None
         self._error = error
         self._arrived.set()
@@ -353,7 +356,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     async def _accept_until_closed(self, begin: Callable[[Arrival], None]) -> None:
         """Accept until the listener is closed; ``begin`` starts a task for each connection."""
         if self.socket.fileno() < 0:
-            self.close()  # before anything began
+            self.close()
             return
         # Trio's `accept` takes two more passes of the scheduler for each connection.
         plain = stdlib_socket.socket(fileno=self.socket.fileno())
@@ -362,12 +365,12 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             while not self._closed:
                 await self._accept_batch(plain, begin)
         finally:
-            plain.detach()  # it is that of `socket`
+            plain.detach()  # the descriptor belongs to `socket`
 
     async def _accept_batch(
         self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
     ) -> None:
-        """Wait for connections, and begin the handshakes of those that there are."""
+        """Wait for connections, and begin their handshakes."""
         config = self._config
         while not self._has_room():
             self._room_changed = trio.Event()
@@ -378,7 +381,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         try:
             await trio.lowlevel.wait_readable(self.socket)
             self._stack.check_not_forked()  # the connections are the parent's
-            # Where one comes after the other, to ask for a second keeps the first one waiting.
+            # If connections come one after the other, a second `accept` only delays the first one.
             for _ in range(_ACCEPT_BATCH if self._pending else 1):
                 if not self._has_room() or self.socket.fileno() < 0:
                     break
@@ -398,7 +401,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         except BlockingIOError:
             return
         except trio.ClosedResourceError:
-            self.close()  # somebody closed the socket itself
+            self.close()  # the program closed the socket itself
         except OSError as error:
             if error.errno in CAPACITY_ERRORS:
                 self._error = error
@@ -407,7 +410,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             elif error.errno in _CLOSED_ERRORS:
                 LOGGER.error("the listening socket %s failed: %s", self.socket, error)
                 self.close()
-            # Else the connection was gone before it could be accepted (accept(2)).
+            # Otherwise the client has already ended the connection (accept(2)).
 
     def _has_room(self) -> bool:
         waiting = self._in_listener - len(self._pending)
@@ -419,7 +422,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._room_changed.set()
 
     def _connection_left(self) -> None:
-        """A connection has left the listener."""
+        """A connection was passed on or closed, so there is room for another one."""
         self._in_listener -= 1
         self._room_changed.set()
 
@@ -440,7 +443,7 @@ async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming
         await incoming.served()
 
 
-# As for streams: a program that asks for a SocketListener wants its `socket`.
+# A program that checks for a SocketListener wants its `socket`.
 trio.SocketListener.register(SmcListener)
 
 
@@ -451,7 +454,7 @@ async def open_listening_sockets(
     backlog: int | None,
     prepare: Callable[[trio.socket.SocketType], object],
 ) -> list[trio.socket.SocketType]:
-    """Sockets as those of `trio.open_tcp_listeners`: same arguments, same errors.
+    """Open sockets like `trio.open_tcp_listeners`: same arguments, same errors.
 
     Args:
       prepare: called with each socket before it listens.
@@ -469,13 +472,13 @@ async def open_listening_sockets(
         listening = []
         for family, kind, protocol, _, address in found:
             try:
-                # The program may have a socket factory, and `enable` is one of ours.
+                # The program may have a socket factory; `enable` is one.
                 made = trio.socket.socket(family, kind, protocol)
-                sock = getattr(made, "plain", made)  # a socket that may become SMC-R wraps one
+                sock = getattr(made, "plain", made)  # the socket that a `DropInSocket` wraps
             except OSError as error:
                 if error.errno != errno.EAFNOSUPPORT:
                     raise
-                unsupported = error  # the other family may do
+                unsupported = error  # the other family may be supported
                 continue
             undo.callback(sock.close)
             if sys.platform != "win32":

@@ -1,16 +1,15 @@
-"""`PendingHandshakes`: the handshakes of a listener that wait for their clients, and which of them
-give way.
+"""`PendingHandshakes`: a listener's handshakes that wait for their clients, and which give way.
 
 Theory of operation
 -------------------
 A handshake is *recent* for `GRACE` seconds after its last progress: TCP accepted the connection,
-or a complete Proposal arrived.  Single bytes are no progress, so a client that sends one byte per
-second gains nothing.  Afterwards the handshake is *overdue*.  If its address holds at most a
+or a complete Proposal arrived. Single bytes are no progress, so a client that sends one byte per
+second gains nothing. Afterwards the handshake is *overdue*. If its address holds at most a
 quarter of the handshakes that the largest address holds, it is *spared* for another `GRACE` seconds
-first, so that a slow client does not pay for a flood from elsewhere.  At most an eighth of the
+first, so that a slow client does not pay for a flood from elsewhere. At most an eighth of the
 limit is spared at a time: many addresses with one handshake each gain little by it.
 
-If the listener is full, overdue handshakes give way, a batch in one pass.  The address with the
+If the listener is full, overdue handshakes give way, a batch in one pass. The address with the
 most overdue handshakes loses its oldest one first; among addresses with equally many, the one that
 has had so many for longest.
 
@@ -18,9 +17,9 @@ An address is an IPv4 address or an IPv6 /64 (`trio_smc.host.addresses.address_b
 chooses freely among the addresses of its /64.
 
 Cost: each event (`add`, `renew`, `discard`, one handshake that gives way) takes constant time,
-whatever the number of handshakes and addresses.  Recent and spared handshakes are ordered by their
+whatever the number of handshakes and addresses. Recent and spared handshakes are ordered by their
 last progress, so those whose time has come are a prefix; addresses are kept by their count, which
-changes by one at a time.  The kernel is asked for unread bytes only once per handshake that is
+changes by one at a time. The kernel is asked for unread bytes only once per handshake that is
 about to give way.
 """
 
@@ -59,7 +58,7 @@ class Pending(Protocol):
         """The client's address, as `trio_smc.host.addresses.address_block` groups addresses."""
 
     def is_silent(self) -> bool:
-        """True if the client has sent nothing that this side could go on with."""
+        """True if the client has sent nothing that this side can process."""
 
     def cancel(self) -> None:
         """Reset the connection."""
@@ -208,5 +207,5 @@ class PendingHandshakes:
 
 
 def _older_than(age: float, handshakes: dict[Pending, None], now: float) -> list[Pending]:
-    """The first ones, as far as they have made no progress for so many seconds."""
+    """The leading handshakes that have made no progress for ``age`` seconds."""
     return list(itertools.takewhile(lambda each: each.progressed + age <= now, handshakes))

@@ -1,7 +1,7 @@
 """The budget of amortised checkpoints: how much the calls of one scheduler pass may do.
 
 With `Config(checkpoints="amortised")` a call on a stream that need not wait yields only if the
-budget of this pass is used up.  All streams of a stack share one budget.
+budget of this pass is used up. All streams of a stack share one budget.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Budget:
     def is_exceeded(self) -> bool:
         """Count a call of the running task; True if it has to yield.
 
-        False while the scheduler's pass is short.  If the pass is long or has had many calls, each
+        False while the scheduler's pass is short. If the pass is long or has had many calls, each
         task may make one more call, as with strict checkpoints, so that a pass with many busy tasks
         is no longer than with those: the first call of a task's turn yields if the task comes from
         such a yield, and the second call always does.

@@ -99,7 +99,7 @@ class Endpoint:
     def is_unfinished(self) -> bool:
         """Whether leaving the stack now could cost the peer something.
 
-        A user who has closed a stream gets its end in order.  Of the others data and C must have
+        A user who has closed a stream gets its end in order. Of the others data and C must have
         arrived; on RoCE the peer must have taken the data, too: a kernel drops what was not read
         when its link group ends.
         """

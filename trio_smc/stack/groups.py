@@ -1,8 +1,8 @@
 """`GroupTable`: the link groups of one SMC-R peer, and its connections.
 
 One object is what link groups (`links.group.GroupHost`), negotiations (`NegotiationHost`) and
-endpoints (`EndpointOwner`) want of the stack.  It knows which group serves a peer, which
-connections are open, over SMC-R or fallen back to TCP, and counts them.  Nothing runs here:
+endpoints (`EndpointOwner`) want of the stack. It knows which group serves a peer, which
+connections are open, over SMC-R or fallen back to TCP, and counts them. Nothing runs here:
 `stack.runtime` does that.
 
 What happens on a lost RNIC: `stack.rnics` finds it out, `GroupTable.rnic_changed` tells the link

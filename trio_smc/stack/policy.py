@@ -6,7 +6,7 @@ discovery, and a Proposal that comes all the same, is answered as it has to be.
 Learned TCP (`Config.learn_short`): setting a connection up costs a round trip and a few hundred
 microseconds more than TCP does, which a connection that carries one small request never earns back.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
-`RETRY_AFTER` seconds; then one tries again, and decides for another while.  A peer on this host
+`RETRY_AFTER` seconds; then one tries again, and decides for another while. A peer on this host
 that takes SMC-R or nothing says so with each connection, and nothing is learned of those.
 """
 
@@ -127,7 +127,7 @@ class ShortConnections:
         self._open: dict[object, Peer] = {}
 
     def avoids(self, peer: Peer) -> bool:
-        """True if a new connection is to be TCP.  Changes nothing."""
+        """True if a new connection is to be TCP. Changes nothing."""
         record = self._records.get(peer)
         if record is None or record.short_in_a_row < SHORT_AFTER:
             return False

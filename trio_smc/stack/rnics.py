@@ -3,19 +3,19 @@
 Theory of operation
 -------------------
 With ``Config(rnics="auto")`` a stack uses the RoCE ports that are active, also those that become
-so later; with a list it uses what the list names.  `StackRnics.follow` sleeps until the kernel
+so later; with a list it uses what the list names. `StackRnics.follow` sleeps until the kernel
 says that devices or interfaces have changed (`rnic.roce.hotplug`), or that a device has failed,
 and then looks: ports that came are opened, and link groups may grow onto them; of a device that
 has gone everything is given back, because the kernel waits for that before it lets go of a
-device.  An RNIC that was named comes back as the same object.
+device. An RNIC that was named comes back as the same object.
 
-Nothing is polled.  Only after news is looked again, a few times: a device's node belongs to
+Nothing is polled. Only after news is looked again, a few times: a device's node belongs to
 root until udev has seen it, and a port follows its interface, on a busy host seconds later.
 
-What an RNIC reports itself (port down, device failed) comes to `StackRnics._event`.  Either way
+What an RNIC reports itself (port down, device failed) comes to `StackRnics._event`. Either way
 `on_change` tells the link groups (`stack.groups.GroupTable.rnic_changed`).
 
-A link group uses RNICs of one kind only.  An RNIC that an operator has drained stays open but
+A link group uses RNICs of one kind only. An RNIC that an operator has drained stays open but
 carries nothing until it is undrained; one whose port is down carries nothing until it is up.
 """
 
@@ -175,7 +175,7 @@ class StackRnics:
         """An instance number of two bytes, and the MAC of the first RNIC (RFC 7609, A.2.1).
 
         Two processes on one RoCE port have that MAC in common, and two random bytes alike in one
-        case of 65536.  So a socket without a file holds each number as long as the stack is there;
+        case of 65536. So a socket without a file holds each number as long as the stack is there;
         a software RNIC's MAC is random itself.
         """
         if not self.opened:
@@ -219,7 +219,7 @@ class StackRnics:
         return Path(self._config.private_directory())
 
     def _log_unusable(self, rnic: Rnic, error: OSError) -> None:
-        """It cannot be opened.  Tried again and again, that is no news."""
+        """It cannot be opened. Tried again and again, that is no news."""
         level = logging.DEBUG if rnic.name in self._refused else logging.WARNING
         self._refused.add(rnic.name)
         LOGGER.log(level, "%s cannot be used: %s", rnic.name, error)
@@ -454,7 +454,7 @@ class StackRnics:
 
         Those of the same kind on the same network, itself included: software RNICs are all on
         one; RoCE ports are when their GIDs are of one subnet and VLAN, or the PNET table gives
-        them to one interface.  Two RNICs on one port are no redundancy: never both.
+        them to one interface. Two RNICs on one port are no redundancy: never both.
         """
         usable = self.usable(rnic.kind)
         if not isinstance(rnic, VerbsRnic):
@@ -499,21 +499,21 @@ class StackRnics:
     # --- draining --------------------------------------------------------------------------
 
     def named(self, name: str) -> Rnic:
-        """The RNIC of this name.  Raises ValueError when there is none."""
+        """The RNIC of this name. Raises ValueError when there is none."""
         for rnic in self.opened:
             if rnic.name == name:
                 return rnic
         raise ValueError(f"the stack has no RNIC {name!r}")
 
     def drain(self, rnic: Rnic) -> None:
-        """Take it out: nothing new goes over it, and `on_change` is told.  Idempotent."""
+        """Take it out: nothing new goes over it, and `on_change` is told. Idempotent."""
         if rnic not in self._drained:
             self._drained.add(rnic)
             for each in self.on_port(rnic):
                 self.on_change(each, RnicChange.DRAINED)
 
     def undrain(self, rnic: Rnic) -> None:
-        """Put it back.  Idempotent."""
+        """Put it back. Idempotent."""
         if rnic in self._drained:
             self._drained.discard(rnic)
             for each in self.on_port(rnic):

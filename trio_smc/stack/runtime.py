@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-A stack is what RFC 7609 calls a peer.  Its background work runs in one nursery: the pump with
+A stack is what RFC 7609 calls a peer. Its background work runs in one nursery: the pump with
 the RNICs' threads, one task for all timers, one for all TCP connections, and what listeners
-need.  Everything else are cores that are called from there or from the user's own tasks, so all
+need. Everything else are cores that are called from there or from the user's own tasks, so all
 state changes on the Trio thread.
 
-`open_stack` puts that nursery around the user's block.  Calls outside of any `open_stack` share
+`open_stack` puts that nursery around the user's block. Calls outside of any `open_stack` share
 a default stack, which runs in a system task of the Trio run and is closed when the run's main
 task is done.
 
 Leaving a stack (`Runtime.shut_down`): listeners are closed and calls under way end with
 ClosedResourceError; streams still open are closed as close(2) closes a socket, with a
 ResourceWarning; connections get `shutdown_timeout`, all of them together, to finish; link groups
-are terminated in order; then the nursery is cancelled and the RNICs are closed.  SIGINT ends the
+are terminated in order; then the nursery is cancelled and the RNICs are closed. SIGINT ends the
 waiting: `_Interrupts`.
 
 A forked child shares the memory, sockets and threads' work of its parent's stacks without being
@@ -268,7 +268,7 @@ class Runtime:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the background tasks until `shut_down`; nothing is left afterwards.
 
-        Shielded: what closed streams still owe goes out although the user was cancelled.  A
+        Shielded: what closed streams still owe goes out although the user was cancelled. A
         defect in a background task closes the stack and is kept in `failure`.
         """
         started = False
@@ -411,7 +411,7 @@ class Runtime:
     def forked(self) -> None:
         """This process is a forked child: nothing here may touch what the parent works with.
 
-        The parent's other threads do not exist here, and may have held locks: none is taken.  A
+        The parent's other threads do not exist here, and may have held locks: none is taken. A
         part that fails keeps none of the others from being abandoned.
         """
         self._forked = self.closing = True

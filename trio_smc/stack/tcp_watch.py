@@ -1,16 +1,16 @@
 """`TcpWatch`: one task that sees how the TCP connections under SMC-R streams end.
 
 After the switch to SMC-R a TCP connection carries nothing, but how it ends matters: a reset is an
-abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation.  A Trio task for each
+abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation. A Trio task for each
 idle connection would cost more memory than the rest of it; all share one epoll here.
 
-The table is by descriptor number, which is what an epoll reports.  The program may have got hold of
+The table is by descriptor number, which is what an epoll reports. The program may have got hold of
 the socket, too (AnyIO hands it out as ``raw_socket``), and may close it at any time; then the
-kernel gives its number to the next file.  So each entry keeps the socket, and counts only while
+kernel gives its number to the next file. So each entry keeps the socket, and counts only while
 that has the number.
 
 A connection that ends within a moment never gets there, which would cost it two system calls at
-each end.  What comes before it is registered is found then: an epoll says how a new socket is.
+each end. What comes before it is registered is found then: an epoll says how a new socket is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TcpWatch:
             self._register_at = self._sleep_scope.deadline = trio.current_time() + _REGISTER_DELAY
 
     def remove(self, sock: trio.socket.SocketType) -> None:
-        """To be called before ``sock`` is closed.  Idempotent."""
+        """To be called before ``sock`` is closed. Idempotent."""
         number = sock.fileno()
         if number < 0:
             self._remove_closed(sock)
