@@ -1,1 +1,1 @@
-"""What a `Stack` runs and owns: nursery, link groups, RNICs, policy."""
+"""The parts of a `Stack`: nursery, link groups, RNICs, policy."""

@@ -1,4 +1,4 @@
-"""`Endpoint`: the joint between a connection core, its TCP connection and its link group."""
+"""`Endpoint`: connects a connection core with its TCP connection and its link group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLOSE_BY_FIN = struct.pack("ii", 0, 0)
 
 
 class EndpointOwner(Protocol):
-    """What an endpoint wants of its stack."""
+    """The stack, as seen by an endpoint."""
 
     observer: Observer | None
     timers: Timers
@@ -35,17 +35,17 @@ class EndpointOwner(Protocol):
     pump: Pump
 
     def connection_closed(self, endpoint: Endpoint) -> None:
-        """Its connection is CLOSED and has given everything back."""
+        """The endpoint's connection is CLOSED and has freed everything."""
 
     def connection_moved(self) -> None:
-        """A connection that nobody waits for may owe its peer nothing more."""
+        """An abandoned connection may have finished its work."""
 
 
 class Endpoint:
-    """What one connection core wants of the world (`trio_smc.datapath.connection.Host`).
+    """The environment of one connection core (`trio_smc.datapath.connection.Host`).
 
-    Lives from the moment an RMB element is taken until the connection is CLOSED, which may be
-    long after its stream was closed.
+    Exists from the allocation of an RMB element until the connection is CLOSED, which may be long
+    after its stream was closed.
     """
 
     __slots__ = ("_stack", "_timer", "abandoned", "closed_by_user", "connection", "group",
@@ -59,30 +59,31 @@ class Endpoint:
         self.group: LinkGroup = group
         self.rmbe: Rmbe = rmbe
         self.sock: trio.socket.SocketType | None = None
-        """The TCP connection, once it belongs to SMC-R; None before and after."""
+        """The TCP connection while SMC-R owns it; otherwise None."""
         self.reset: bool = False
-        """The TCP connection is to end by RST, or has; it may not have been adopted yet."""
+        """True if the TCP connection ends by RST, even before it is adopted."""
         self.closed_by_user: bool = False
-        """Its stream was closed; what is left to do happens here."""
+        """True if the stream was closed."""
         self.lingers: bool = True
-        """SO_LINGER is on, for all that is known here."""
+        """True if SO_LINGER may be set."""
         self.abandoned: bool = False
-        """Closed because its stream was forgotten or its stack left; nobody waits for it."""
+        """True if the program did not close the stream: it was collected, or the stack was left."""
 
     def adopt(self, sock: trio.socket.SocketType) -> None:
-        """The rendezvous is complete: the TCP connection ends with the SMC-R connection."""
+        """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
         self._stack.tcp_watch.add(sock, self)
 
     def forgotten(self) -> None:
-        """Nobody closes the stream any more: what close(2) does to a socket is done here.
+        """Close a stream that the program has not closed, as close(2) closes a socket.
 
-        What was sent still arrives, and the end after it, unless data is unread (4.8.1, 3A).
+        Sent data still arrives, and the end after it. If data is unread, the connection is reset
+        (4.8.1, 3A).
         """
         if self.closed_by_user:
             return
         self.closed_by_user = self.abandoned = True
-        self._stack.pump.drain()  # what has come is unread, too
+        self._stack.pump.drain()  # data that has just arrived is unread, too
         if self.sock is not None and resets_on_close(self.sock):
             self.connection.abort()
         else:
@@ -90,18 +91,18 @@ class Endpoint:
         self._watch_delivery()
 
     def _watch_delivery(self) -> None:
-        """Have whoever leaves the stack look again, from time to time."""
+        """Let `Runtime.shut_down` check this connection again whenever it makes progress."""
         self._stack.connection_moved()
         if self.connection.state != "CLOSED":
             self.connection.on_writable = self._watch_delivery
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether leaving the stack now could cost the peer something.
+        """True if the peer could lose something when the stack is left now.
 
-        A user who has closed a stream gets its end in order. Of the others data and C must have
-        arrived; on RoCE the peer must have taken the data, too: a kernel drops what was not read
-        when its link group ends.
+        A stream that the program has closed must end in order. For an abandoned one it is enough
+        that data and C have arrived. On RoCE the peer must have read the data, too: a kernel drops
+        unread data when its link group ends.
         """
         connection = self.connection
         if not self.abandoned or connection.ending:
@@ -111,14 +112,14 @@ class Endpoint:
     # --- trio_smc.datapath.connection.Host ------------------------------------------------------
 
     def connection_closed(self, connection: Connection) -> None:
-        """CLOSED: element, alert token and timer go back (RFC 7609, 4.8.1)."""
+        """Free the element, the alert token and the timer (RFC 7609, 4.8.1)."""
         self.set_timer(connection, None)
         self.group.own_rmbs.release(self.rmbe, connection.used)
         self.group.remove_connection(connection.alert_token, connection)
         self._stack.connection_closed(self)
 
     def set_timer(self, connection: Connection, seconds: float | None) -> None:
-        """(Re)start or stop the connection's timer."""
+        """Start, restart or stop the connection's timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -126,7 +127,7 @@ class Endpoint:
             self._timer = self._stack.timers.call_later(seconds, connection.on_timer)
 
     def reset_tcp(self, connection: Connection) -> None:
-        """End the TCP connection by RST; whoever has it still must not let it be adopted."""
+        """End the TCP connection by RST. It must not be adopted afterwards."""
         self.reset = True
         sock = self._detach_socket()
         if sock is not None:
@@ -137,13 +138,13 @@ class Endpoint:
         sock = self._detach_socket()
         if sock is not None:
             if self.lingers:
-                # That was the stream's affair; here it would make a reset of the FIN.
+                # With SO_LINGER, close(2) could send RST instead of FIN.
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
             sock.close()
 
     def state_changed(self, connection: Connection, old: str, new: str, event: str) -> None:
-        """Tell observers."""
+        """Notify the observer."""
         observer = self._stack.observer
         if observer is not None:
             observer.state(connection, old, new, event)
@@ -151,12 +152,12 @@ class Endpoint:
     # --- trio_smc.stack.tcp_watch.TcpWatcher ----------------------------------------------------
 
     def tcp_reset(self) -> None:
-        """4.8.2: a reset of the TCP connection is an abort."""
-        self._stack.pump.drain()  # what the peer said before
+        """Abort, because the TCP connection was reset (4.8.2)."""
+        self._stack.pump.drain()  # messages that the peer sent before
         self.connection.tcp_reset()
 
     def tcp_data(self) -> None:
-        """Bytes on the TCP connection after the switch: the peer is out of step."""
+        """Abort, because the peer sent bytes on the TCP connection after the switch."""
         self.connection.protocol_error(ProtocolError("data on the TCP connection"))
 
     def _detach_socket(self) -> trio.socket.SocketType | None:

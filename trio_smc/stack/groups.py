@@ -1,13 +1,13 @@
 """`GroupTable`: the link groups of one SMC-R peer, and its connections.
 
-One object is what link groups (`links.group.GroupHost`), negotiations (`NegotiationHost`) and
-endpoints (`EndpointOwner`) want of the stack. It knows which group serves a peer, which
-connections are open, over SMC-R or fallen back to TCP, and counts them. Nothing runs here:
-`stack.runtime` does that.
+This object is the stack, as seen by link groups (`links.group.GroupHost`), negotiations
+(`NegotiationHost`) and endpoints (`EndpointOwner`). It finds the group that serves a peer, keeps
+the open connections, over SMC-R or TCP, and counts them. It has no task; the tasks are in
+`stack.runtime`.
 
-What happens on a lost RNIC: `stack.rnics` finds it out, `GroupTable.rnic_changed` tells the link
-groups of its kind, and each loses the links on it (`LinkGroup.rnic_lost`), from which connections
-move (`failover`).
+If an RNIC is lost, `stack.rnics` notices, `GroupTable.rnic_changed` notifies the link groups of the
+RNIC's kind, each group loses its links on the RNIC (`LinkGroup.rnic_lost`), and the connections of
+these links move (`failover`).
 """
 
 from __future__ import annotations
@@ -53,40 +53,40 @@ __all__ = ["GroupTable", "OpenStream"]
 LOGGER = logging.getLogger("trio_smc")
 
 _COUNTED_AT_ONCE: Final = 128
-"""Connections whose counters are added up at once."""
+"""Connections whose counters are added up at a time."""
 
 
 class OpenStream(Protocol):
-    """A stream, for who ends it."""
+    """A stream, as seen by the code that closes it."""
 
     @property
     def socket(self) -> Any:
         """The TCP connection."""
 
     def carried(self) -> tuple[int, int]:
-        """Bytes it sent and received."""
+        """Bytes sent and received."""
 
     def close(self) -> None:
-        """Close it, as close(2) does."""
+        """Close the stream, as close(2) closes a socket."""
 
 
 class GroupTable:
     """Link groups and connections of one peer (RFC 7609, 2.1, 2.2).
 
     Args:
-      rnics: open already; the first gives the peer ID its MAC address.
+      rnics: opened. The MAC address of the first RNIC is part of the peer ID.
       ended: called when a group or a connection has ended.
 
     Attributes:
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
-      ueids: by which version 2 is offered; None: the kernel's were wanted, and it has no SMC.
-      offer: what this side has for SMC-R version 2; None: nothing.
-      observer: told of every message, write and state change while it is not None.
+      ueids: offered for SMC-R version 2; None if they come from a kernel without SMC.
+      offer: this side's part of an agreement on SMC-R version 2; None: version 1 only.
+      observer: notified of every message, write and state change; or None.
       groups: link groups, forming and ending ones included.
-      endpoints: by connection, those that are not CLOSED.
+      endpoints: by connection, except CLOSED ones.
       tcp_streams: streams over TCP that may be open.
       tcp_watch: watches the TCP connections under SMC-R; while the stack runs.
-      handshakes: counts of those "begun", "failed" and "refused".
+      handshakes: numbers of handshakes that were "begun", "failed" and "refused".
       link_gone: tasks that wait for the end of a link.
     """
 
@@ -122,9 +122,9 @@ class GroupTable:
     # --- RNICs -----------------------------------------------------------------------------
 
     def rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
-        """An RNIC came or went: link groups of its kind are told, each in its turn.
+        """Notify the link groups of the RNIC's kind, each in a turn of its own.
 
-        Of an RNIC that is about to be closed all are told at once.
+        If the RNIC is about to be closed, all are notified at once.
         """
         for group in list(self.groups):
             if group.rnic.kind == rnic.kind:
@@ -134,7 +134,7 @@ class GroupTable:
                     _apply_change(group, rnic, change)
 
     def on_rnics(self, rnics: list[Rnic]) -> list[LinkGroup]:
-        """The groups that have links on one of these."""
+        """The groups that have a link on one of these RNICs."""
         return [
             group
             for group in self.groups
@@ -142,7 +142,7 @@ class GroupTable:
         ]
 
     def end_unused(self, groups: list[LinkGroup]) -> None:
-        """Groups that have nowhere to go are not kept for connections to come (3.5.4)."""
+        """Terminate groups without connections that have no usable RNIC left (3.5.4)."""
         for group in groups:
             if (
                 not group.connections
@@ -155,31 +155,31 @@ class GroupTable:
     # --- trio_smc.rendezvous.links.group.GroupHost -------------------------------------------
 
     def register(self, rnic: Rnic, qp: QueuePair, link: Link) -> None:
-        """Send a queue pair's completions to its link."""
+        """Dispatch a queue pair's completions to its link."""
         self.pump.register(rnic, qp, link)
 
     def unregister(self, rnic: Rnic, qp: QueuePair) -> None:
-        """Stop doing so."""
+        """Undo `register`."""
         self.pump.unregister(rnic, qp)
         self.link_gone.unpark_all()
 
     def companions(self, rnic: Rnic) -> list[Rnic]:
-        """RNICs that may carry links now beside one on ``rnic``."""
+        """RNICs for further links of a group that has a link on ``rnic``."""
         return self._rnics.companions(rnic)
 
     def new_mover(self, group: LinkGroup) -> Mover:
-        """Who moves the connections of a group between its links."""
+        """The object that moves the connections of a group between its links."""
         return GroupMover(group, self.pump.drain_queue_pair)
 
     def group_gone(self, group: LinkGroup) -> None:
-        """A group has freed everything."""
+        """Remove a group that has freed everything."""
         self.groups.remove(group)
         self._counts["allocated"] += group.own_rmbs.pool.allocated
         self._counts["reused"] += group.own_rmbs.pool.reused
         self._ended()
 
     def count_unknown_token(self) -> None:
-        """A CDC message named no connection."""
+        """Count a CDC message that named no connection."""
         self._counts["unknown_tokens"] += 1
 
     # --- trio_smc.rendezvous.negotiation.NegotiationHost ---------------------------------
@@ -201,8 +201,11 @@ class GroupTable:
     def find_server_group(
         self, proposed: tuple[bytes, bytes], terms: Terms, rnic: Rnic, size: int
     ) -> LinkGroup | None:
-        """A server-role group with this client, on the network of ``rnic``, that takes a connection
-        with an element of ``size`` bytes, or else one that is just forming."""
+        """A server-role group with this client, on the network of ``rnic``.
+
+        A group that takes a connection with an element of ``size`` bytes is preferred; otherwise a
+        group that is just forming is returned, or None.
+        """
         forming = None
         for group in self.groups:
             if group.client or not group.is_of(proposed) or not terms.fits(group.terms):
@@ -219,7 +222,7 @@ class GroupTable:
         self, *, client: bool, peer_id: bytes, rnic: Rnic, terms: Terms,
         proposed: tuple[bytes, bytes],
     ) -> LinkGroup:  # fmt: skip
-        """A link group that is about to be formed."""
+        """Make a link group, in state FORMING."""
         group = LinkGroup(
             client=client, peer_id=peer_id, rnic=rnic, config=self._config, timers=self.timers,
             host=self, terms=terms, proposed=proposed,
@@ -229,7 +232,7 @@ class GroupTable:
         return group
 
     def open_connection(self, group: LinkGroup, rmbe: Rmbe) -> Connection:
-        """A connection that owns ``rmbe``, known to its group by its alert token."""
+        """Make a connection that owns ``rmbe``, with an alert token of its group."""
         self.pump.unused = False
         self.pump.resume_hooks()
         endpoint = Endpoint(self, group, rmbe)
@@ -252,7 +255,7 @@ class GroupTable:
         return self.endpoints.get(connection)
 
     def connection_closed(self, endpoint: Endpoint) -> None:
-        """A connection is CLOSED and has given everything back."""
+        """Remove a connection that is CLOSED and has freed everything."""
         del self.endpoints[endpoint.connection]
         self.pump.unused = not self.endpoints
         connection = endpoint.connection
@@ -262,28 +265,28 @@ class GroupTable:
         self._ended()
 
     def connection_moved(self) -> None:
-        """A connection that nobody waits for may owe its peer nothing more."""
+        """An abandoned connection may have finished its work."""
         self._ended()
 
     def ended_endpoint(self, connection: Connection, group: LinkGroup) -> Endpoint:
-        """For the stream of a connection that was CLOSED before there was one."""
+        """Make an endpoint for the stream of a connection that is already CLOSED."""
         endpoint = Endpoint(self, group, connection.rmbe)
         endpoint.connection = connection
         return endpoint
 
     def handshake(self) -> _Handshake:
-        """Around a handshake: counts it, and whether it ended the TCP connection."""
+        """A context manager that counts a handshake, as failed if it raises."""
         return _Handshake(self.handshakes)
 
     def count_smc(self, connection: object, agreed: Agreed) -> None:
-        """A connection became SMC-R, in a link group that agreed on this."""
+        """Count a connection that became SMC-R, with the agreement of its link group."""
         self._agreed[agreed] += 1
         self.pump.note_new_connection()
         if self.observer is not None:
             self.observer.mode(connection, None)
 
     def count_tcp(self, connection: OpenStream | None, fallback: Fallback) -> None:
-        """A connection stays TCP; None: it was refused for that."""
+        """Count a connection that stays TCP; None: it was refused, as SMC-R is required."""
         self._fallbacks[fallback.origin, fallback.reason] += 1
         LOGGER.debug("plain TCP: %s", fallback.message)
         if connection is not None:
@@ -292,14 +295,14 @@ class GroupTable:
             self.observer.mode(connection, fallback)
 
     def tcp_ended(self, stream: OpenStream) -> None:
-        """A stream over TCP is about to be closed."""
+        """Remove a stream over TCP that is about to be closed."""
         self.tcp_streams.discard(stream)
         self._tcp_totals = _add_bytes(self._tcp_totals, stream)
 
     def statistics(self) -> StackStatistics:
         """The counters so far."""
         totals, endpoints = self._closed_totals, iter(self.endpoints.values())
-        # A few at a time: thousands of new tuples would have the collector look at all there is.
+        # A few at a time: thousands of new tuples would start a full garbage collection.
         while some := [each.connection.counters() for each in islice(endpoints, _COUNTED_AT_ONCE)]:
             totals = [*map(sum, zip(totals, *some, strict=True))]
         pools = [group.own_rmbs.pool for group in self.groups]
@@ -324,7 +327,7 @@ class GroupTable:
     # --- the end ---------------------------------------------------------------------------
 
     def close_open(self) -> Iterator[str]:
-        """Close what nobody has closed, as close(2) does; a sentence about each."""
+        """Close the streams that are still open, as close(2) does. Yields a warning for each."""
         for endpoint in list(self.endpoints.values()):
             if not endpoint.closed_by_user:
                 text = f"{endpoint.connection!r} was open when its stack was closed"
@@ -338,23 +341,23 @@ class GroupTable:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether connections have still something to do for their peers."""
+        """True if a connection has to finish something for its peer."""
         return any(endpoint.is_unfinished for endpoint in self.endpoints.values())
 
     def terminate_all(self) -> Iterator[None]:
-        """Terminate all groups in order (RFC 7609, 3.5.4), one at each step."""
+        """Terminate all groups in order (RFC 7609, 3.5.4), one per step."""
         for group in list(self.groups):
             group.terminate()
             yield
 
     def give_up_all(self) -> Iterator[None]:
-        """End all groups whatever their peers think, one at each step; timers do the rest."""
+        """Stop waiting for the peers of all groups, one per step. Timers end the groups."""
         for group in list(self.groups):
             group.give_up()
             yield
 
     def lose_links(self) -> None:
-        """Free all groups now, whatever their peers think."""
+        """Free all groups now, without their peers."""
         for group in list(self.groups):
             group.end_now()
 
@@ -369,13 +372,13 @@ def _apply_change(group: LinkGroup, rnic: Rnic, change: RnicChange) -> None:
 
 
 def _add_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:
-    """Bytes sent and received, and those of ``stream``."""
+    """The bytes sent and received, with those of ``stream`` added."""
     sent, received = stream.carried()
     return totals[0] + sent, totals[1] + received
 
 
 def _eids(config: Config) -> tuple[bytes, ...] | None:
-    """As `GroupTable.ueids`, 32 bytes each."""
+    """`GroupTable.ueids` as EIDs of 32 bytes."""
     if config.ueids != "kernel":
         return tuple(map(encode_ueid, config.ueids))
     eids = kernel_ueids()

@@ -1,13 +1,13 @@
-"""Who may use SMC-R, and who had better not: settings, load, and what was learned.
+"""Which connections may use SMC-R: the lists of the configuration, load, and short connections.
 
-A reason found here counts as if there were no RNIC for the connection, so that each way of
-discovery, and a Proposal that comes all the same, is answered as it has to be.
+A refusal by this module is handled like a connection without an RNIC. So each way of discovery, and
+a Proposal that arrives in spite of it, gets the right answer.
 
-Learned TCP (`Config.learn_short`): setting a connection up costs a round trip and a few hundred
-microseconds more than TCP does, which a connection that carries one small request never earns back.
+Short connections (`Config.learn_short`): to set up an SMC-R connection takes a round trip and a few
+hundred microseconds more than TCP. A connection that carries one small request never gains as much.
 After `SHORT_AFTER` such connections in a row with one peer and port, the next ones are TCP for
-`RETRY_AFTER` seconds; then one tries again, and decides for another while. A peer on this host
-that takes SMC-R or nothing says so with each connection, and nothing is learned of those.
+`RETRY_AFTER` seconds. Then one connection uses SMC-R, and its size decides about the next ones. A
+peer on this host that requires SMC-R says so for each connection; these connections do not count.
 """
 
 from __future__ import annotations
@@ -34,31 +34,34 @@ __all__ = [
 ]
 
 Peer = tuple[str, int]
-"""A peer's address, and the port of the service, whichever side has it."""
+"""The peer's address, and the port of the service, which may be on either side."""
 
 SHORT_SIZE: Final = 64 * 1024
-"""Bytes of both directions together, below which a connection was not worth its set-up."""
+"""Bytes of both directions together. A connection with less is short."""
 SHORT_AFTER: Final = 16
+"""Short connections in a row after which the next ones are TCP."""
 RETRY_AFTER: Final = 300.0
+"""Seconds until a connection tries SMC-R again."""
 _MAX_PEERS: Final = 4096
 
 
 class RouteHost(Protocol):
-    """Who knows the RNICs, and what was learned."""
+    """The stack, as seen by `choose_route`."""
 
     @property
     def short_connections(self) -> ShortConnections:
-        """Whose connections were not worth SMC-R."""
+        """The peers whose connections are short."""
 
     def rnic_for(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
-        """The RNIC that serves a connection between two addresses, or why none does.
+        """The RNIC that serves a connection between two addresses, or the reason for TCP.
 
-        ``near``: the peer is on this host, whatever its address says.
+        Args:
+          near: the peer is on this host, whatever its address says.
         """
 
 
 class Route(NamedTuple):
-    """How a connection can use SMC-R, or why not; decided once for each connection.
+    """The RNIC of a connection, or the reason for TCP; decided once for each connection.
 
     Attributes:
       rnic: the RNIC that serves the connection, or the reason for TCP.
@@ -70,7 +73,7 @@ class Route(NamedTuple):
 
     @property
     def reason(self) -> FallbackReason | None:
-        """Why the connection is TCP; None if an RNIC serves it."""
+        """The reason for TCP; None if an RNIC serves the connection."""
         return self.rnic if isinstance(self.rnic, FallbackReason) else None
 
 
@@ -84,15 +87,15 @@ def choose_route(
     near: bool = False,
     required: bool = False,
 ) -> Route:
-    """Decide which RNIC serves a connection, or why it is TCP.
+    """Decide which RNIC serves a connection, or why the connection is TCP.
 
     Args:
       local: this side's address.
       peer: the peer's address and the port of the service.
-      names: what else names the connection, for the lists of ``config``.
+      names: further (host, port) pairs to compare with the lists of ``config``.
       at_limit: too many handshakes are under way.
       near: the peer is on this host, perhaps in another network namespace.
-      required: the peer takes SMC-R or nothing, so what was learned of it does not count.
+      required: the peer requires SMC-R, so short connections do not matter.
     """
     rnic: Rnic | FallbackReason
     if not config.permits(peer, *names):
@@ -115,10 +118,10 @@ class _Record:
 
 
 class ShortConnections:
-    """What one stack learned about the peers it has connections with; bounded.
+    """The peers of one stack whose connections are short; a bounded number.
 
     Args:
-      clock: seconds of any steady clock.
+      clock: seconds of a steady clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -127,25 +130,25 @@ class ShortConnections:
         self._open: dict[object, Peer] = {}
 
     def avoids(self, peer: Peer) -> bool:
-        """True if a new connection is to be TCP. Changes nothing."""
+        """True if a new connection is TCP. Changes nothing."""
         record = self._records.get(peer)
         if record is None or record.short_in_a_row < SHORT_AFTER:
             return False
         return self._clock() < record.avoided_until
 
     def clear(self) -> None:
-        """What was learned: another process may have a service by now, and other settings."""
+        """Forget all peers: another process, with other settings, may now have the port."""
         self._records.clear()
 
     def opened(self, connection: object, peer: Peer) -> None:
-        """A connection is SMC-R; one that tries again keeps others from it until it has ended."""
+        """Note a new SMC-R connection. While one tries again, further ones are TCP."""
         self._open[connection] = peer
         record = self._records.get(peer)
         if record is not None and record.short_in_a_row >= SHORT_AFTER:
             record.avoided_until = self._clock() + RETRY_AFTER
 
     def closed(self, connection: object, size: int) -> None:
-        """It ended, and carried ``size`` bytes in both directions together."""
+        """Note that a connection has ended, with ``size`` bytes in both directions together."""
         peer = self._open.pop(connection, None)
         if peer is None:
             return

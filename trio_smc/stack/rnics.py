@@ -1,22 +1,23 @@
-"""`StackRnics`: the RNICs of a stack: how they come and go, and which one serves a connection.
+"""`StackRnics`: the RNICs of a stack. They appear and disappear, and one serves a connection.
 
 Theory of operation
 -------------------
-With ``Config(rnics="auto")`` a stack uses the RoCE ports that are active, also those that become
-so later; with a list it uses what the list names. `StackRnics.follow` sleeps until the kernel
-says that devices or interfaces have changed (`rnic.roce.hotplug`), or that a device has failed,
-and then looks: ports that came are opened, and link groups may grow onto them; of a device that
-has gone everything is given back, because the kernel waits for that before it lets go of a
-device. An RNIC that was named comes back as the same object.
+With ``Config(rnics="auto")`` a stack uses all active RoCE ports, also ports that become active
+later. With a list it uses the RNICs of the list. `StackRnics.follow` sleeps until the kernel
+reports a change of devices or interfaces (`rnic.roce.hotplug`), or until a device fails. Then it
+compares the devices with the open RNICs. New ports are opened, and link groups may add links on
+them. If a device has disappeared, everything on it is freed, because the kernel waits for this
+before it removes the device. An RNIC of the list that returns is the same object as before.
 
-Nothing is polled. Only after news is looked again, a few times: a device's node belongs to
-root until udev has seen it, and a port follows its interface, on a busy host seconds later.
+Nothing is polled. After a notification the comparison is repeated a few times: a device's node
+belongs to root until udev has processed it, and a port becomes active after its interface, on a
+busy host seconds later.
 
-What an RNIC reports itself (port down, device failed) comes to `StackRnics._event`. Either way
-`on_change` tells the link groups (`stack.groups.GroupTable.rnic_changed`).
+Events of an RNIC itself (port down, device failed) go to `StackRnics._event`. In both cases
+`on_change` notifies the link groups (`stack.groups.GroupTable.rnic_changed`).
 
-A link group uses RNICs of one kind only. An RNIC that an operator has drained stays open but
-carries nothing until it is undrained; one whose port is down carries nothing until it is up.
+A link group uses RNICs of one kind only. An RNIC that an operator has drained stays open, but has
+no links until it is undrained. An RNIC whose port is down has no links until the port is up.
 """
 
 from __future__ import annotations
@@ -57,29 +58,29 @@ __all__ = ["RnicChange", "StackRnics"]
 LOGGER = logging.getLogger("trio_smc.rnic")
 
 _RETRY_AFTER: Final = (0.3, 1.0, 5.0)
-"""Seconds after news, each after the one before."""
+"""Seconds from a notification to the first repetition, and from each to the next."""
 
 _INSTANCES_TRIED: Final = 64
-"""Instance numbers that are tried; so many are in use only where somebody keeps them all."""
+"""Instance numbers that are tried. So many are taken only if a process holds them on purpose."""
 
 
 class RnicChange(Enum):
-    """What happened to an RNIC, as far as link groups care."""
+    """A change of an RNIC, for link groups."""
 
     AVAILABLE = auto()
-    """Its port came up, or it was undrained: links may be added on it."""
+    """The port came up, or the RNIC was undrained: links may be added on it."""
     DRAINED = auto()
-    """An operator takes it out: its links are to be deleted in order."""
+    """An operator drains the RNIC: delete its links in order."""
     LOST = auto()
-    """Its port went down, or the device failed: its links are dead or dying."""
+    """The port went down, or the device failed: the RNIC's links fail."""
 
 
 class StackRnics:
     """Opens, follows, chooses and closes the RNICs of one stack.
 
     Attributes:
-      opened: in the order of the configuration, then those that came.
-      on_change: called on the Trio thread when an RNIC comes or goes.
+      opened: in the order of the configuration, then in the order of appearance.
+      on_change: called on the Trio thread when an RNIC has changed.
       table: the PNET table in use.
     """
 
@@ -94,11 +95,11 @@ class StackRnics:
         self._pump = pump
         self._drained: set[Rnic] = set()
         self._no_software_rnic = FallbackReason.NO_RNIC
-        # A port's RNICs that were opened for further GIDs, and the one they are of.
+        # RNICs that were opened for further GIDs of a port, with the port's first RNIC.
         self._port_of: dict[Rnic, Rnic] = {}
-        # Names of those that could not be opened.
+        # Names of RNICs that could not be opened.
         self._refused: set[str] = set()
-        # Those of the configuration whose devices are gone.
+        # RNICs of the configuration whose devices have disappeared.
         self._missing: list[VerbsRnic] = []
         self._instance: socket.socket | None = None
         self._abandoned = False
@@ -116,10 +117,10 @@ class StackRnics:
         return isinstance(self._config.rnics, str)
 
     def open(self) -> None:
-        """Open what the configuration names.
+        """Open the RNICs of the configuration.
 
         Raises:
-          RnicError: an RNIC that was asked for by name cannot be opened; none is open then.
+          RnicError: an RNIC of the list cannot be opened; then none is open.
           ValueError: the PNET table cannot be read.
         """
         self.table = pnet.table_of(self._config.pnet)
@@ -153,12 +154,12 @@ class StackRnics:
         except OSError as error:
             if not is_lack(error):
                 raise
-            # `follow` looks again.
-            LOGGER.info("RoCE ports cannot be looked at: %s", error)
+            # `follow` tries again.
+            LOGGER.info("RoCE ports cannot be listed: %s", error)
             return []
 
     def close(self) -> None:
-        """Close all of them; what used them is gone."""
+        """Close all RNICs; no link uses them any more."""
         self._network.close()
         if self._instance is not None:
             self._instance.close()
@@ -166,7 +167,7 @@ class StackRnics:
             self._close(rnic)
 
     def abandon(self) -> None:
-        """This process is a forked child: the RNICs are its parent's, and no other is opened."""
+        """Give up in a forked child: the RNICs belong to the parent, and no more are opened."""
         self._abandoned = True
         if self._instance is not None:
             self._instance.close()
@@ -174,9 +175,9 @@ class StackRnics:
     def new_peer_id(self) -> bytes:
         """An instance number of two bytes, and the MAC of the first RNIC (RFC 7609, A.2.1).
 
-        Two processes on one RoCE port have that MAC in common, and two random bytes alike in one
-        case of 65536. So a socket without a file holds each number as long as the stack is there;
-        a software RNIC's MAC is random itself.
+        Two processes on one RoCE port have the same MAC, and one time in 65536 the same two random
+        bytes. So a socket in the abstract namespace reserves each number while the stack exists. A
+        software RNIC needs no reservation, because its MAC is random.
         """
         if not self.opened:
             return secrets.token_bytes(2) + b"\x02" + secrets.token_bytes(5)
@@ -189,16 +190,17 @@ class StackRnics:
             except OSError as error:
                 holder.close()
                 if error.errno != errno.EADDRINUSE:
-                    break  # nobody can tell
+                    break  # whether the number is in use cannot be found out
             else:
                 self._instance = holder
                 return number + first.mac
         return secrets.token_bytes(2) + first.mac
 
     def adopt(self, rnic: Rnic) -> None:
-        """Use an RNIC that is open.
+        """Use an open RNIC.
 
-        Raises OSError: descriptors, epoll watches or threads run out; it is closed then.
+        Raises:
+          OSError: no more descriptors, epoll watches or threads; the RNIC was closed.
         """
         try:
             self._pump.add(rnic)
@@ -219,28 +221,28 @@ class StackRnics:
         return Path(self._config.private_directory())
 
     def _log_unusable(self, rnic: Rnic, error: OSError) -> None:
-        """It cannot be opened. Tried again and again, that is no news."""
+        """Log that an RNIC cannot be opened: as a warning the first time, then for debugging."""
         level = logging.DEBUG if rnic.name in self._refused else logging.WARNING
         self._refused.add(rnic.name)
         LOGGER.log(level, "%s cannot be used: %s", rnic.name, error)
 
     def _reason_for(self, error: OSError) -> FallbackReason:
-        """What to tell users of a software RNIC that cannot be opened."""
+        """The fallback reason if the software RNIC cannot be opened."""
         if error.errno == errno.ENOTSUP:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self._discovery.unusable() or FallbackReason.OUT_OF_RESOURCES
 
     @staticmethod
     def make_port(device: str, port: int) -> VerbsRnic:
-        """An RNIC for a port that was found, not open."""
+        """An RNIC for a port that was found; not opened."""
         return VerbsRnic(device, port)
 
-    # --- what comes and goes ----------------------------------------------------------------
+    # --- devices that appear and disappear --------------------------------------------------
 
     async def follow(
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep to what there is, until cancelled; returns at once where nothing can come."""
+        """Follow changes of devices until cancelled; returns at once if none can happen."""
         if not self._automatic and not any(isinstance(each, VerbsRnic) for each in self.opened):
             task_status.started()
             return
@@ -248,13 +250,13 @@ class StackRnics:
             try:
                 changed = stack.enter_context(PortWatch.open()).changed
             except OSError as error:
-                LOGGER.debug("RoCE ports that come later are not seen: %s", error)
+                LOGGER.debug("new RoCE ports will not be noticed: %s", error)
                 changed = trio.sleep_forever
             task_status.started()
             await self._follow(changed)
 
     async def _follow(self, changed: Callable[[], Awaitable[object]]) -> None:
-        # Nobody has told what changed before this.
+        # Changes before this moment were not reported.
         retries: Sequence[float] = () if self.find_changes() else _RETRY_AFTER
         while True:
             timeout = retries[0] if retries else float("inf")
@@ -263,7 +265,7 @@ class StackRnics:
                 kernel_notified = await self._wait_for_news(changed)
             retries = retries[1:]
             if self._failure.is_set():
-                # A device that has failed is not tried again before the kernel tells of it.
+                # A failed device is not opened again until the kernel reports a change.
                 self._failure = trio.Event()
                 retries = ()
             if kernel_notified:
@@ -272,7 +274,7 @@ class StackRnics:
                 retries = _RETRY_AFTER[-1:]
 
     async def _wait_for_news(self, changed: Callable[[], Awaitable[object]]) -> bool:
-        """Until the kernel tells something, or a device has failed; whether the kernel told."""
+        """Wait for the kernel or for a failed device. True if the kernel reported a change."""
         kernel_notified = False
         async with trio.open_nursery() as nursery:
 
@@ -287,9 +289,9 @@ class StackRnics:
         return kernel_notified
 
     def find_changes(self) -> bool:
-        """Open what has come and let go of what has gone.
+        """Open new ports, and close RNICs whose devices have disappeared.
 
-        False: this process lacks descriptors or memory to see that, so look again later.
+        Returns False if descriptors or memory are missing for this, so it has to be tried again.
         """
         if self._abandoned:
             return True
@@ -298,7 +300,7 @@ class StackRnics:
         except OSError as error:
             if not is_lack(error):
                 raise
-            LOGGER.info("RoCE ports cannot be looked at: %s", error)
+            LOGGER.info("RoCE ports cannot be listed: %s", error)
             return False
         return True
 
@@ -316,7 +318,7 @@ class StackRnics:
             self._add_port(rnic)
 
     def _unused_ports(self) -> list[VerbsRnic]:
-        """An RNIC for each port that is active and that this stack could use, not open."""
+        """An RNIC, not opened, for each active port that this stack could use and does not."""
         active = active_ports()
         if not self._automatic:
             return [each for each in self._missing if (each.device, each.port) in active]
@@ -340,7 +342,7 @@ class StackRnics:
         self.on_change(rnic, RnicChange.AVAILABLE)
 
     def _remove_port(self, rnic: VerbsRnic) -> None:
-        """Its device is gone, and so are its links."""
+        """Close an RNIC whose device, with all its links, has disappeared."""
         LOGGER.info("%s has gone", rnic.name)
         self.opened.remove(rnic)
         self._drained.discard(rnic)
@@ -355,10 +357,10 @@ class StackRnics:
     def _event(self, rnic: Rnic, event: RnicEvent) -> None:
         LOGGER.info("%s: %s", rnic.name, event)
         if event is RnicEvent.FATAL:
-            # Closed by `follow`, not here: the device is at work.
+            # `follow` closes the RNIC; here the device is calling.
             self._failure.set()
         elif rnic.port_active is not (event is RnicEvent.PORT_UP):
-            return  # old news: the links that are there by now know nothing of it
+            return  # outdated: the port has changed again since
         if event is not RnicEvent.PORT_UP:
             self.on_change(rnic, RnicChange.LOST)
         elif not self.is_drained(rnic):
@@ -367,19 +369,20 @@ class StackRnics:
     # --- choice ----------------------------------------------------------------------------
 
     def usable(self, kind: str) -> list[Rnic]:
-        """RNICs of this kind that may carry links now, the preferred one first."""
+        """RNICs of this kind that can have links now, the preferred one first."""
         return [rnic for rnic in self.opened if rnic.kind == kind and self._is_usable(rnic)]
 
     def _is_usable(self, rnic: Rnic) -> bool:
         return rnic.port_active and not self.is_drained(rnic)
 
     def serving(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
-        """The RNIC for a connection between two addresses, or why there is none.
+        """The RNIC for a connection between two addresses, or the reason for TCP.
 
-        ``near``: the peer is on this host, whatever its address says.
+        Args:
+          near: the peer is on this host, whatever its address says.
         """
         if near or is_same_host(local, remote):
-            for rnic in self.opened:  # not all that there are: this is for each connection
+            for rnic in self.opened:  # `usable` would build a list for each connection
                 if rnic.kind == "software" and self._is_usable(rnic):
                     return rnic
             if any(rnic.kind == "software" for rnic in self.opened):
@@ -425,7 +428,7 @@ class StackRnics:
         ]
 
     def _with_gid(self, port: VerbsRnic, gid: pnet.PortGid) -> Rnic | None:
-        """The RNIC that uses this GID of a port, opened now if need be; None: it cannot be."""
+        """The RNIC that uses this GID of a port, opened if necessary; None if that fails."""
         wanted = (gid.kind, gid.interface, gid.value)
         for rnic in self.opened:
             if (
@@ -450,11 +453,12 @@ class StackRnics:
         return other
 
     def companions(self, rnic: Rnic) -> list[Rnic]:
-        """RNICs that may carry links of a group whose first link is on ``rnic``.
+        """RNICs for the links of a group whose first link is on ``rnic``, this one included.
 
-        Those of the same kind on the same network, itself included: software RNICs are all on
-        one; RoCE ports are when their GIDs are of one subnet and VLAN, or the PNET table gives
-        them to one interface. Two RNICs on one port are no redundancy: never both.
+        They have the same kind and are on the same network. All software RNICs are on one network.
+        RoCE ports are on one network if their GIDs have the same subnet and VLAN, or if the PNET
+        table assigns them to one interface. Of two RNICs on one port only one is returned, because
+        two would be no redundancy.
         """
         usable = self.usable(rnic.kind)
         if not isinstance(rnic, VerbsRnic):
@@ -472,7 +476,7 @@ class StackRnics:
         return found
 
     def share_network(self, one: Rnic, other: Rnic) -> bool:
-        """Whether connections served by either may be in one link group (RFC 7609, 2.2)."""
+        """True if connections of both RNICs may be in one link group (RFC 7609, 2.2)."""
         if one is other or one.kind != other.kind:
             return one is other
         if not isinstance(one, VerbsRnic) or not isinstance(other, VerbsRnic):
@@ -489,8 +493,11 @@ class StackRnics:
         )
 
     def _network_of(self, rnic: VerbsRnic) -> tuple[pnet.Interface, Prefix | None] | None:
-        """Its interface and the subnet that it is in there; of one that has gone, as they were:
-        a link group whose first RNIC it was keeps to its network."""
+        """The interface of a port, and its subnet there.
+
+        For a port that has disappeared they are the last known ones, because a link group whose
+        first RNIC it was stays on its network.
+        """
         interface = pnet.interfaces().get(rnic.gid_entry.ifindex) if rnic in self.opened else None
         if interface is not None:
             self._networks[rnic] = (interface, local_prefix(_address_of(rnic)))
@@ -499,21 +506,21 @@ class StackRnics:
     # --- draining --------------------------------------------------------------------------
 
     def named(self, name: str) -> Rnic:
-        """The RNIC of this name. Raises ValueError when there is none."""
+        """The RNIC with this name. Raises ValueError if there is none."""
         for rnic in self.opened:
             if rnic.name == name:
                 return rnic
         raise ValueError(f"the stack has no RNIC {name!r}")
 
     def drain(self, rnic: Rnic) -> None:
-        """Take it out: nothing new goes over it, and `on_change` is told. Idempotent."""
+        """Take an RNIC out of service, and notify `on_change`. Idempotent."""
         if rnic not in self._drained:
             self._drained.add(rnic)
             for each in self.on_port(rnic):
                 self.on_change(each, RnicChange.DRAINED)
 
     def undrain(self, rnic: Rnic) -> None:
-        """Put it back. Idempotent."""
+        """Put an RNIC back into service. Idempotent."""
         if rnic in self._drained:
             self._drained.discard(rnic)
             for each in self.on_port(rnic):
@@ -521,14 +528,14 @@ class StackRnics:
                     self.on_change(each, RnicChange.AVAILABLE)
 
     def is_drained(self, rnic: Rnic) -> bool:
-        """Whether an operator has taken it out, or the port that it is on."""
+        """True if an operator has drained the RNIC, or the first RNIC of its port."""
         return rnic in self._drained or self._port_of.get(rnic) in self._drained
 
     def on_port(self, rnic: Rnic) -> list[Rnic]:
-        """It, and what was opened for further GIDs of it."""
+        """The RNIC, and those that were opened for further GIDs of its port."""
         return [rnic, *(each for each, port in self._port_of.items() if port is rnic)]
 
 
 def _address_of(rnic: VerbsRnic) -> str:
-    """The IP address that its GID was made from."""
+    """The IP address that the RNIC's GID was made from."""
     return plain_address(str(ipaddress.IPv6Address(rnic.gid)))

@@ -1,24 +1,26 @@
-"""`Runtime`: what a stack runs in the background, how it is left, and what a fork makes of it.
+"""`Runtime`: the background tasks of a stack, how a stack is left, and forked children.
 
 Theory of operation
 -------------------
-A stack is what RFC 7609 calls a peer. Its background work runs in one nursery: the pump with
-the RNICs' threads, one task for all timers, one for all TCP connections, and what listeners
-need. Everything else are cores that are called from there or from the user's own tasks, so all
-state changes on the Trio thread.
+A stack is a peer in the terms of RFC 7609. Its background tasks run in one nursery: the pump with
+the RNICs' threads, one task for all timers, one for all TCP connections, and the tasks of
+listeners. All other code is cores, which these tasks and the user's tasks call. So all state
+changes on the Trio thread.
 
-`open_stack` puts that nursery around the user's block. Calls outside of any `open_stack` share
-a default stack, which runs in a system task of the Trio run and is closed when the run's main
-task is done.
+`open_stack` opens this nursery around the user's block. Calls outside any `open_stack` share a
+default stack, which runs in a system task of the Trio run. It is closed when the run's main task
+has ended.
 
-Leaving a stack (`Runtime.shut_down`): listeners are closed and calls under way end with
-ClosedResourceError; streams still open are closed as close(2) closes a socket, with a
-ResourceWarning; connections get `shutdown_timeout`, all of them together, to finish; link groups
-are terminated in order; then the nursery is cancelled and the RNICs are closed. SIGINT ends the
-waiting: `_Interrupts`.
+Leaving a stack (`Runtime.shut_down`): Listeners are closed, and calls under way end with
+ClosedResourceError. Streams that are still open are closed as close(2) closes a socket, with a
+ResourceWarning. Connections get `shutdown_timeout` seconds, all together, to finish. Link groups
+are terminated in order. Then the nursery is cancelled and the RNICs are closed. SIGINT ends all
+waits (`_Interrupts`).
 
-A forked child shares the memory, sockets and threads' work of its parent's stacks without being
-able to go on with any of it, so a hook at fork makes all of them unusable there.
+A forked child shares the memory and sockets of its parent's stacks, but has none of their threads
+and cannot use them. So a fork hook makes all stacks unusable in the child. Since streams hold
+connections and their two halves directly, the hook also changes the class of these objects: each
+use then raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -60,45 +62,45 @@ __all__ = ["Attached", "Cancellable", "Closable", "Runtime", "Tracked"]
 
 LOGGER = logging.getLogger("trio_smc")
 
-_HANDSHAKE_SPINS = 4
+_HANDSHAKE_SPINS: Final = 4
 """A peer takes longer to answer a message of a handshake than one of a stream."""
-_MAX_TURN = 0.001
-"""Seconds after which the end of many streams, or link groups, lets other tasks run."""
-_MIN_GROUP_TIME = 0.5
-"""Seconds that link groups have at least to end in order, when `shutdown_timeout` is over."""
-_FORKED = "trio_smc cannot be used in a forked child; start a new process"
+_MAX_TURN: Final = 0.001
+"""Seconds of work on many streams or link groups before other tasks run."""
+_MIN_GROUP_TIME: Final = 0.5
+"""Seconds that link groups have at least to end in order, even after `shutdown_timeout`."""
+_FORKED: Final = "trio_smc cannot be used in a forked child; start a new process"
 
 
 class Cancellable(Protocol):
-    """Work that can be told to end."""
+    """Work that can be cancelled."""
 
     def cancel(self) -> None:
-        """End soon."""
+        """Make the work end soon."""
 
 
 class Closable(Protocol):
-    """A listener, for who ends it."""
+    """A listener, as seen by the code that closes it."""
 
     @property
     def socket(self) -> trio.socket.SocketType:
         """The listening socket."""
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Close the listener."""
 
 
 class Attached(Protocol):
-    """What runs beside the stack for those who watch it."""
+    """A service beside the stack, such as its control socket."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serve until cancelled."""
 
     def abandon(self) -> None:
-        """This process is a forked child."""
+        """Give up in a forked child."""
 
 
 class Tracked:
-    """Around work that leaving the stack cancels and waits for; see `Runtime.track`."""
+    """The context manager of `Runtime.track`."""
 
     __slots__ = ("_ended", "_under_way", "_work")
 
@@ -123,7 +125,7 @@ class Tracked:
 
 
 class Call(Tracked):
-    """Around a user's call: leaving the stack ends it with ClosedResourceError."""
+    """The context manager of `Runtime.call`."""
 
     __slots__ = ("_scope",)
 
@@ -155,16 +157,16 @@ class Runtime:
 
     Attributes:
       config: the stack's configuration.
-      rnic_set: its RNICs.
-      groups: its link groups and connections.
+      rnic_set: the stack's RNICs.
+      groups: the stack's link groups and connections.
       pump, budget, timers, spinner, discovery, tcp_option: one each, for all connections.
-      short_connections: whose connections were not worth SMC-R.
-      nursery: for tasks that are cancelled when the stack has been left; while it runs.
-      trio_token: of the Trio run it belongs to; as soon as it runs.
-      closing: whether it is being left, or was.
-      failure: the defect that ended a background task, and with it the stack.
-      attached: what was attached by `attach`.
-      unclosed: what `shut_down` found open, for a ResourceWarning each.
+      short_connections: the peers whose connections are short.
+      nursery: for tasks that are cancelled when the stack has been left; set by `run`.
+      trio_token: of the stack's Trio run; set by `run`.
+      closing: True once the stack is being left.
+      failure: the defect that ended a background task, and so the stack.
+      attached: the services from `attach`.
+      unclosed: a warning for each stream that `shut_down` found open.
 
     Raises:
       RnicError, ValueError: as `StackRnics.open`.
@@ -191,14 +193,14 @@ class Runtime:
         self._scope = trio.CancelScope(shield=True)
         self._ended = trio.Event()
         self._listeners: set[Closable] = set()
-        # Sockets that may offer SMC-R by the TCP option, now or when there is a RoCE port.
+        # Sockets that may offer SMC-R by the TCP option, now or once there is a RoCE port.
         self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
         self._under_way: set[Cancellable] = set()
         self._timers_changed = trio.Event()
         self._something_ended = trio.Event()
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
-        self._stops_waiting = False  # no wait of `shut_down` is worth it any more
+        self._stops_waiting = False  # `shut_down` waits for nothing any more
         self._supported = sys.platform == "linux"
         self.rnic_set: StackRnics = StackRnics(
             config, self.discovery, self.pump, self._rnic_changed
@@ -218,21 +220,22 @@ class Runtime:
     # --- RNICs and listeners ---------------------------------------------------------------
 
     def rnic_for(self, local: str, remote: str, *, near: bool = False) -> Rnic | FallbackReason:
-        """The RNIC that serves a connection between two addresses, or why none does.
+        """The RNIC that serves a connection between two addresses, or the reason for TCP.
 
-        ``near``: the peer is on this host, whatever its address says.
+        Args:
+          near: the peer is on this host, whatever its address says.
         """
         if not self._supported:
             return FallbackReason.UNSUPPORTED_PLATFORM
         return self.rnic_set.serving(local, remote, near=near)
 
     def spinner_for(self, rnic: Rnic | FallbackReason) -> Spinner:
-        """Who may wait awake: the peer must be on this host, or it takes too long to answer."""
+        """The spinner for a handshake. A peer on another host answers too slowly for a spin."""
         local = not isinstance(rnic, FallbackReason) and rnic.kind == "software"
         return self.spinner if local else NEVER
 
     def _rnic_changed(self, rnic: Rnic, change: RnicChange) -> None:
-        """An RNIC came or went: listeners and link groups are told."""
+        """Notify listeners and link groups of a change of an RNIC."""
         if change is RnicChange.AVAILABLE and rnic.kind == "roce":
             for sock in list(self._offering):
                 if sock.fileno() >= 0:
@@ -240,9 +243,9 @@ class Runtime:
         self.groups.rnic_changed(rnic, change)
 
     def offer_option(self, config: Config, sock: trio.socket.SocketType) -> None:
-        """Let a socket that is going to listen offer SMC-R by the TCP option, where it may.
+        """Let a socket offer SMC-R by the TCP option before it listens, if ``config`` allows.
 
-        Under "auto" that is when there is a RoCE port, so perhaps later.
+        Under "auto" the socket offers SMC-R once there is a RoCE port, so perhaps later.
         """
         if config.discovery == "auto":
             self._offering.add(sock)
@@ -252,7 +255,7 @@ class Runtime:
 
     @property
     def listeners(self) -> tuple[Closable, ...]:
-        """Those that are open."""
+        """The open listeners."""
         return tuple(self._listeners)
 
     def add_listener(self, listener: Closable) -> None:
@@ -260,7 +263,7 @@ class Runtime:
         self._listeners.add(listener)
 
     def remove_listener(self, listener: Closable) -> None:
-        """It was closed."""
+        """Undo `add_listener`: the listener was closed."""
         self._listeners.discard(listener)
 
     # --- running ---------------------------------------------------------------------------
@@ -268,7 +271,7 @@ class Runtime:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the background tasks until `shut_down`; nothing is left afterwards.
 
-        Shielded: what closed streams still owe goes out although the user was cancelled. A
+        Shielded, so that the data of closed streams is sent although the user was cancelled. A
         defect in a background task closes the stack and is kept in `failure`.
         """
         started = False
@@ -301,7 +304,7 @@ class Runtime:
 
     @property
     def running(self) -> bool:
-        """Whether it was begun and is not being left."""
+        """True from the start of `run` until the stack is left."""
         return not self.closing and hasattr(self, "nursery")
 
     def attach(self, thing: Attached) -> None:
@@ -315,7 +318,7 @@ class Runtime:
             with trio.move_on_at(self.timers.next_deadline()):
                 await self._timers_changed.wait()
             if self.timers.run_due():
-                self.pump.resume_hooks()  # it may have sent something
+                self.pump.resume_hooks()  # a timer may have sent something
 
     def _timer_is_earlier(self) -> None:
         self._timers_changed.set()
@@ -323,12 +326,17 @@ class Runtime:
     # --- the end ---------------------------------------------------------------------------
 
     def call(self) -> Call:
-        """Around a user's call: leaving the stack ends it with ClosedResourceError."""
+        """A context manager for a user's call: leaving the stack ends it with an error.
+
+        Raises:
+          trio.ClosedResourceError: the stack was closed, before the call or during the call.
+          RuntimeError: called in a forked child.
+        """
         self.check_usable()
         return Call(self._under_way, self._note_end)
 
     def track(self, work: Cancellable) -> Tracked:
-        """Around work that leaving the stack cancels and waits for; once for each ``work``."""
+        """A context manager: leaving the stack cancels ``work`` and waits for its end."""
         return Tracked(self._under_way, work, self._note_end)
 
     def check_usable(self) -> None:
@@ -338,9 +346,9 @@ class Runtime:
             raise trio.ClosedResourceError("the stack is closed") from self.failure
 
     async def shut_down(self) -> None:
-        """Finish in order, for about ``shutdown_timeout`` at most, or until SIGINT; ends `run`."""
+        """Finish in order, within about `shutdown_timeout` or until SIGINT, and end `run`."""
         if self._forked:
-            return  # all of it belongs to the parent
+            return  # everything belongs to the parent
         with trio.CancelScope(shield=True):
             try:
                 with _INTERRUPTS.forward_to(self):
@@ -367,19 +375,19 @@ class Runtime:
         await self._wait_while(lambda: bool(self.groups.groups), last)
 
     async def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
-        self.pump.resume_hooks()  # peers' answers are awaited, by no task that reads
+        self.pump.resume_hooks()  # no reader polls for the answers of peers
         with trio.move_on_at(deadline):
             while condition() and not self._stops_waiting:
                 self._something_ended = trio.Event()
                 await self._something_ended.wait()
 
     def stop_waiting(self) -> None:
-        """Wait for nothing and nobody any more."""
+        """Make `shut_down` end without further waits."""
         self._stops_waiting = True
         self._something_ended.set()
 
     def _note_end(self) -> None:
-        """A call, a connection or a link group."""
+        """Note the end of a call, a connection or a link group."""
         self._something_ended.set()
 
     def _close_listeners(self) -> None:
@@ -409,10 +417,10 @@ class Runtime:
         self._in_forked_child.append(abandon)
 
     def forked(self) -> None:
-        """This process is a forked child: nothing here may touch what the parent works with.
+        """Make the stack unusable in a forked child, without touching anything of the parent.
 
-        The parent's other threads do not exist here, and may have held locks: none is taken. A
-        part that fails keeps none of the others from being abandoned.
+        The parent's other threads do not exist here and may have held locks, so no lock is taken.
+        If abandoning one part fails, the other parts are abandoned all the same.
         """
         self._forked = self.closing = True
         with contextlib.ExitStack() as parts:
@@ -452,13 +460,14 @@ _IN_FORKED_CHILD: Final = {
     kind: type(f"Forked{kind.__name__}", (kind,), {"__slots__": (), "__getattribute__": _refuse})
     for kind in (Connection, Receiver, Sender)
 }
-"""What becomes of a connection and its halves, which streams hold; free where nobody forks."""
+"""The classes of connections and their halves in a forked child. They cost nothing elsewhere."""
 
 
 class _Interrupts:
-    """SIGINT while stacks are being left: they wait no longer, and the program has it as well.
+    """Forwards SIGINT to stacks that are being left, and to the program's own handler.
 
-    Trio keeps an interrupt that comes behind its main task until the run is over.
+    If the signal arrives after Trio's main task has ended, Trio holds it back until the end of the
+    run, which waits for these stacks.
     """
 
     def __init__(self) -> None:
@@ -467,9 +476,9 @@ class _Interrupts:
 
     @contextlib.contextmanager
     def forward_to(self, runtime: Runtime) -> Iterator[None]:
-        """Tell this one, too, while it is being left."""
+        """Forward SIGINT to ``runtime`` while it is being left."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
+            yield  # only the main thread handles signals
             return
         before = signal.getsignal(signal.SIGINT)
         if not self._leaving and callable(before):
@@ -482,7 +491,7 @@ class _Interrupts:
             self._leaving.remove(runtime)
             if not self._leaving and signal.getsignal(signal.SIGINT) == self._interrupted:
                 signal.signal(signal.SIGINT, self._before)
-                self._before = None  # it knows the whole run
+                self._before = None  # a reference to the whole run
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         for runtime in list(self._leaving):
@@ -506,7 +515,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _unwrap_group(error: Exception) -> Exception:
-    """What is in a group of one."""
+    """The only exception in a group of one, also of nested groups."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -1,16 +1,17 @@
 """`TcpWatch`: one task that sees how the TCP connections under SMC-R streams end.
 
-After the switch to SMC-R a TCP connection carries nothing, but how it ends matters: a reset is an
-abort (RFC 7609, 4.8.2), a FIN is no end by itself, and data is a violation. A Trio task for each
-idle connection would cost more memory than the rest of it; all share one epoll here.
+After the switch to SMC-R a TCP connection carries no data, but its end matters: a reset is an abort
+(RFC 7609, 4.8.2), a FIN alone is no end, and data is a violation. A Trio task for each idle
+connection would need more memory than the rest of the connection, so all share one epoll.
 
-The table is by descriptor number, which is what an epoll reports. The program may have got hold of
-the socket, too (AnyIO hands it out as ``raw_socket``), and may close it at any time; then the
-kernel gives its number to the next file. So each entry keeps the socket, and counts only while
-that has the number.
+The table is indexed by descriptor number, because epoll reports these numbers. The program may have
+the socket as well (AnyIO offers it as ``raw_socket``) and may close it at any time. Then the kernel
+gives the number to the next file. So each entry keeps its socket, and an entry whose socket no
+longer has the number is ignored.
 
-A connection that ends within a moment never gets there, which would cost it two system calls at
-each end. What comes before it is registered is found then: an epoll says how a new socket is.
+A new connection is registered after `_REGISTER_DELAY`, so a very short connection saves two system
+calls on each side. Events before the registration are not lost: epoll reports the state of a newly
+registered socket.
 """
 
 from __future__ import annotations
@@ -26,25 +27,23 @@ from trio_smc.host.tcp import unread_bytes
 __all__ = ["TcpWatch", "TcpWatcher"]
 
 _REGISTER_DELAY: Final = 0.05
-"""Seconds until new connections are registered: how late an early reset may be noticed."""
-
+"""Seconds until new connections are registered. An early reset is noticed so much later."""
 
 _EVENTS_AT_ONCE: Final = 32
-"""Connections whose ends are looked at before others have their turn."""
+"""Events handled in one pass of the scheduler."""
 
-
-_RETRY_DELAY = 0.25
-"""Seconds after which those are tried again for which there were no epoll watches."""
+_RETRY_DELAY: Final = 0.25
+"""Seconds before the next try, if the kernel has no more epoll watches."""
 
 
 class TcpWatcher(Protocol):
-    """What is told about its TCP connection."""
+    """A connection that is notified of events of its TCP connection."""
 
     def tcp_reset(self) -> None:
-        """It was reset."""
+        """The peer has reset the TCP connection."""
 
     def tcp_data(self) -> None:
-        """The peer sent bytes on it."""
+        """The peer has sent bytes on the TCP connection."""
 
 
 class TcpWatch:
@@ -53,7 +52,7 @@ class TcpWatch:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[trio.socket.SocketType, TcpWatcher]] = {}
-        # Of these, who is not registered yet, and when that will be done.
+        # The numbers that are not registered yet, and the time of their registration.
         self._new: set[int] = set()
         self._register_at = math.inf
         self._sleep_scope = trio.CancelScope()  # around the task's sleep
@@ -67,7 +66,7 @@ class TcpWatch:
             self._register_at = self._sleep_scope.deadline = trio.current_time() + _REGISTER_DELAY
 
     def remove(self, sock: trio.socket.SocketType) -> None:
-        """To be called before ``sock`` is closed. Idempotent."""
+        """Stop watching; to be called before ``sock`` is closed. Idempotent."""
         number = sock.fileno()
         if number < 0:
             self._remove_closed(sock)
@@ -79,7 +78,7 @@ class TcpWatch:
                 self._epoll.unregister(number)
 
     def _remove_closed(self, sock: trio.socket.SocketType) -> None:
-        """The program has closed ``sock``, and with it its place in the epoll."""
+        """Remove a socket that the program has closed, which also removed it from the epoll."""
         for number, (watched, _) in self._watched.items():
             if watched is sock:
                 del self._watched[number]
@@ -87,7 +86,7 @@ class TcpWatch:
                 return
 
     def _entry(self, number: int) -> tuple[trio.socket.SocketType, TcpWatcher] | None:
-        """The entry of a number; None if there is none whose socket still has it."""
+        """The entry of a number; None if its socket no longer has the number."""
         entry = self._watched.get(number)
         return entry if entry is not None and entry[0].fileno() == number else None
 
@@ -112,26 +111,26 @@ class TcpWatch:
             try:
                 # Edge-triggered: a FIN stays readable for ever.
                 self._epoll.register(number, select.EPOLLIN | select.EPOLLET)
-            except OSError:  # there are too many epoll watches: again in a moment
+            except OSError:  # there are no more epoll watches
                 self._new = {number, *new}
                 self._register_at = trio.current_time() + _RETRY_DELAY
                 return
 
     def _handle_events(self) -> None:
-        # Apart from `run`, whose variables would keep the last stream, and its link group, alive.
+        # Not in `run`: its variables would keep the last stream and its link group alive.
         for number, events in self._epoll.poll(0, _EVENTS_AT_ONCE):
             entry = self._entry(number)
             if entry is not None:
                 _report_end(*entry, events)
 
     def abandon(self) -> None:
-        """This process is a forked child: the set of watched sockets is shared with its parent."""
+        """Give up in a forked child, which shares the epoll with its parent."""
         self._watched.clear()
         self._new.clear()
         self._epoll.close()
 
     def close(self) -> None:
-        """After `run` has ended."""
+        """Free the epoll, after `run` has ended."""
         self._epoll.close()
 
 
