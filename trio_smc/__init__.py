@@ -1,17 +1,18 @@
 """SMC-R (RFC 7609) in user space for Trio: the public names.
 
-The house, from the street down; a room imports only rooms below its own:
+The rooms of the package, from the top floor down. A room imports only rooms of lower floors:
 
-- `tools`, `adapters`: the command ``trio-smc``; streams for libraries. They use these names alone.
-- `sockets`: those of unmodified programs (`enable`). `_api`, `_stack`, `_events`, `control`: what
-  a program calls, a `Stack`'s face, what it tells while it runs.
-- `connecting`, `streams`, `stack`: Trio lives here: dialling and accepting, streams, the nursery.
-- `failover`, `rendezvous`, `datapath`: the protocol (RFC 7609, 4.6, 3, 4): who moves when a link is
-  lost; CLC, LLC, links and link groups; RMBs and cursors. The cores know no Trio.
-- `config`, `rnic`, `capture`, `host`: settings; what carries the bytes; pcapng; this machine.
-- `wire`, `states`, `_base`: messages byte by byte, every state machine, errors and reasons.
+- `tools`, `adapters`: the command ``trio-smc``; streams for libraries. They use only public names.
+- `sockets`: the sockets of unmodified programs (`enable`). `_api`, `_stack`, `_events`, `control`:
+  the functions that programs call, `Stack`, its events, and its control socket.
+- `connecting`, `streams`, `stack`: the code that uses Trio: dialling and accepting, streams, tasks.
+- `failover`, `rendezvous`, `datapath`: the protocol, which does not use Trio (RFC 7609, 4.6, 3, 4):
+  connections that move when a link fails; CLC, LLC, links and link groups; RMBs and cursors.
+- `config`, `rnic`, `capture`, `host`: settings; RNICs; pcapng; interfaces of this machine.
+- `wire`, `states`, `_base`: codecs of messages; every state machine; errors and reasons.
 
-`docs/how-it-works.md` names the file at each step of a handshake and of a byte's way.
+`docs/how-it-works.md` names the file for each step of a handshake and of a byte from sender to
+receiver.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ __all__ = [
 
 __version__ = "0.2.0"
 __compiled__: bool = _cursor.__file__.endswith(".so")
-"""Whether this is a build whose hot modules are compiled; see docs/operating.md."""
+"""True if the hot modules of this build are compiled; see docs/operating.md."""
 
 # A program that did not ask for logs gets none: without a handler warnings go to stderr.
 logging.getLogger("trio_smc").addHandler(logging.NullHandler())

@@ -1,5 +1,7 @@
-"""`open_stack`, `open_stream`, `open_listeners`, `serve`: the functions users call, and which stack
-they use: that of the innermost `open_stack`, else the default one of the Trio run."""
+"""`open_stack`, `open_stream`, `open_listeners`, `serve`: the functions that users call.
+
+They use the stack of the innermost `open_stack`, or else the default stack of the Trio run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _default_config: Config | None = None
 
 
 def set_default_config(config: Config | None) -> None:
-    """Settings of default stacks that are opened from now on."""
+    """Set the configuration of default stacks that are opened from now on."""
     global _default_config
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: {short_repr(config)} is not a Config")
@@ -41,7 +43,7 @@ def set_default_config(config: Config | None) -> None:
 
 
 class _DefaultStack:
-    """The stack that calls outside of any `open_stack` share, one for each Trio run."""
+    """The stack of calls outside any `open_stack`; one for each Trio run."""
 
     def __init__(self) -> None:
         self.ready = trio.Event()
@@ -49,7 +51,7 @@ class _DefaultStack:
         self.error: Exception | None = None
 
     async def run(self) -> None:
-        """A system task: nothing may escape, it would be a crash of the whole run."""
+        """Run in a system task. Raises nothing, because that would crash the Trio run."""
         try:
             async with open_stack(_default_config) as stack:
                 self.stack = stack
@@ -63,7 +65,7 @@ class _DefaultStack:
 
 
 async def find_stack() -> Stack:
-    """The stack of this context: the innermost `open_stack`, else the run's default one."""
+    """The stack of this context: of the innermost `open_stack`, or else the default stack."""
     stack = _current.get()
     if stack is not None:
         return stack
@@ -75,7 +77,7 @@ async def find_stack() -> Stack:
     if default.stack is None:
         await default.ready.wait()
     if default.stack is None:
-        # Descriptors may have run out; the next call tries again.
+        # For example there were no more descriptors. The next call tries again.
         if _default.get(None) is default:
             _default.set(None)
         number = default.error.errno if isinstance(default.error, OSError) else None
@@ -85,22 +87,21 @@ async def find_stack() -> Stack:
 
 @asynccontextmanager
 async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
-    """Open RNICs and link groups for the block; calls inside it use this stack.
+    """Open a stack for the block; calls inside the block use this stack.
 
-    However the block is left, this closes its listeners, and closes streams that are still open
-    as the system closes a socket (what was sent arrives, then the end; with unread data the
-    connection is reset), with a ResourceWarning for each. It then finishes what closed streams
-    owe their peers, for at most ``shutdown_timeout`` seconds altogether or until Ctrl-C, terminates
-    the link groups and joins all threads. Calls that use the stack and are still under way, or
-    come later, raise `trio.ClosedResourceError`. An exception from the block is passed on
-    unchanged.
+    When the block is left, the stack closes its listeners. It closes streams that are still open as
+    the system closes a socket, with a ResourceWarning for each: sent data arrives, then the end; if
+    data is unread, the connection is reset. It waits until closed streams are finished, for at most
+    ``shutdown_timeout`` seconds altogether or until Ctrl-C. Then it terminates the link groups and
+    joins all threads. Calls that use the stack and are under way, or come later, raise
+    `trio.ClosedResourceError`. An exception from the block is passed on unchanged.
 
     Args:
-      config: the stack's settings, and the default for the calls inside.
+      config: the stack's settings, and the default settings of calls inside the block.
 
     Raises:
-      OSError: an RNIC that ``config.rnics`` names cannot be opened, or ``config.capture`` cannot
-        be written.
+      OSError: an RNIC of ``config.rnics`` cannot be opened, or ``config.capture`` cannot be
+        written.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     if config is not None and not isinstance(config, Config):
@@ -117,11 +118,11 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
                 try:
                     yield stack
                 finally:
-                    # A fixture may be finished in another context than it was started in.
+                    # pytest may finish a fixture in another context than it was started in.
                     with suppress(ValueError):
                         _current.reset(token)
         except BaseException as error:
-            # Kept out of the nursery, which would wrap it in an ExceptionGroup.
+            # The nursery would wrap it in an ExceptionGroup.
             failure = error
     try:
         for text in stack.runtime.unclosed:
@@ -134,7 +135,7 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
 
 
 def _attach(stack: Stack) -> None:
-    """What watches a stack and is no part of it."""
+    """Attach the services beside a stack: event log, control socket, report of `trio-smc run`."""
     config = stack.config
     if config.log_events:
         stack.add_observer(EventObserver(stack.runtime.groups.endpoint_of, log_event))
@@ -147,7 +148,7 @@ def _attach(stack: Stack) -> None:
                 control.close()
                 raise
     report_to = os.environ.get(REPORT_TO)
-    # A set-user-ID program does not send to a path from its caller's environment.
+    # A set-user-ID program must not send to a path from its caller's environment.
     if report_to and os.getuid() == os.geteuid():
         interval = report_interval(os.environ.get(REPORT_EVERY, "inf"))
         stack.runtime.attach(RunReport(stack, report_to, interval))
@@ -155,7 +156,7 @@ def _attach(stack: Stack) -> None:
 
 @asynccontextmanager
 async def _capture_and_shut_down(stack: Stack) -> AsyncIterator[None]:
-    """Shut the stack down behind the block; `Config.capture` has its last message, too."""
+    """Shut the stack down after the block. `Config.capture` records its last messages, too."""
     config = stack.config
     capture = None
     try:
@@ -172,7 +173,7 @@ async def _capture_and_shut_down(stack: Stack) -> AsyncIterator[None]:
             if capture is not None:
                 capture.end()
                 with trio.CancelScope(shield=True):
-                    # A disk may take its time; Trio does not wait for it, and nobody for ever.
+                    # A disk may be slow. Trio does not wait for it, and this wait has a limit.
                     await trio.to_thread.run_sync(capture.join, config.shutdown_timeout)
 
 
@@ -191,18 +192,18 @@ async def open_stream(
     Args:
       host: name or address.
       port: TCP port.
-      happy_eyeballs_delay: seconds before the next address is tried as well (RFC 8305); None
-        for the default.
+      happy_eyeballs_delay: seconds before the next address is tried as well (RFC 8305); None:
+        the default.
       local_address: local IP address to connect from.
       config: settings for this call only.
 
     Raises:
-      OSError: the name is unknown, or nothing could be connected; or the handshake broke
+      OSError: the name is unknown, or no address could be connected; or the handshake broke
         (ECONNRESET) or timed out (ETIMEDOUT), after which there is no fallback (RFC 7609, C.5,
         C.6).
-      SmcUnavailable: ``config.require_smc`` is set and SMC-R cannot be used; an OSError, too.
+      SmcUnavailable: an OSError; ``config.require_smc`` is set and SMC-R cannot be used.
       trio.ClosedResourceError: the stack was left.
-      ValueError: ``config`` changes what belongs to the stack.
+      ValueError: ``config`` changes a setting of the stack.
       RuntimeError: called in a forked child.
     """
     stack = await find_stack()
@@ -222,18 +223,18 @@ async def open_listeners(
     backlog: int | None = None,
     config: Config | None = None,
 ) -> list[SmcListener]:
-    """Listen on ``port``, as `trio.open_tcp_listeners` does, for SMC-R and TCP clients alike.
+    """Listen on ``port`` for SMC-R and TCP clients, like `trio.open_tcp_listeners`.
 
     Args:
-      port: TCP port; 0 for any, another one for each listener.
-      host: address or name to listen on; None for all, IPv4 and IPv6.
-      backlog: of the TCP sockets; None for as many as the system allows.
+      port: TCP port; 0: a free port, another one for each listener.
+      host: address or name to listen on; None: all addresses, IPv4 and IPv6.
+      backlog: of the TCP sockets; None: as large as the system allows.
       config: settings for connections of these listeners only.
 
     Raises:
       OSError: the address cannot be listened on.
       trio.ClosedResourceError: the stack was left.
-      ValueError: ``config`` changes what belongs to the stack.
+      ValueError: ``config`` changes a setting of the stack.
       RuntimeError: called in a forked child.
     """
     stack = await find_stack()
@@ -250,18 +251,18 @@ async def serve(
     handler_nursery: trio.Nursery | None = None,
     task_status: trio.TaskStatus[list[SmcListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Listen on ``port`` and run ``handler(stream)`` for each connection, for ever.
+    """Listen on ``port`` and run ``handler(stream)`` for each connection, until cancelled.
 
-    As `trio.serve_tcp`: a handler's exception ends the server; listeners are closed at the end.
+    Like `trio.serve_tcp`: a handler's exception ends the server; listeners are closed at the end.
 
     Args:
-      handler: gets an `SmcStream`, which is closed when it returns.
-      port, host, backlog, config: as of `open_listeners`.
-      handler_nursery: where handlers run; None for one within this call.
+      handler: called with an `SmcStream`, which is closed when the handler returns.
+      port, host, backlog, config: as for `open_listeners`.
+      handler_nursery: the nursery of the handlers; None: a nursery of this call.
       task_status: ``nursery.start(serve, ...)`` returns the list of `SmcListener`.
 
     Raises:
-      OSError, trio.ClosedResourceError, ValueError, RuntimeError: as `open_listeners`.
+      OSError, trio.ClosedResourceError, ValueError, RuntimeError: as for `open_listeners`.
     """
     stack = await find_stack()
     await stack.serve(

@@ -1,16 +1,16 @@
-"""What happens in a stack: `open_events` for Trio programs, and the log of events.
+"""Events of a stack: `open_events` for Trio programs, and the log of events.
 
 Theory of operation
 -------------------
-`EventObserver` is an observer of the stack that makes a `StackEvent` of each decision about a
-mode and of each new state of a connection, a link or a link group. It gives them to a function:
-`open_events` puts them into a memory channel, `log_event` into the log. Observers must not
-block, so what does not fit into the channel is dropped and counted.
+`EventObserver` is an observer of the stack. It makes a `StackEvent` for each decision about a mode,
+and for each new state of a connection, a link or a link group. It passes them to a function:
+`open_events` puts them into a memory channel, `log_event` writes them to the log. Observers must
+not block, so events that do not fit into the channel are dropped and counted.
 
-`Config(log_events=True)` turns the log on: records of the logger "trio_smc.events" with fields
-that a log collector can read without parsing a sentence. INFO for decisions about a mode and for
-links and link groups, WARNING for refused and aborted connections.  docs/monitoring.md describes
-the fields; all begin with "smc_".
+`Config(log_events=True)` turns the log on: records of the logger "trio_smc.events", with fields
+that a log collector can read without parsing a sentence. The level is INFO for decisions about a
+mode and for links and link groups, WARNING for refused and aborted connections. docs/monitoring.md
+describes the fields; their names begin with "smc_".
 """
 
 from __future__ import annotations
@@ -50,21 +50,23 @@ _UNKNOWN: Final[_Names] = (None, None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackEvent:
-    """One thing that happened in a stack.
+    """One event of a stack.
 
     Attributes:
       subject: "mode": a connection became SMC-R, stays on TCP, or was refused; "connection",
         "link", "link_group": one of these has a new state.
-      new: for "mode" "smc-r", "tcp" or "refused" (by ``require_smc``), else the new state's name.
+      new: for "mode" one of "smc-r", "tcp" and "refused" (by ``require_smc``); otherwise the name
+        of the new state.
       old: the state before; None for "mode".
-      cause: the state machine's event, as docs/states names it; None for "mode".
-      time: Trio's clock, seconds.
-      fallback: why it is not SMC-R.
+      cause: the event of the state machine, as in docs/states; None for "mode".
+      time: seconds of Trio's clock.
+      fallback: the reason for TCP.
       local_address, peer_address: of the connection, while its TCP connection is known.
       role: "client" or "server", of the link group.
       peer_id: the link group's peer, 8 bytes.
-      link: the link's number; rnic: the name of its RNIC.
-      agreed: what the two sides of the link group have agreed on: version of SMC-R, UEID, ...
+      link: the number of the link.
+      rnic: the name of the link's RNIC.
+      agreed: the agreement of the two sides of the link group: version of SMC-R, UEID, ...
     """
 
     subject: Literal["mode", "connection", "link", "link_group"]
@@ -83,7 +85,7 @@ class StackEvent:
 
     @property
     def aborted(self) -> bool:
-        """Whether a connection has just ended otherwise than by two closes (RFC 7609, 4.8.2)."""
+        """True if a connection was just aborted, not closed by both sides (RFC 7609, 4.8.2)."""
         return (
             self.subject == "connection"
             and self.cause in _ABORTS
@@ -93,12 +95,12 @@ class StackEvent:
 
 
 class EventStream:
-    """The events of a stack, in order; of `open_events`.
+    """The events of a stack, in order; made by `open_events`.
 
     An async iterable, which ends when the block of `open_events` is left.
 
     Attributes:
-      dropped: events that did not fit, since nobody took the earlier ones.
+      dropped: the number of events that were dropped because the program was too slow.
     """
 
     def __init__(self, channel: trio.MemoryReceiveChannel[StackEvent]) -> None:
@@ -106,11 +108,11 @@ class EventStream:
         self._channel = channel
 
     async def receive(self) -> StackEvent:
-        """The next event, waiting for it.
+        """Wait for the next event.
 
         Raises:
           trio.EndOfChannel: the block of `open_events` was left.
-          trio.ClosedResourceError: the same, and nothing is left.
+          trio.ClosedResourceError: the same, and all events were received.
         """
         return await self._channel.receive()
 
@@ -128,12 +130,12 @@ class EventStream:
 def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
     """Watch a stack for the block: ``with open_events(stack) as events: async for e in events``.
 
-    While it is open the stack has an observer (`Stack.add_observer`), which costs some tenths of a
+    During the block the stack has an observer (`Stack.add_observer`), which costs some tenths of a
     microsecond for each CDC message and RDMA write.
 
     Args:
       stack: the stack to watch.
-      limit: events kept for who takes them late; further ones are dropped and counted.
+      limit: events that are kept until the program receives them; further ones are dropped.
 
     Raises:
       ValueError: ``limit`` is not at least 1.
@@ -159,10 +161,11 @@ def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
 
 
 class EventObserver:
-    """Gives the events of a stack to ``put`` (`trio_smc.Observer`).
+    """Passes the events of a stack to ``put`` (`trio_smc.Observer`).
 
     Args:
-      endpoint_of: the endpoint of a connection that is not CLOSED.
+      endpoint_of: returns the endpoint of a connection, or None if it is CLOSED.
+      put: called with each event.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class EventObserver:
     ) -> None:
         self._endpoint_of = endpoint_of
         self._put = put
-        # Where open connections go: an aborted one has no TCP connection to ask any more.
+        # The addresses of open connections. An aborted one has no TCP connection any more.
         self._names: dict[Connection, _Names] = {}
 
     def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
@@ -188,7 +191,7 @@ class EventObserver:
         """Not an event."""
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """A connection became SMC-R, stays on TCP, or was refused."""
+        """Report that a connection became SMC-R, stays on TCP, or was refused."""
         new, names, agreed = "refused", _UNKNOWN, None
         if isinstance(connection, SmcStream):
             new = connection.mode.value
@@ -205,7 +208,7 @@ class EventObserver:
         )  # fmt: skip
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """A state machine has a new state."""
+        """Report a new state of a state machine."""
         now = trio.current_time()
         if isinstance(subject, Connection):
             names = self._names_of(subject, closed=new == "CLOSED")
@@ -249,7 +252,7 @@ def _role(group: LinkGroup | LinkOwner) -> Literal["client", "server"]:
 
 
 def log_event(event: StackEvent) -> None:
-    """Write one event to the log; states of connections only when they were aborted."""
+    """Write one event to the log. Of the states of connections only aborts are written."""
     if event.subject == "connection" and not event.aborted:
         return
     bad = event.subject == "connection" or event.new == "refused"
@@ -283,7 +286,7 @@ def _group(event: StackEvent) -> str:
 
 
 def _version(event: StackEvent) -> str:
-    """What is worth a word: version 2."""
+    """The agreement in words; empty for version 1."""
     agreed = event.agreed
     if agreed is None or agreed.version == 1:
         return ""

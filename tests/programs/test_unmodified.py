@@ -230,7 +230,7 @@ def test_from_tcp_to_smc_and_back_to_tcp(tmp_path: Path) -> None:
         (["--config", ".", "--", "true"], "trio-smc: .: Is a directory\n"),
         (["--config", "pnet.toml", "--", "true"], "the PNET table missing.pnet cannot be read: No"),
         (["--config", "port.toml", "--", "true"], "rnics: 'roce:rxe0:x' is neither "),
-        (["--config", "capture.toml", "--", "true"], "capture: there is no directory for 'a/b'"),
+        (["--config", "capture.toml", "--", "true"], "the directory of 'a/b' does not exist"),
         (["--config", "switch.toml", "--", "true"], "require_smc: 1 is not true or false"),
         (["--config", "path.toml", "--", "true"], "directory: 7 is not a path"),
     ],

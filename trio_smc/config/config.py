@@ -1,6 +1,6 @@
-"""`Config`: what a user may set, with the defaults that were decided once, and its lists.
+"""`Config`: the settings of a stack or a call, with their defaults and checks.
 
-Lists of connections name networks, (host, port) pairs, or ports of services.
+Lists of connections contain networks, (host, port) pairs, or ports of services.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _Parsed = ipaddress.IPv4Network | ipaddress.IPv6Network | tuple[str, int] | int
 
 
 def check_list(name: str, entries: object, *, ports: bool = False) -> None:
-    """Raise ValueError, which names the setting, when ``entries`` is no such list.
+    """Raise ValueError, with the name of the setting, if ``entries`` is no list of connections.
 
     Args:
-      ports: a port alone may be an entry.
+      ports: True if a port alone is an entry.
     """
     kinds = "networks, (host, port) pairs and ports" if ports else "networks and (host, port) pairs"
     if not isinstance(entries, tuple) or len(entries) > _MOST_ENTRIES:
@@ -61,7 +61,7 @@ def check_list(name: str, entries: object, *, ports: bool = False) -> None:
 
 def _check_entry(name: str, entry: object, kinds: str, ports: bool) -> None:
     match entry:
-        # Types are compared here, and not by the cache of `_parse`, for which 1 equals True.
+        # The types are compared here, because for the cache of `_parse` 1 equals True.
         case int() if ports and _is_integer(entry) and 0 < entry < 65536:
             return
         case str() if _is_text(entry, _LONGEST_NAME):
@@ -81,14 +81,14 @@ def _check_entry(name: str, entry: object, kinds: str, ports: bool) -> None:
 
 
 def is_listed(entry: Listed, addresses: tuple[tuple[str, int], ...]) -> bool:
-    """Whether one of the (host, port) ``addresses`` is what the entry means."""
+    """True if the entry matches one of the (host, port) ``addresses``."""
     parsed = _parse(entry)
     return any(_matches(parsed, host, port) for host, port in addresses)
 
 
 @lru_cache(maxsize=1024)
 def _parse(entry: Listed) -> _Parsed:
-    """A network, a port, or a pair whose host is in canonical form."""
+    """The entry as a network, a port, or a pair whose host is in canonical form."""
     match entry:
         case str():
             return ipaddress.ip_network(entry)
@@ -120,7 +120,7 @@ def _canonical(host: str) -> str:
 
 
 DEFAULT_PINS = Path("/run/trio-smc/tcp-option")
-"""Where ``trio-smc setup`` pins what the TCP option needs, unless it is told otherwise."""
+"""The default directory in which ``trio-smc setup`` pins the BPF objects of the TCP option."""
 
 _MAX_SIZE_CODE = 15
 _RFC_MAX_SIZE_CODE = 5
@@ -130,15 +130,15 @@ _ROCE_RECEIVE_BUFFER = RMBE_SIZE_UNIT << _RFC_MAX_SIZE_CODE
 
 
 def software_receive_buffer(cache: int) -> int:
-    """Bytes of a software RNIC's RMB elements where nobody has asked for a size.
+    """The default size in bytes of a software RNIC's RMB elements.
 
-    More than what two processors keep for themselves, ``cache`` bytes each (docs/decisions.md).
+    Larger than the caches of two processors together, ``cache`` bytes each (docs/decisions.md).
     """
     wanted = rmbe_size_for(2 * cache + 1)
     return max(_LEAST_SOFTWARE_RECEIVE_BUFFER, min(wanted, _MOST_SOFTWARE_RECEIVE_BUFFER))
 
 
-# What belongs to the stack: a call's own config may not change these.
+# Settings of the stack, which a call's own config cannot change.
 _STACK_FIELDS = frozenset(
     {
         "rnics", "pnet", "directory", "tcp_option", "spin", "wake", "llc_timeout",
@@ -146,7 +146,7 @@ _STACK_FIELDS = frozenset(
         "shutdown_timeout", "capture", "capture_payload", "control", "log_events",
         # Connections of different calls share RMBs, and CONFIRM LINK announced their layout.
         "rmbe_eye_catcher",
-        # Who shares a link group has agreed on one.
+        # Both peers of a link group have agreed on one.
         "ueids",
     }
 )  # fmt: skip
@@ -158,12 +158,11 @@ class Config:
 
     Some fields belong to the stack (``rnics``, ``pnet``, ``directory``, ``tcp_option``, ``spin``,
     ``wake``, ``rmbe_eye_catcher``, ``ueids``, ``shutdown_timeout``, ``control``, ``log_events``,
-    ``capture``, ``capture_payload`` and the timers of links). If the config of a single call sets
-    one of these to something else than its stack's, that raises ValueError; those that are left at
-    their defaults are the stack's.
+    ``capture``, ``capture_payload`` and the timers of links). The config of a single call leaves
+    these fields at their defaults or has the stack's values; otherwise the call raises ValueError.
 
-    Each value is checked when the config is made. Times have an upper bound, a day or, for idle
-    link groups and tests of links, a year; a wait for a peer's message takes at least 1 ms.
+    Each value is checked when the config is made. The upper bound of a time is a day, or a year for
+    idle link groups and tests of links. A wait for a peer's message takes at least 1 ms.
 
     Raises:
       ValueError: a value is of another kind, or outside of its range. The message names the field
@@ -172,41 +171,41 @@ class Config:
     Attributes:
       rnics: a tuple of RNICs, or "auto": one software RNIC and every active RoCE port, including
         ports that appear later.
-      pnet: which RoCE ports serve a network interface, instead of those that are on it: pairs of
-        an interface's and an RNIC's name, or a file with an interface and its RNICs on each line.
+      pnet: the RoCE ports of network interfaces, if they are not on the interface: pairs of the
+        names of an interface and an RNIC, or a file with an interface and its RNICs on each line.
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
-        members trust each other with their connections: docs/security.md. None:
+        members trust each other with their connections (docs/security.md). None:
         ``$XDG_RUNTIME_DIR/trio-smc``, else ``/tmp/trio-smc-UID``. Processes in other network
         namespaces, such as containers, can be peers only if the directory is named.
-      discovery: how this side learns that a peer speaks SMC-R. "auto": same-host discovery, the
-        TCP option of RFC 7609, 3.1 for other hosts that an RNIC leads to, and `assume`.
-        "assume": every peer is taken to; a listener looks at the first 4 bytes. "tcp-option":
-        only by the TCP option.
-      tcp_option: the directory where ``trio-smc setup`` has pinned what the TCP option needs.
+      discovery: how this side learns that a peer speaks SMC-R. "auto": by same-host discovery, by
+        the TCP option of RFC 7609, 3.1 for other hosts that an RNIC can reach, and by `assume`.
+        "assume": every peer is assumed to speak SMC-R; a listener checks the first 4 bytes.
+        "tcp-option": by the TCP option only.
+      tcp_option: the directory with the BPF objects of the TCP option, from ``trio-smc setup``.
       assume: networks ("192.0.2.0/24") or (host, port) pairs treated as "assume" under "auto".
-        A client compares the host as it was named and as it was resolved; a listener compares
+        A client compares the host as it was named and as it was resolved. A listener compares
         its own address, as bound and as accepted, and the client's.
-      ueids: names by which hosts know that they may speak SMC-R version 2, over RoCE ports only: at
-        most 8, each of 1 to 32 characters from A-Z, 0-9, "." and "-", the first a letter or a
-        digit. "kernel": those that ``smcr ueid`` has given to the Linux kernel, read when the
-        stack opens. Without any: version 1 only. They are not secret.
+      ueids: names that hosts with SMC-R version 2 have in common. At most 8, each of 1 to 32
+        characters from A-Z, 0-9, "." and "-", the first a letter or a digit. "kernel": the names
+        that ``smcr ueid`` has given to the Linux kernel, read when the stack opens. Empty: version
+        1 only. Version 2 is used on RoCE ports only. The names are not secret.
       require_smc: fail instead of falling back to TCP.
-      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n; None: 4 MiB
-        on software RNICs, or 8 where a processor has a level 2 cache of 2 MiB or more, and 512 KiB
-        elsewhere. More than 512 KiB is possible only on software RNICs. There memory is allocated
-        when it is first written, so a connection takes all of it only after carrying that much;
-        with smaller rings, such as 1 MiB, two processors work in each other's caches.
-      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, ours and the peer's; if
-        the peer uses it, so does this side in any case.
-      spin: how long to poll before the scheduler sleeps; 0 = off. If the last waits were longer,
-        but less than four times as long, it polls for four times as long. That long it also stays
-        awake for the next message of a handshake, and for the next connection where one was served.
-      wake: who waits for completions while the scheduler sleeps: "trio", on the RNIC's descriptor,
-        or the RNIC's "thread", which wakes the scheduler. "auto": the thread on RoCE ports, Trio
+      receive_buffer: size of this side's RMB elements, rounded up to 16 KiB << n. None: 4 MiB on
+        software RNICs, or 8 MiB if a processor has a level 2 cache of 2 MiB or more; 512 KiB on
+        RoCE ports. Only software RNICs allow more than 512 KiB. Their memory is allocated when it
+        is first written, so a connection uses all of it only after it has carried as many bytes.
+        With smaller rings, such as 1 MiB, two processors work in each other's caches.
+      rmbe_eye_catcher: give RMB elements the eye catcher of RFC 7609, 4.2, on both sides. Used in
+        any case if the peer uses it.
+      spin: how long to poll before the scheduler sleeps; 0: not at all. After waits of up to four
+        times this length the scheduler polls four times as long. It polls that long for the next
+        message of a handshake, too, and after a connection was served for the next one.
+      wake: how the sleeping scheduler waits for completions. "trio": on the RNIC's descriptor.
+        "thread": a thread of the RNIC wakes the scheduler. "auto": "thread" on RoCE ports, "trio"
         on software RNICs.
-      checkpoints: "strict": every call is a full Trio checkpoint; "amortised": cancellation is
-        always checked, rescheduling only now and then. None: amortised for the sockets of
+      checkpoints: "strict": every call is a full Trio checkpoint. "amortised": every call checks
+        for cancellation, but only some calls reschedule. None: amortised for the sockets of
         `enable` and ``trio-smc run``, strict for everything else.
       handshake_timeout: for each CLC message (RFC 7609, C.5), and each step before the first.
       first_contact_timeout: for each LLC message of a first contact (C.7).
@@ -215,29 +214,28 @@ class Config:
       test_link_timeout: how long a TEST LINK reply may take.
       close_timeout: how long the peer may take to close its side (4.8.1).
       link_group_idle: how long a link group without connections is kept (3.5.4).
-      shutdown_timeout: how long a closing stack may take to finish what closed streams still owe;
-        and at most as long again for calls under way to end, and for link groups.
+      shutdown_timeout: how long a closing stack may take to finish closed streams, and as long
+        again for calls under way and for link groups to end.
       handshake_limit: while this many handshakes of one listener are under way, further
-        connections are TCP at once; None: they wait their turn. In both cases at most 128 streams
-        of a listener wait for `accept`, or as many as this limit if that is more, and at most four
-        times as many handshakes are under way. Beyond that, connections wait in the TCP backlog,
-        and handshakes that have made no progress for a second give way.
-      allow: who may use SMC-R, if not everybody: networks ("192.0.2.0/24"), (host, port) pairs and
-        ports of the service. A client compares what it connects to; a listener compares its own
-        address, and the client's with its own port.
-      deny: who may not; stronger than `allow`. For example peers whose connections are protected
-        by IPsec, which RDMA writes would bypass (RFC 7609, 5).
-      learn_short: use TCP for peers whose connections were always short.
+        connections are TCP at once. None: they wait for their turn. In both cases at most 128
+        streams of a listener wait for `accept`, or as many as this limit if it is larger, and at
+        most four times as many handshakes are under way. Beyond that, connections wait in the TCP
+        backlog, and handshakes that have made no progress for a second give way.
+      allow: connections that may use SMC-R; empty: all. Networks ("192.0.2.0/24"), (host, port)
+        pairs and ports of the service. A client compares the address that it connects to. A
+        listener compares its own address, and the client's with its own port.
+      deny: connections that may not use SMC-R, even if `allow` has them. For example those that
+        IPsec protects, because RDMA writes would bypass it (RFC 7609, 5).
+      learn_short: use TCP for peers whose connections have been short several times in a row.
       urgent_inline: leave the urgent byte in the stream, as SO_OOBINLINE does.
       control: answer the same user's ``trio-smc`` commands, on a socket in `directory`.
-      log_events: write decisions about modes, changes of links and aborts to the log
-        ("trio_smc.events"), with fields for log collectors:
-        docs/monitoring.md.
-      capture: a file that gets every CLC, LLC and CDC message and RDMA write of the stack, as
-        pcapng for Wireshark and ``trio-smc ladder``; created new with mode 0600, in place of a
-        file of this user, where no other user can replace it. None: no capture.
-      capture_payload: how many bytes of each RDMA write the capture keeps, 4096 at most;
-        0: lengths only.
+      log_events: write decisions about modes, changes of links, and aborts to the log
+        "trio_smc.events", with fields for log collectors (docs/monitoring.md).
+      capture: a file for every CLC, LLC and CDC message and RDMA write of the stack, as pcapng for
+        Wireshark and ``trio-smc ladder``. It is created with mode 0600 and replaces a file of this
+        user, in a directory where no other user can replace it. None: no capture.
+      capture_payload: bytes of each RDMA write that the capture keeps, at most 4096; 0: only the
+        length.
     """
 
     rnics: tuple[Rnic, ...] | Literal["auto"] = "auto"
@@ -279,12 +277,12 @@ class Config:
             except ValueError:
                 raise
             except Exception as error:
-                # The value's own methods: of a subclass of `int`, `str`, `tuple` or a path.
+                # Raised by the value itself, an instance of a subclass of `int`, `str` or `tuple`.
                 text = f"{name}: {short_repr(value)} cannot be checked: {type(error).__name__}"
                 raise ValueError(text) from error
 
     def private_directory(self) -> Path:
-        """The directory that software RNICs and discovery use."""
+        """The directory of software RNICs, same-host discovery and control sockets."""
         return default_directories()[0] if self.directory is None else Path(self.directory)
 
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
@@ -295,20 +293,20 @@ class Config:
         return rmbe_size_of(min(rmbe_size_code(wanted), _RFC_MAX_SIZE_CODE))
 
     def assumes(self, *addresses: tuple[str, int]) -> bool:
-        """Whether a connection is known to speak SMC-R without being asked.
+        """True if the peer of a connection is known to speak SMC-R without discovery.
 
         Args:
-          addresses: (host, port) of whatever names it: the peer, or the local end.
+          addresses: (host, port) pairs of the connection: the peer's, or this side's.
         """
         if self.discovery != "auto":
             return self.discovery == "assume"
         return bool(self.assume) and any(is_listed(entry, addresses) for entry in self.assume)
 
     def permits(self, *addresses: tuple[str, int]) -> bool:
-        """Whether the lists let a connection use SMC-R.
+        """True if `allow` and `deny` let a connection use SMC-R.
 
         Args:
-          addresses: (host, port) of whatever names it, each with the port of the service.
+          addresses: (host, port) pairs of the connection, each with the port of the service.
         """
         if not (self.deny or self.allow):
             return True  # the default, on the path of each connection
@@ -317,7 +315,7 @@ class Config:
         return not self.allow or any(is_listed(entry, addresses) for entry in self.allow)
 
     def check_call(self, stack: Config) -> None:
-        """Raise ValueError when this config of one call changes what belongs to its stack."""
+        """Raise ValueError if this config of one call changes a setting of the stack."""
         default = Config()
         for field in fields(self):
             if field.name not in _STACK_FIELDS:
@@ -327,7 +325,7 @@ class Config:
                 raise ValueError(f"{field.name} belongs to the stack, not to one call")
 
 
-# --- what each field may be --------------------------------------------------------------------
+# --- checks of each field ------------------------------------------------------------------------
 
 _DAY = 86400
 _YEAR = 365 * _DAY
@@ -341,7 +339,7 @@ _Check = Callable[[str, object], None]
 
 
 def short_repr(value: object) -> str:
-    """A wrong value for a message: short, and of any kind and size."""
+    """A wrong value for an error message, shortened; never raises."""
     try:
         if _is_integer(value) and abs(cast(int, value)) >= 1 << 64:
             return f"an integer of {cast(int, value).bit_length()} bits"
@@ -350,7 +348,7 @@ def short_repr(value: object) -> str:
         elif isinstance(value, tuple | list | dict | set | frozenset) and len(value) > _REPR_SIZE:
             return f"a {type(value).__name__} of {len(value)} entries"
         text = ascii(value)
-    except Exception:  # of the value's own, or nested too deeply
+    except Exception:  # raised by the value itself, or nested too deeply
         return f"a {type(value).__name__}"
     return text if len(text) <= _REPR_SIZE else f"{text[: _REPR_SIZE - 3]}..."
 
@@ -369,7 +367,7 @@ def _choice(*allowed: str | None) -> _Check:
 
 def _seconds(least: float, most: float) -> _Check:
     def check(name: str, value: object) -> None:
-        # NaN is not comparable, and no integer is converted: it may be too large for a float.
+        # NaN fails the comparison. Integers are not converted, since they may exceed a float.
         if not _is_number(value) or not least <= cast(float, value) <= most:
             _refuse(name, value, f"a number of seconds from {least:g} to {most}")
 
@@ -477,7 +475,7 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "capture": _path(),
     "capture_payload": _integer(0, MAX_PAYLOAD, "bytes"),
 }
-"""What each field of `Config` may be. A field that is missing here cannot be set at all."""
+"""The check of each field of `Config`. With a field missing here, no `Config` can be made."""
 
 
 @cache
@@ -486,17 +484,17 @@ def _field_names() -> tuple[str, ...]:
 
 
 def is_path(value: object) -> bool:
-    """True if it can be the name of a file."""
+    """True if the value can be the name of a file."""
     if not isinstance(value, Path | str):
         return False
     try:
         return 0 < len(os.fsencode(value)) <= _LONGEST_PATH and "\0" not in str(value)
     except UnicodeEncodeError:
-        return False  # a lone surrogate that stands for no byte
+        return False  # a lone surrogate
 
 
 def _is_text(value: object, longest: int) -> bool:
-    """True if it is a string of printable characters."""
+    """True if the value is a string of printable characters."""
     return isinstance(value, str) and 0 < len(value) <= longest and value.isprintable()
 
 

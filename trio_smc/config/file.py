@@ -1,4 +1,4 @@
-"""Settings from a file: `load_config` reads TOML whose keys are the fields of `Config`."""
+"""`load_config`: settings from a TOML file whose keys are the fields of `Config`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from trio_smc.rnic.verbs import Rnic
 __all__ = ["load_config"]
 
 _LARGEST: Final = 1 << 20  # bytes of a file
-_DEEPEST: Final = 2  # lists in a list: (host, port) pairs
+_DEEPEST: Final = 2  # nested lists, for (host, port) pairs
 _LONGEST_RNIC: Final = 128  # characters
 
-# Settings of earlier releases, with their replacement.
+# Settings of earlier releases, with their replacements.
 _REMOVED: Final = {
     "max_handshakes": "set handshake_limit",
 }
 
 
 def load_config(path: Path | str) -> Config:
-    """The settings in a TOML file.
+    """Read the settings from a TOML file.
 
     Keys are the fields of `Config`, with lists for tuples. ``rnics`` is "auto" or a list of
     "software:NAME" and "roce:DEVICE[:PORT[:GID_INDEX]]". An entry of ``assume`` is a network or
     a list of host and port.
 
-    The files that it names are looked at, too: a program that began with them missing would get
-    the error much later, from its first connection.
+    Files that the settings name are checked as well, so that the program gets an error now and not
+    from its first connection.
 
     Raises:
       ValueError: the file cannot be read, is not a regular file, has more than 1 MiB, is no TOML,
-        or has a key or value that `Config` has not; the PNET table that it names is wrong, or there
-        is no directory for the capture.
+        or has a key or value that `Config` does not accept; or the PNET table is wrong, or the
+        directory of the capture does not exist.
     """
     values = _read(path)
     known = {field.name for field in fields(Config)}
@@ -59,7 +59,7 @@ def load_config(path: Path | str) -> Config:
 
 def _read(path: Path | str) -> dict[str, Any]:
     """The tables and values of a TOML file. Raises ValueError."""
-    import tomllib  # dear, and few programs have such a file
+    import tomllib  # slow to import, and few programs have such a file
 
     if not is_path(path):
         raise ValueError(f"{short_repr(path)} is not the name of a file")
@@ -76,18 +76,18 @@ def _read(path: Path | str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{path}: its values are nested too deeply") from error
     except ValueError as error:
-        # No TOML, or an integer of more digits than Python converts.
+        # No TOML, or an integer with more digits than Python converts.
         raise ValueError(f"{path}: {error}") from error
 
 
 def _check_files(config: Config) -> None:
     table_of(config.pnet)
     if config.capture is not None and not Path(config.capture).parent.is_dir():
-        raise ValueError(f"capture: there is no directory for {str(config.capture)!r}")
+        raise ValueError(f"capture: the directory of {str(config.capture)!r} does not exist")
 
 
 def _as_tuples(value: Any, depth: int = 0) -> Any:
-    """Lists as tuples, as deep as a setting may have them."""
+    """Convert lists to tuples, as deep as a setting can have them."""
     if not isinstance(value, list) or depth > _DEEPEST:
         return value
     return tuple(_as_tuples(each, depth + 1) for each in value)
