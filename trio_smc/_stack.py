@@ -1,6 +1,6 @@
 """`Stack`: one SMC-R peer as users see it, with its RNICs, link groups, connections and counters.
 
-All work is done by its `Runtime`.
+Its `Runtime` does the work.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = ["Stack", "stacks"]
 LOGGER = logging.getLogger("trio_smc.failover")
 
 _LOOK_AGAIN: Final = 0.5
-"""Seconds after which a drain looks again whether a link group is needed."""
+"""Seconds after which a drain checks again which link groups are unused."""
 
 
 class Stack:
-    """One SMC-R peer (RFC 7609, 2): made by `open_stack`.
+    """One SMC-R peer (RFC 7609, 2); made by `open_stack`.
 
     Attributes:
       config: the stack's configuration.
       peer_id: 8 bytes, new at every start (RFC 7609, 2.2.1).
-      runtime: what works for it, and no part of the public API.
+      runtime: the working parts of the stack; not part of the public API.
     """
 
     def __init__(self, config: Config) -> None:
@@ -60,7 +60,7 @@ class Stack:
 
     @property
     def trio_token(self) -> trio.lowlevel.TrioToken:
-        """Of the Trio run that the stack belongs to."""
+        """The token of the stack's Trio run."""
         return self.runtime.trio_token
 
     @property
@@ -70,13 +70,15 @@ class Stack:
 
     @property
     def ueids(self) -> tuple[str, ...] | None:
-        """By which this stack offers SMC-R version 2, on RNICs that serve it; None: with
-        ``Config(ueids="kernel")`` where the kernel has no SMC, which offers none either."""
+        """The UEIDs that this stack offers for SMC-R version 2, on RNICs that support it.
+
+        None with ``Config(ueids="kernel")`` if the kernel has no SMC: version 1 only.
+        """
         return self.runtime.groups.ueids
 
     @property
     def link_groups(self) -> tuple[LinkGroupView, ...]:
-        """Link groups, forming and ending ones included."""
+        """The link groups, including those that form or end."""
         return tuple(self._view(group) for group in self.runtime.groups.groups)
 
     def _view(self, group: LinkGroup) -> LinkGroupView:
@@ -84,8 +86,10 @@ class Stack:
 
     @property
     def connections(self) -> tuple[ConnectionView, ...]:
-        """Connections over SMC-R, those in a handshake and closing ones included, and then those
-        over TCP that are open."""
+        """The connections over SMC-R, then the open ones over TCP.
+
+        Those over SMC-R include connections in a handshake and closing ones.
+        """
         groups = self.runtime.groups
         return (
             *(
@@ -101,7 +105,7 @@ class Stack:
 
     @property
     def listening_addresses(self) -> tuple[tuple[str, int], ...]:
-        """Address and port of each listener that is open."""
+        """Address and port of each open listener."""
         names = (listener.socket.getsockname() for listener in self.runtime.listeners)
         return tuple(sorted((name[0], name[1]) for name in names))
 
@@ -110,15 +114,15 @@ class Stack:
         return self.runtime.groups.statistics()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` too of everything that happens from now on.
+        """Notify ``observer`` of all events from now on.
 
-        It is called on the Trio thread and must not block; what it raises is logged and stops
-        nothing. While a stack has no observer this costs one comparison for each event.
+        The observer is called on the Trio thread and must not block. Its exceptions are logged and
+        have no other effect. Without observers each event costs one comparison.
         """
         self._set_observers((*self._observers(), observer))
 
     def remove_observer(self, observer: Observer) -> None:
-        """Undo `add_observer`; an unknown one is fine."""
+        """Undo `add_observer`. An unknown observer is ignored."""
         self._set_observers(tuple(each for each in self._observers() if each is not observer))
 
     def _observers(self) -> tuple[Observer, ...]:
@@ -137,7 +141,7 @@ class Stack:
         local_address: str | None = None,
         config: Config | None = None,
     ) -> SmcStream:
-        """As `trio_smc.open_stream`, by this stack."""
+        """Like `trio_smc.open_stream`, with this stack."""
         self.runtime.check_usable()
         return await connect_stream(
             self.runtime,
@@ -156,7 +160,7 @@ class Stack:
         backlog: int | None = None,
         config: Config | None = None,
     ) -> list[SmcListener]:
-        """As `trio_smc.open_listeners`, by this stack."""
+        """Like `trio_smc.open_listeners`, with this stack."""
         with self.runtime.call():
             effective = self._effective(config)
             offer = partial(self.runtime.offer_option, effective)
@@ -185,7 +189,7 @@ class Stack:
         handler_nursery: trio.Nursery | None = None,
         task_status: trio.TaskStatus[list[SmcListener]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """As `trio_smc.serve`, by this stack."""
+        """Like `trio_smc.serve`, with this stack."""
         listeners = await self.open_listeners(port, host=host, backlog=backlog, config=config)
         async with trio.open_nursery() as nursery:
             for each in listeners:
@@ -203,21 +207,21 @@ class Stack:
     # --- RNICs -----------------------------------------------------------------------------
 
     async def drain_rnic(self, name: str) -> None:
-        """Take an RNIC out of service without losing anything; returns when no link uses it.
+        """Take an RNIC out of service without data loss, and wait until no link uses the RNIC.
 
-        New connections use other RNICs from now on; without another one they stay TCP
-        (`FallbackReason.RNIC_DOWN`). Open connections move to links on other RNICs, then the
-        links of this one are deleted in order (RFC 7609, 3.5.5.1.3, 4.6). Where a peer is
-        reached over no other RNIC, its connections go on here until they end by themselves, and
-        this waits for that: use a cancel scope to wait no longer. Cancelled or not, the RNIC
-        stays drained until `undrain_rnic`, which also ends the wait.
+        New connections use other RNICs from now on; without another RNIC they stay on TCP
+        (`FallbackReason.RNIC_DOWN`). Open connections move to links on other RNICs, then the links
+        of this RNIC are deleted in order (RFC 7609, 3.5.5.1.3, 4.6). If a peer cannot be reached
+        over another RNIC, its connections stay here until they end, and this call waits for them;
+        a cancel scope limits the wait. Even if the call is cancelled, the RNIC stays drained until
+        `undrain_rnic`, which also ends the wait.
 
         Args:
           name: of an RNIC in `rnics`.
 
         Raises:
           ValueError: the stack has no such RNIC.
-          trio.ClosedResourceError: the stack is closed, or was closed meanwhile.
+          trio.ClosedResourceError: the stack is closed, or was closed during the wait.
           RuntimeError: called in a forked child.
         """
         with self.runtime.call():
@@ -226,7 +230,7 @@ class Stack:
             rnics.drain(rnic)
             while rnics.is_drained(rnic) and (groups := table.on_rnics(rnics.on_port(rnic))):
                 table.end_unused(groups)
-                # A group without connections may be busy with one that is just coming.
+                # A group without connections may have a handshake under way.
                 with trio.move_on_after(_LOOK_AGAIN):
                     await table.link_gone.park()
             if rnics.is_drained(rnic):
@@ -234,7 +238,7 @@ class Stack:
             await trio.lowlevel.checkpoint()
 
     def undrain_rnic(self, name: str) -> None:
-        """Put an RNIC back that was drained; idempotent. Link groups get links on it again.
+        """Put a drained RNIC back into service. Link groups get links on it again. Idempotent.
 
         Args:
           name: of an RNIC in `rnics`.
@@ -255,8 +259,8 @@ _NUMBERS = itertools.count()
 
 
 def stacks() -> tuple[Stack, ...]:
-    """The stacks of this process that are open, default ones included, oldest first.
+    """The open stacks of this process, including default ones, oldest first.
 
-    They belong to the threads of their Trio runs: other threads may call nothing of them.
+    Each stack belongs to the thread of its Trio run. No other thread may call its methods.
     """
     return tuple(stack for stack in list(_STACKS.values()) if stack.runtime.running)
