@@ -65,7 +65,7 @@ def reason_of(stream: SmcStream) -> FallbackReason | None:
 @pytest.mark.parametrize(
     "first", [b"GET / HTTP/1.1\r\n\r\n", b"", EYE, EYE[:2], proposal().encode()]
 )
-async def test_a_plain_client_is_sent_nothing_and_read_as_it_is(first: bytes) -> None:
+async def test_a_plain_client_gets_no_clc_and_its_bytes_stay_unchanged(first: bytes) -> None:
     async with listening(QUICK) as (_, listener):
         plain = await plain_client(listener)
         await plain.send_all(first)
@@ -89,7 +89,7 @@ class ReusePort(trio.abc.SocketFactory):
         return trio.socket.from_stdlib_socket(sock)
 
 
-async def test_a_port_shared_with_a_process_that_has_never_heard_of_smc() -> None:
+async def test_a_port_shared_with_a_plain_tcp_process() -> None:
     """Whoever's accept does not return the connection never says so, and sees no CLC byte."""
     trio.socket.set_custom_socket_factory(ReusePort())
     # Waited for once or twice, and long enough for handshakes on a busy machine.
@@ -118,7 +118,7 @@ async def test_a_port_shared_with_a_process_that_has_never_heard_of_smc() -> Non
             nursery.cancel_scope.cancel()
 
 
-async def test_a_plain_server_on_the_address_and_ours_on_the_wildcard() -> None:
+async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard() -> None:
     trio.socket.set_custom_socket_factory(ReusePort())
     impatient = replace(QUICK, handshake_timeout=SOON)
     async with listening(QUICK, "0.0.0.0") as (stack, listener):
@@ -238,7 +238,7 @@ async def test_the_directory_vanishes(runtime_directory: Path) -> None:
         await close_all(mine, other, tcp, accepted)
 
 
-NOBODY = """
+OTHER_USERS_SERVER = """
     import encodings.idna, os, sys
     sys.path[:0] = {path!r}
     import trio, trio_smc
@@ -252,7 +252,7 @@ NOBODY = """
         async with trio_smc.open_stack(trio_smc.Config(directory={directory!r})) as stack:
             async with await stack.open_stream({host!r}, {port}) as stream:
                 print(stream.mode, stream.fallback.reason, stream.fallback.origin)
-                await stream.send_all(b"from nobody")
+                await stream.send_all(b"another user")
 
     trio.run(main)
 """
@@ -266,7 +266,7 @@ async def test_a_process_of_another_user() -> None:
     try:
         async with listening(config) as (_, listener):
             host, port = address_of(listener)
-            program = textwrap.dedent(NOBODY).format(
+            program = textwrap.dedent(OTHER_USERS_SERVER).format(
                 path=sys.path, directory=str(directory), host=host, port=port
             )
             environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
@@ -278,7 +278,7 @@ async def test_a_process_of_another_user() -> None:
                 assert done.stdout.splitlines()[-1] == b"tcp other-user local"
                 async with await listener.accept() as stream:
                     assert reason_of(stream) is FallbackReason.PEER_NOT_CAPABLE
-                    assert await read_to_end(stream) == b"from nobody"
+                    assert await read_to_end(stream) == b"another user"
     finally:
         shutil.rmtree(directory)
 
@@ -286,7 +286,7 @@ async def test_a_process_of_another_user() -> None:
 # --- "assume" ------------------------------------------------------------------------------------
 
 
-async def sniffed(
+async def bytes_read_under_assume(
     pieces: list[bytes], *, end: bool, patience: float = PATIENCE
 ) -> bytes | OSError | None:
     """What an application reads that assumes SMC-R, of a client that sends these pieces.
@@ -335,23 +335,23 @@ async def sniffed(
     ],
 )
 async def test_bytes_that_are_no_eye_catcher_stay_unread(pieces: list[bytes], end: bool) -> None:
-    assert await sniffed(pieces, end=end) == b"".join(pieces)
+    assert await bytes_read_under_assume(pieces, end=end) == b"".join(pieces)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_a_stream_shorter_than_an_eye_catcher(count: int) -> None:
-    assert await sniffed([EYE[:count]], end=True) == EYE[:count]
+    assert await bytes_read_under_assume([EYE[:count]], end=True) == EYE[:count]
 
 
 async def test_no_byte_at_all() -> None:
-    assert await sniffed([], end=False, patience=SOON) is None
-    assert await sniffed([], end=True) == b""  # as over TCP
+    assert await bytes_read_under_assume([], end=False, patience=SOON) is None
+    assert await bytes_read_under_assume([], end=True) == b""  # as over TCP
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_prefix_that_never_goes_on(count: int) -> None:
+async def test_an_incomplete_eye_catcher(count: int) -> None:
     """It could become a Proposal, which must never reach an application."""
-    assert await sniffed([EYE[:count]], end=False, patience=SOON) is None
+    assert await bytes_read_under_assume([EYE[:count]], end=False, patience=SOON) is None
 
 
 async def test_a_proposal_byte_by_byte() -> None:
@@ -381,7 +381,7 @@ async def test_assumed_by_the_client_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["network", "address", "name", "own address", "bound address"])
-async def test_lists_of_the_assumed(kind: str) -> None:
+async def test_the_assume_list(kind: str) -> None:
     async with plain_server("0.0.0.0") as free:
         port = address_of(free)[1]
     entry: dict[str, tuple[str, int] | str] = {
@@ -411,7 +411,7 @@ async def test_lists_of_the_assumed(kind: str) -> None:
         await listener.aclose()
 
 
-async def test_the_list_says_nothing_about_others() -> None:
+async def test_the_assume_list_does_not_concern_other_peers() -> None:
     config = Config(receive_buffer=16384, assume=("192.0.2.0/24", ("127.0.0.1", 1)))
     async with listening(config) as (_, listener):
         plain = await plain_client(listener)
@@ -428,7 +428,7 @@ async def test_random_first_bytes(rng: random.Random) -> None:
             continue
         cuts = sorted(rng.sample(range(1, 4), rng.randrange(3)))
         pieces = [first[a:b] for a, b in zip([0, *cuts], [*cuts, 4], strict=True)]
-        assert await sniffed(pieces, end=rng.random() < 0.5) == first
+        assert await bytes_read_under_assume(pieces, end=rng.random() < 0.5) == first
 
 
 # --- "tcp-option" --------------------------------------------------------------------------------

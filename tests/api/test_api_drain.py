@@ -51,7 +51,7 @@ async def until_used(stack: Stack, names: set[str]) -> None:
 
 
 @pytest.mark.rfc("2.3/9")
-async def test_connections_move_and_go_on() -> None:
+async def test_connections_move_and_continue() -> None:
     async with stacks(2) as (client, _, listener):
         pairs = [await connect(client, listener) for _ in range(4)]
         await until_used(client, {"c0", "c1"})
@@ -146,7 +146,7 @@ async def test_an_unused_group_on_the_last_rnic_ends(side: str) -> None:
         assert used(client if side == "c0" else server) == set()
 
 
-async def test_putting_it_back_ends_the_wait() -> None:
+async def test_undrain_ends_the_wait() -> None:
     async with stacks(1) as (client, _, listener), trio.open_nursery() as nursery:
         stream, accepted = await connect(client, listener)
         nursery.start_soon(client.drain_rnic, "c0")
@@ -160,7 +160,7 @@ async def test_putting_it_back_ends_the_wait() -> None:
         await accepted.aclose()
 
 
-async def test_a_cancelled_drain_stays_a_drain() -> None:
+async def test_an_rnic_stays_drained_if_the_call_is_cancelled() -> None:
     async with stacks(1) as (client, _, listener):
         stream, accepted = await connect(client, listener)
         assert await cancel_when_blocked(lambda: client.drain_rnic("c0"))

@@ -220,7 +220,7 @@ async def test_closed_while_accepting(stack: Stack, listener: SmcListener) -> No
 
 
 @pytest.mark.parametrize("parked", [False, True])
-async def test_the_socket_is_closed_under_it(
+async def test_the_program_closes_the_socket(
     parked: bool, stack: Stack, listener: SmcListener
 ) -> None:
     if parked:
@@ -242,7 +242,7 @@ async def test_the_socket_fails(
     assert "failed" in caplog.text
 
 
-async def test_closing_ends_what_was_not_accepted(stack: Stack, listener: SmcListener) -> None:
+async def test_closing_resets_unaccepted_streams(stack: Stack, listener: SmcListener) -> None:
     stream = await stack.open_stream(*address_of(listener))
     plain = await plain_client(listener)
     await trio.testing.wait_all_tasks_blocked(0.05)
@@ -254,7 +254,7 @@ async def test_closing_ends_what_was_not_accepted(stack: Stack, listener: SmcLis
     await all_freed(stack)
 
 
-async def test_closing_ends_handshakes() -> None:
+async def test_closing_resets_handshakes() -> None:
     async with trio_smc.open_stack(ASSUME) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         plain = await plain_client(listener)
@@ -280,7 +280,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("sent", HOSTILE, ids=range(len(HOSTILE)))
-async def test_a_failed_handshake_stops_nothing(
+async def test_a_failed_handshake_does_not_disturb_others(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with trio_smc.open_stack(ASSUME) as stack:
@@ -297,7 +297,7 @@ async def test_a_failed_handshake_stops_nothing(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_random_bytes_stop_nothing(
+async def test_random_bytes_do_not_disturb_others(
     rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with trio_smc.open_stack(ASSUME) as stack, trio.open_nursery() as nursery:
@@ -325,7 +325,7 @@ async def test_random_bytes_stop_nothing(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_defect_costs_one_connection(
+async def test_a_defect_ends_one_connection(
     stack: Stack, listener: SmcListener, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -353,7 +353,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def accept_at_last(listener: SmcListener) -> tuple[SmcStream, int]:
+async def accept_after_errors(listener: SmcListener) -> tuple[SmcStream, int]:
     """The next stream, and how many errors came before it."""
     errors = 0
     with trio.fail_after(PATIENCE):
@@ -373,11 +373,11 @@ async def test_out_of_descriptors(stack: Stack, listener: SmcListener) -> None:
                     await listener.accept()
                 assert caught.value.errno == errno.EMFILE
         with trio.fail_after(PATIENCE):
-            await (await accept_at_last(listener))[0].aclose()
+            await (await accept_after_errors(listener))[0].aclose()
     await check_serves(stack, listener)
 
 
-async def test_capacity_errors_do_not_pile_up(
+async def test_capacity_errors_are_not_queued(
     stack: Stack, listener: SmcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0
@@ -394,12 +394,12 @@ async def test_capacity_errors_do_not_pile_up(
             plain.connect(address_of(listener))
             while tries < 3:  # noqa: ASYNC110  # a counter
                 await trio.sleep(0.01)
-        stream, errors = await accept_at_last(listener)
+        stream, errors = await accept_after_errors(listener)
         assert errors == 1
         await stream.aclose()
 
 
-async def test_serve_goes_on_after_capacity_errors(
+async def test_serve_continues_after_capacity_errors(
     stack: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def handler(stream: SmcStream) -> None:
@@ -427,7 +427,7 @@ def two_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_may_wait")
-async def test_silent_clients_hold_up_nobody() -> None:
+async def test_silent_clients_do_not_delay_others() -> None:
     """With twice as many as may wait for `accept`, others are served at once."""
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
@@ -463,7 +463,7 @@ async def test_the_oldest_silent_client_gives_way(first: bytes) -> None:
 
 
 @pytest.mark.usefixtures("two_may_wait")
-async def test_no_address_takes_the_handshakes_of_others() -> None:
+async def test_an_address_with_many_handshakes_does_not_displace_others() -> None:
     config = Config(receive_buffer=16384, discovery="assume")
     async with trio_smc.open_stack(config) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
@@ -482,7 +482,7 @@ async def test_no_address_takes_the_handshakes_of_others() -> None:
 
 @pytest.mark.parametrize(("limit", "waiting"), [(None, 2), (0, 2), (3, 3)])
 @pytest.mark.usefixtures("two_may_wait")
-async def test_streams_that_nobody_accepts_are_bounded(
+async def test_streams_that_are_not_accepted_are_bounded(
     stack: Stack, limit: int | None, waiting: int
 ) -> None:
     """A handshake limit above the usual bound raises that bound."""

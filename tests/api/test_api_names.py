@@ -32,7 +32,7 @@ def public_methods(owner: type) -> list[tuple[str, object]]:
     ]
 
 
-def test_all_names_and_no_others() -> None:
+def test_all_names_are_exported_and_no_others() -> None:
     assert set(trio_smc.__all__) == NAMES
     assert len(trio_smc.__all__) == len(NAMES)
     public = {
@@ -43,7 +43,7 @@ def test_all_names_and_no_others() -> None:
     assert public - {"annotations"} == NAMES
 
 
-def test_names_have_been_announced_for_type_checkers() -> None:
+def test_names_are_in_all_for_type_checkers() -> None:
     assert files("trio_smc").joinpath("py.typed").is_file()
 
 
@@ -70,7 +70,7 @@ def test_every_parameter_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "open_stack"])
-def test_stack_has_the_same_calls(name: str) -> None:
+def test_stack_has_the_same_functions(name: str) -> None:
     here = inspect.signature(getattr(trio_smc, name))
     there = inspect.signature(getattr(trio_smc.Stack, name))
     assert list(there.parameters.values())[1:] == list(here.parameters.values())
@@ -84,7 +84,7 @@ def test_stack_has_the_same_calls(name: str) -> None:
         (trio_smc.serve, trio.serve_tcp),
     ],
 )
-def test_calls_are_trios_with_a_config(ours: object, trios: object) -> None:
+def test_functions_are_trios_with_a_config(ours: object, trios: object) -> None:
     here = dict(inspect.signature(ours).parameters)  # type: ignore[arg-type]
     there = dict(inspect.signature(trios).parameters)  # type: ignore[arg-type]
     assert here.pop("config").default is None
@@ -95,7 +95,7 @@ def test_calls_are_trios_with_a_config(ours: object, trios: object) -> None:
             assert here[name].default == parameter.default, name
 
 
-def test_kinds_of_things() -> None:
+def test_kinds_of_objects() -> None:
     assert issubclass(trio_smc.SmcStream, trio.abc.HalfCloseableStream)
     assert issubclass(trio_smc.SmcListener, trio.abc.Listener)
     assert issubclass(trio_smc.SmcUnavailable, OSError)

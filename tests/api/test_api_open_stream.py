@@ -69,14 +69,14 @@ class Resolver(trio.abc.HostnameResolver):
 # --- TCP ---------------------------------------------------------------------------------------
 
 
-async def test_nobody_listens(stack: Stack) -> None:
+async def test_no_listener(stack: Stack) -> None:
     with reserved_port() as port, pytest.raises(ConnectionRefusedError) as caught:
         await stack.open_stream(HOST, port)
     assert caught.value.errno == errno.ECONNREFUSED
     assert str(port) in str(caught.value)
 
 
-async def test_nobody_listens_on_several_addresses(stack: Stack) -> None:
+async def test_no_listener_on_several_addresses(stack: Stack) -> None:
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.1", "127.0.0.2", "127.0.0.3"))
     with (
         reserved_port() as port,
@@ -130,15 +130,13 @@ async def test_local_address_to_a_plain_server(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("local", ["192.0.2.1", "::1", "no address at all"])
-async def test_local_address_that_cannot_be(
-    local: str, stack: Stack, listener: SmcListener
-) -> None:
+async def test_unusable_local_address(local: str, stack: Stack, listener: SmcListener) -> None:
     with pytest.raises(OSError, match=local):
         await stack.open_stream(*address_of(listener), local_address=local)
 
 
 @contextlib.asynccontextmanager
-async def deaf_server(host: str, port: int) -> AsyncIterator[None]:
+async def silent_server(host: str, port: int) -> AsyncIterator[None]:
     """Whoever connects here waits."""
     with trio.socket.socket() as sock, contextlib.ExitStack() as callers:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,7 +152,7 @@ async def deaf_server(host: str, port: int) -> AsyncIterator[None]:
 async def test_happy_eyeballs(stack: Stack, listener: SmcListener) -> None:
     _, port = address_of(listener)
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.2", "127.0.0.3", HOST))
-    async with deaf_server("127.0.0.2", port), deaf_server("127.0.0.3", port):
+    async with silent_server("127.0.0.2", port), silent_server("127.0.0.3", port):
         with trio.fail_after(PATIENCE):
             stream = await stack.open_stream("three", port, happy_eyeballs_delay=0.01)
         assert stream.mode is Mode.SMC_R
@@ -163,7 +161,7 @@ async def test_happy_eyeballs(stack: Stack, listener: SmcListener) -> None:
     # The leak check of every test sees to it that the losers are closed.
 
 
-async def test_happy_eyeballs_go_on_at_once_after_a_failure(
+async def test_happy_eyeballs_continue_at_once_after_a_failure(
     stack: Stack, listener: SmcListener
 ) -> None:
     _, port = address_of(listener)
@@ -173,10 +171,13 @@ async def test_happy_eyeballs_go_on_at_once_after_a_failure(
     await close_all(stream, await listener.accept())
 
 
-async def test_cancelled_while_all_wait(stack: Stack) -> None:
+async def test_cancelled_while_all_attempts_wait(stack: Stack) -> None:
     trio.socket.set_custom_hostname_resolver(Resolver("127.0.0.2", "127.0.0.3"))
     with reserved_port() as port:
-        async with deaf_server("127.0.0.2", port), deaf_server("127.0.0.3", port):
+        async with (
+            silent_server("127.0.0.2", port),
+            silent_server("127.0.0.3", port),
+        ):
             assert await cancel_when_blocked(
                 partial(stack.open_stream, "two", port, happy_eyeballs_delay=0.001)
             )
@@ -276,7 +277,7 @@ async def test_the_stack_is_left_during_the_call() -> None:
 # --- handshakes that break -----------------------------------------------------------------------
 
 
-async def test_garbage_is_no_fallback() -> None:
+async def test_garbage_is_an_error() -> None:
     async def peer(stream: trio.SocketStream) -> None:
         assert isinstance(await read_clc(stream), clc.Proposal)
         await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -298,7 +299,7 @@ async def test_message_out_of_turn() -> None:
     assert isinstance(outcome.error, ConnectionResetError)
 
 
-async def test_silence_is_a_timeout() -> None:
+async def test_a_silent_peer_is_a_timeout() -> None:
     async def peer(stream: trio.SocketStream) -> None:
         await read_clc(stream)
         assert isinstance(await read_to_end(stream), ConnectionResetError)
@@ -375,7 +376,7 @@ async def test_a_plain_server_gets_application_bytes_only(stack: Stack) -> None:
             assert await read_to_end(other) == b""
 
 
-async def test_a_server_that_resets_once_it_is_connected(
+async def test_a_server_that_resets_after_the_connect(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with TCP: the connection was there, so there is a stream, which then is broken."""

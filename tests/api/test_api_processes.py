@@ -248,7 +248,7 @@ FORK_BETWEEN_RUNS = """
 """
 
 
-async def test_a_child_that_starts_anew() -> None:
+async def test_a_forked_child_that_starts_a_new_run() -> None:
     """Nothing is inherited between two runs, so a child may begin one of its own."""
     assert await run(FORK_BETWEEN_RUNS) == "both\n"
 

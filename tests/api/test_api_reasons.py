@@ -60,7 +60,7 @@ def test_messages_differ() -> None:
     assert len({Fallback.local(reason).remedy for reason in Reason}) == len(Reason)
 
 
-def test_what_a_peer_said() -> None:
+def test_messages_of_a_peers_decline() -> None:
     fallback = Fallback.from_peer(0x12345678)
     assert fallback.reason is Reason.DECLINED
     assert (fallback.origin, fallback.code, fallback.peer_code) == (PEER, 0x05000000, 0x12345678)
@@ -136,7 +136,7 @@ async def test_a_client_declines() -> None:
 # --- what this side finds, as client --------------------------------------------------------------
 
 
-async def declined_by_us(answer: clc.Message) -> tuple[Fallback | None, clc.Message]:
+async def answer_of_our_client(answer: clc.Message) -> tuple[Fallback | None, clc.Message]:
     """What our client makes of an answer to its Proposal, and what it says."""
     said: list[clc.Message] = []
 
@@ -161,7 +161,7 @@ async def declined_by_us(answer: clc.Message) -> tuple[Fallback | None, clc.Mess
     ],
 )
 async def test_our_client_declines(answer: clc.Message, reason: Reason, word: int) -> None:
-    fallback, said = await declined_by_us(answer)
+    fallback, said = await answer_of_our_client(answer)
     assert fallback == Fallback(reason=reason, origin=LOCAL, code=word)
     assert isinstance(said, clc.Decline)
     assert said.diagnosis == word
@@ -260,18 +260,18 @@ async def test_rnic_restored() -> None:
         await close_all(mine, other, listener)
 
 
-@pytest.mark.parametrize("who", ["client", "server"])
-async def test_out_of_memory(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_out_of_memory(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(client: trio_smc.Stack, server: trio_smc.Stack) -> None:
         def full(size: int) -> None:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-        [rnic] = (client if who == "client" else server).rnics
+        [rnic] = (client if side == "client" else server).rnics
         monkeypatch.setattr(rnic, "alloc_memory", full)
 
     fallbacks = await both(QUICK, QUICK, prepare)
     here, there = local(Reason.OUT_OF_RESOURCES), Fallback.from_peer(0x01010000)
-    assert fallbacks == ((here, there) if who == "client" else (there, here))
+    assert fallbacks == ((here, there) if side == "client" else (there, here))
     assert there.reason is Reason.OUT_OF_RESOURCES
 
 
@@ -286,12 +286,12 @@ async def test_discovery_has_too_many_connections(monkeypatch: pytest.MonkeyPatc
 async def test_discovery_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     announce = _local_protocol.announce
 
-    def from_the_future(connection: bytes, number: bytes, *, required: bool) -> bytes:
+    def newer_version(connection: bytes, number: bytes, *, required: bool) -> bytes:
         message = bytearray(announce(connection, number, required=required))
         message[4:6] = b"\xfe\xff"
         return bytes(message)
 
-    monkeypatch.setattr(_local_protocol, "announce", from_the_future)
+    monkeypatch.setattr(_local_protocol, "announce", newer_version)
     mine, other = await both(QUICK, QUICK)
     assert mine is not None
     assert mine.reason is Reason.LOCAL_VERSION_MISMATCH
@@ -327,13 +327,13 @@ ELSEWHERE = {
     Reason.OTHER_USER: "api.test_api_discovery.test_a_process_of_another_user",
     Reason.PATH_NOT_PROVEN: "e2e.test_networks.test_masquerading_between_two",
     Reason.TCP_OPTION_UNAVAILABLE: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
-    Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_may_not",
+    Reason.NOT_PERMITTED: "stack.test_policy.test_a_server_that_is_not_permitted",
     Reason.SHORT_CONNECTIONS: "stack.test_policy.test_short_connections_become_tcp",
     Reason.TCP_OPTION_NOT_PERMITTED: "api.test_api_discovery.test_the_tcp_option_cannot_be_used",
 }
 
 
-def test_every_reason_is_brought_about() -> None:
+def test_every_reason_has_a_test() -> None:
     """Each is named by a test, here or where the table says."""
     with open(__file__) as file:
         text = file.read()

@@ -207,11 +207,11 @@ async def test_a_stack_connected_to_itself() -> None:
         await close_all(mine, other)
 
 
-@pytest.mark.parametrize("who", ["client", "server"])
-async def test_terminate(who: str) -> None:
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_terminate(side: str) -> None:
     async with two_stacks() as (client, server, listener):
         mine, other = await connect(client, listener)
-        [group] = (client if who == "client" else server).link_groups
+        [group] = (client if side == "client" else server).link_groups
         group.terminate()
         for stream in (mine, other):
             with trio.fail_after(PATIENCE), pytest.raises(trio.BrokenResourceError):
@@ -224,11 +224,11 @@ async def test_terminate(who: str) -> None:
         await check_serves(client, listener)
 
 
-@pytest.mark.parametrize("who", ["client", "server"])
-async def test_delete_the_only_link(who: str) -> None:
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_delete_the_only_link(side: str) -> None:
     async with two_stacks() as (client, server, listener):
         mine, other = await connect(client, listener)
-        [group] = (client if who == "client" else server).link_groups
+        [group] = (client if side == "client" else server).link_groups
         with pytest.raises(ValueError, match="no link 7"):
             group.delete_link(7)
         await check_talk(mine, other)
@@ -379,7 +379,7 @@ async def test_streams_waiting_when_the_stack_is_left() -> None:
         await close_all(other)
 
 
-async def test_warnings_that_are_errors_come_last() -> None:
+async def test_warnings_that_are_errors_are_raised_last() -> None:
     """Everything is done by then."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -457,7 +457,7 @@ async def test_a_task_that_outlives_the_stack() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("user"), KeyboardInterrupt(), ExceptionGroup("group", [OSError()])]
 )
-async def test_exceptions_of_the_block_come_out_as_they_are(error: BaseException) -> None:
+async def test_exceptions_of_the_block_are_passed_on_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         async with trio_smc.open_stack(QUICK):
             raise error
@@ -514,7 +514,7 @@ async def test_cancelled_before_it_opens() -> None:
     assert scope.cancelled_caught
 
 
-async def test_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stack_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is no ExceptionGroup, and nothing is left."""
 
     def no_descriptors(*args: object) -> int:
@@ -528,7 +528,7 @@ async def test_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["timers", "pump"])
-async def test_a_defect_in_the_background(where: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_in_a_background_task(where: str, caplog: pytest.LogCaptureFixture) -> None:
     """The stack is closed, its streams are broken, and the block hears of it at its end."""
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with trio_smc.open_stack(QUICK) as stack:
@@ -649,7 +649,7 @@ async def test_observers_of_fallbacks() -> None:
 # --- nothing is kept -----------------------------------------------------------------------------
 
 
-async def test_a_stack_is_garbage_once_it_is_left() -> None:
+async def test_a_stack_is_garbage_after_it_was_left() -> None:
     import weakref
 
     async with trio_smc.open_stack(QUICK) as stack:

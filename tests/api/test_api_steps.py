@@ -88,8 +88,8 @@ async def test_the_listener_is_closed(contact: str, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.filterwarnings("ignore:.* was open when its stack was closed:ResourceWarning")
-@pytest.mark.parametrize("who", ["client", "server"])
-async def test_the_stack_is_left(who: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_the_stack_is_left(side: str, caplog: pytest.LogCaptureFixture) -> None:
     step, early = 1, True
     while early:
         async with trio_smc.open_stack(QUICK) as survivor:
@@ -98,7 +98,7 @@ async def test_the_stack_is_left(who: str, caplog: pytest.LogCaptureFixture) -> 
                 async with trio.open_nursery() as nursery:
                     async with trio_smc.open_stack(QUICK) as leaver:
                         client, server = (
-                            (leaver, survivor) if who == "client" else (survivor, leaver)
+                            (leaver, survivor) if side == "client" else (survivor, leaver)
                         )
                         [listener] = await server.open_listeners(0, host=HOST)
 
@@ -123,7 +123,7 @@ async def test_the_stack_is_left(who: str, caplog: pytest.LogCaptureFixture) -> 
                             await left.wait()
                     early = instrument.left <= 0
                     nursery.cancel_scope.cancel()
-            if who == "client":
+            if side == "client":
                 await check_serves(survivor, listener)
             await all_freed(survivor)
         step += 1

@@ -52,14 +52,14 @@ def errors(place: Path, text: str) -> list[str]:
     ]
 
 
-def test_a_mode_that_there_is_not_is_an_error(tmp_path: Path) -> None:
+def test_a_misspelled_mode_is_an_error(tmp_path: Path) -> None:
     assert errors(tmp_path, COMPARISONS) == []
     wrong = COMPARISONS.replace('"smc-r"', '"smcr"')
     [line] = [at for at, text in enumerate(wrong.splitlines()) if '"smcr"' in text]
     assert errors(tmp_path, wrong) == [f"{line} reportUnnecessaryComparison"]
 
 
-def test_everything_has_a_type(tmp_path: Path) -> None:
+def test_every_public_name_has_a_type(tmp_path: Path) -> None:
     """Of the whole package, of which users see what `trio_smc` exports."""
     said = pyright(tmp_path, "--verifytypes", "trio_smc", "--ignoreexternal")["typeCompleteness"]
     unclear = [

@@ -340,7 +340,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
-def test_no_field_takes_values_beyond_its_range(field: str) -> None:
+def test_no_field_accepts_values_outside_its_range(field: str) -> None:
     """The message names the field and what it takes, in one short line."""
     for kind, value in extremes().items():
         if kind in FINE.get(field, ()):
@@ -388,7 +388,7 @@ def test_ranges(field: str, least: float, most: float) -> None:
             Config(**{field: value})  # type: ignore[arg-type]
 
 
-def test_a_port_is_no_truth_value_whatever_was_asked_before() -> None:
+def test_a_boolean_is_no_port_even_if_it_is_cached() -> None:
     """1 equals True, also for a cache."""
     assert Config(allow=(1, ("h", 1))).permits(("h", 1))
     for entry in (True, 1.0, ("h", True), ("h", 1.0)):
@@ -396,7 +396,7 @@ def test_a_port_is_no_truth_value_whatever_was_asked_before() -> None:
             Config(allow=(entry,))  # type: ignore[arg-type]
 
 
-async def test_what_is_no_config_is_refused_by_each_call() -> None:
+async def test_each_call_refuses_other_objects_than_configs() -> None:
     wrongs: tuple[Any, ...] = ({}, "config.toml", 0, Config)
     for wrong in wrongs:
         with pytest.raises(TypeError, match=r"^config: .* is not a Config$"):
@@ -454,7 +454,7 @@ def test_a_setting_of_an_earlier_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "a\0b", "\ud800", "", "/", "/nowhere/x.toml"])
-def test_what_is_no_file(path: str) -> None:
+def test_paths_that_are_no_files(path: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         trio_smc.load_config(path)
     assert len(str(caught.value)) < 200

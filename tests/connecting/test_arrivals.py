@@ -18,18 +18,18 @@ HOST = "127.0.0.1"
 
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.parametrize("turns", [0, 3])
-async def test_a_client_of_another_namespace(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+async def test_a_client_in_another_namespace(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """No RNIC serves its address; the one that does is found when its announcement is, which may
     take several turns."""
     looks = 0
     look = Search.look
 
-    def look_late(search: Search) -> bool:
+    def delayed_look(search: Search) -> bool:
         nonlocal looks
         looks += 1
         return looks > turns and look(search)
 
-    monkeypatch.setattr(Search, "look", look_late)
+    monkeypatch.setattr(Search, "look", delayed_look)
 
     def choose(*args: Any, near: bool, **options: Any) -> Route:
         if not near:

@@ -26,7 +26,7 @@ LATER = replace(ASSUME, handshake_timeout=10 * PATIENCE)
 
 
 @contextlib.asynccontextmanager
-async def a_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
+async def open_listener() -> AsyncIterator[tuple[Stack, SmcListener]]:
     async with open_stack(LATER) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)
         yield stack, listener
@@ -49,7 +49,7 @@ async def arrived(stream: trio.SocketStream) -> None:
 async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
     count: int, how: str
 ) -> None:
-    async with a_listener() as (stack, listener):
+    async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         name = raw.socket.getsockname()
         if count:
@@ -76,7 +76,7 @@ async def test_a_client_that_ends_before_an_eye_catcher_is_handed_over(
 @pytest.mark.parametrize("count", range(4))
 async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: int) -> None:
     """The application reads what has come, and then the error: as over TCP."""
-    async with a_listener() as (stack, listener):
+    async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         if count:
             await raw.send_all(clc.EYE_CATCHER[:count])
@@ -95,8 +95,8 @@ async def test_a_client_that_resets_before_an_eye_catcher_is_handed_over(count: 
 
 
 @pytest.mark.parametrize("count", range(4))
-async def test_a_client_that_says_something_else_is_handed_over(count: int) -> None:
-    async with a_listener() as (_, listener):
+async def test_a_client_that_sends_something_else_is_handed_over(count: int) -> None:
+    async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in clc.EYE_CATCHER[:count]:
             await raw.send_all(bytes((byte,)))
@@ -116,7 +116,7 @@ async def test_a_client_that_says_something_else_is_handed_over(count: int) -> N
 @pytest.mark.parametrize("count", range(1, 4))
 async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -> None:
     """`recv` stops before an urgent byte, and the socket stays readable: no time is spent there."""
-    async with a_listener() as (_, listener):
+    async with open_listener() as (_, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         await raw.send_all(clc.EYE_CATCHER[:count])
         await arrived(raw)
@@ -139,7 +139,7 @@ async def test_an_urgent_byte_within_an_eye_catcher_is_handed_over(count: int) -
 async def test_part_of_a_header_ends_the_connection(count: int, how: str) -> None:
     """A whole eye catcher is CLC: what does not go on as CLC never reaches an application."""
     header = proposal().encode()[:8]
-    async with a_listener() as (stack, listener):
+    async with open_listener() as (stack, listener):
         raw = await trio.open_tcp_stream(*address_of(listener))
         for byte in header[:count]:
             await raw.send_all(bytes((byte,)))

@@ -18,7 +18,7 @@ from trio_smc.rendezvous.discovery import publication
 
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.parametrize("everything", [False, True])
-async def test_sockets_come_back(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_removed_sockets_return(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With or without the directories; new connections between new processes are SMC-R again."""
     for module in (publication, server):
         monkeypatch.setattr(module, "_NAME_INTERVAL", 0.05)

@@ -40,7 +40,7 @@ class Proposals:
         ("::1", True, ("PLANT-7",), 1),
     ],
 )
-async def test_which_version_is_offered_and_used(
+async def test_offered_and_agreed_versions(
     host: str, routable: bool, ueids: tuple[str, ...], version: int
 ) -> None:
     kind = RoutableRnic if routable else SoftRnic

@@ -29,10 +29,10 @@ class Handshake:
         self.progressed = progressed
         self.silent = True
         self.cancelled = False
-        self.asked = 0
+        self.checks = 0
 
     def is_silent(self) -> bool:
-        self.asked += 1
+        self.checks += 1
         return self.silent
 
     def cancel(self) -> None:
@@ -63,17 +63,17 @@ def filled(limit: int, addresses: int) -> tuple[PendingHandshakes, list[Handshak
         ("::192.0.2.1", "::/64"),
     ],
 )
-def test_addresses_that_one_host_may_choose_among_are_one(address: str, block: str) -> None:
+def test_address_blocks(address: str, block: str) -> None:
     assert address_block(address) == block
 
 
-def test_below_the_limit_and_within_the_grace_none_gives_way() -> None:
+def test_no_handshake_gives_way_below_the_limit_or_in_its_grace() -> None:
     pending, made = filled(64, 4)
     assert pending.give_way(GRACE / 2) == GRACE
     pending.discard(made.pop())
     assert pending.give_way(GRACE * 9) == math.inf
     assert not any(each.cancelled for each in made)
-    assert not any(each.asked for each in made)
+    assert not any(each.checks for each in made)
 
 
 def test_a_batch_gives_way_across_addresses() -> None:
@@ -89,7 +89,7 @@ def flood(pending: PendingHandshakes, now: float, block: str = "198.51.100.1") -
         pending.add(Handshake(block, now))
 
 
-def test_the_address_with_the_most_loses_first_and_its_oldest_first() -> None:
+def test_the_largest_address_loses_its_oldest_handshakes_first() -> None:
     pending = PendingHandshakes(64)
     few = [Handshake("192.0.2.2", 0.1) for _ in range(16)]
     many = [Handshake("2001:db8::/64", 0.2) for _ in range(48)]
@@ -103,7 +103,7 @@ def test_the_address_with_the_most_loses_first_and_its_oldest_first() -> None:
     assert gone.count(False) == 15, "down to as many as the few are"
 
 
-def test_a_slow_client_of_its_own_address_is_spared_for_as_long_again() -> None:
+def test_a_slow_client_with_an_address_of_its_own_is_spared() -> None:
     """A flood from one address that is younger than the client's handshake does not end it."""
     pending, alone = PendingHandshakes(64), Handshake("192.0.2.1", 0.0)
     pending.add(alone)
@@ -132,7 +132,7 @@ def test_many_addresses_are_not_spared_beside_a_large_one() -> None:
     assert sum(each.cancelled for each in single) >= 500 - 64
 
 
-def test_a_complete_message_is_progress_and_unread_bytes_are_this_sides_turn() -> None:
+def test_complete_messages_and_unread_bytes_are_progress() -> None:
     pending, made = filled(32, 1)
     pending.renew(made[0], GRACE / 2)
     made[1].silent = False
@@ -146,7 +146,7 @@ def test_a_complete_message_is_progress_and_unread_bytes_are_this_sides_turn() -
 
 
 @pytest.mark.parametrize("limit", [4, 8, 64])
-def test_the_accounts_agree_with_a_count_of_all(rng: random.Random, limit: int) -> None:
+def test_counts_agree_with_a_count_of_all_handshakes(rng: random.Random, limit: int) -> None:
     """Only what is overdue and silent gives way, and everything does in the end."""
     pending, alive, now, lost_in_all = PendingHandshakes(limit), dict[Handshake, None](), 0.0, 0
     for _ in range(3000):
@@ -190,7 +190,7 @@ def test_the_accounts_agree_with_a_count_of_all(rng: random.Random, limit: int) 
 
 
 @pytest.mark.parametrize("addresses", [1, 500])
-def test_giving_way_costs_the_same_however_many_addresses_there_are(addresses: int) -> None:
+def test_the_cost_of_giving_way_does_not_depend_on_addresses(addresses: int) -> None:
     """10,000 handshakes that come, become overdue and give way: 3 microseconds each, without
     sockets. A pass over all 512 for each one would take a hundred times as long."""
     pending, made = filled(512, addresses)
@@ -206,7 +206,7 @@ def test_giving_way_costs_the_same_however_many_addresses_there_are(addresses: i
             pending.add(made[-1])
     spent = time.thread_time() - begun
     assert spent < gone * 50e-6
-    assert max(each.asked for each in made) <= 1
+    assert max(each.checks for each in made) <= 1
 
 
 @contextlib.asynccontextmanager
@@ -235,7 +235,7 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["silent", "drip", "proposal"])
 @pytest.mark.parametrize("addresses", [1, 500])
-async def test_clients_that_do_not_go_on_keep_no_good_client_out(
+async def test_stalled_clients_do_not_keep_good_clients_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int, kind: str
 ) -> None:
     """1,500 of them, each replaced as soon as it is reset: 512 give way in each second, and a

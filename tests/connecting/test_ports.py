@@ -44,7 +44,7 @@ def test_reserved_ports_are_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("runtime_directory")
-def test_ports_that_the_program_wants() -> None:
+def test_the_program_chooses_the_ports() -> None:
     modes, ports = in_namespace("wanted", "40000", "40399", "40200-40229")
     assert modes == ["smc-r"]
     assert {int(port) for port in ports} <= set(range(40200, 40230))

@@ -90,7 +90,7 @@ async def test_a_first_contact_is_tcp(limit: Limit, refused: int) -> None:
         await listener.aclose()
 
 
-async def test_a_further_connection_is_tcp_and_the_others_go_on(limit: Limit) -> None:
+async def test_a_further_connection_is_tcp_and_the_others_continue(limit: Limit) -> None:
     async with trio_smc.open_stack(CONFIG):
         [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]
@@ -125,7 +125,7 @@ def test_other_users_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert private_directory.is_admitted(one, group)
 
 
-def test_no_thread_is_started_without_memory_for_it(
+def test_no_thread_is_started_without_memory(
     monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
 ) -> None:
     """`threading.Thread.start` waits for ever for a thread that has no memory to begin with."""

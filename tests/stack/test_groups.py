@@ -9,7 +9,7 @@ from tests.rendezvous.rendezvous_pair import World, exchange
 MANY = 10_000
 
 
-def test_statistics_of_many_connections_do_not_set_the_garbage_collector_off() -> None:
+def test_statistics_of_many_connections_start_no_garbage_collection() -> None:
     """It looks at all objects of the process: a tenth of a second where there are that many."""
     with World() as world:
         client, server = world.side(), world.side()

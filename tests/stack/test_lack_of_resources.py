@@ -24,7 +24,7 @@ from trio_smc.stack.tcp_watch import TcpWatch
 pytestmark = pytest.mark.pure
 
 
-def test_no_error_is_both() -> None:
+def test_an_error_means_a_lack_or_the_end_of_the_peer() -> None:
     for number in errno.errorcode:
         error = OSError(number, os.strerror(number))
         assert not (resources.is_lack(error) and resources.is_peer_gone(error))
@@ -34,7 +34,7 @@ def test_no_error_is_both() -> None:
         assert resources.is_peer_gone(OSError(number, ""))
 
 
-def test_a_full_table_is_no_news_of_devices(tmp_path: Path) -> None:
+def test_a_full_table_does_not_remove_devices(tmp_path: Path) -> None:
     """A device that cannot be looked at has not gone: its links would be lost."""
     (tmp_path / "infiniband_verbs" / "uverbs0").mkdir(parents=True)
     (tmp_path / "infiniband_verbs" / "uverbs0" / "ibdev").write_text("rxe0\n")
@@ -117,7 +117,7 @@ def test_a_thread_that_cannot_be_started(
     theirs.close()
 
 
-def test_nobody_is_let_in_because_of_a_full_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user number that may stand for all unknown users is not taken for one's own."""
     monkeypatch.setattr(private_directory, "_number_of_nobody", lambda kind: os.geteuid())
     ours, theirs = socket.socketpair(socket.AF_UNIX)

@@ -85,7 +85,7 @@ def causes(error: BaseException | None) -> list[BaseException]:
 async def test_an_explicit_stack(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "nobody"))
+    monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
     config = Config(log_events=True, capture=tmp_path / "capture.pcapng")
     fail(monkeypatch, step, error)
     met: Exception | None = None
@@ -112,7 +112,7 @@ async def test_an_explicit_stack(
 async def test_the_default_stack(
     step: str, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "nobody"))
+    monkeypatch.setenv("TRIO_SMC_RUN", str(tmp_path / "missing"))
     [listener] = await trio.open_tcp_listeners(0, host=HOST)
     port = listener.socket.getsockname()[1]
     fail(monkeypatch, step, error)

@@ -86,7 +86,7 @@ def test_bad_entries(name: str, entry: object) -> None:
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_client_that_may_not() -> None:
+async def test_a_client_that_is_not_permitted() -> None:
     config = Config(deny=("127.0.0.0/8",))
     async with trio_smc.open_stack(), listening() as listener:
         client, server = await fallbacks(listener, config)
@@ -96,7 +96,7 @@ async def test_a_client_that_may_not() -> None:
 
 
 @pytest.mark.rfc("5/3")
-async def test_a_server_that_may_not() -> None:
+async def test_a_server_that_is_not_permitted() -> None:
     config = Config(allow=("192.0.2.0/24",))
     async with trio_smc.open_stack(), listening(config) as listener:
         client, server = await fallbacks(listener)
@@ -105,7 +105,7 @@ async def test_a_server_that_may_not() -> None:
     assert (client.reason, client.origin) == (FallbackReason.NOT_PERMITTED, trio_smc.Origin.PEER)
 
 
-async def test_a_server_that_may_not_declines_what_was_promised() -> None:
+async def test_a_server_that_is_not_permitted_declines_a_proposal() -> None:
     """Under "assume" the client sends its Proposal unasked."""
     config = Config(discovery="assume", deny=(HOST + "/32",))
     async with trio_smc.open_stack(), listening(config) as listener:
@@ -166,7 +166,7 @@ async def test_a_client_decides_again_if_the_system_chooses_another_address(
     assert lookups[1:] == [HOST, HOST]
 
 
-def test_learning() -> None:
+def test_short_connections_in_a_row_are_avoided() -> None:
     clock = Clock()
     short = ShortConnections(clock)
     for number in range(SHORT_AFTER):
@@ -184,7 +184,7 @@ def test_learning() -> None:
     assert not short.avoids(PEER), "it was worth it"
 
 
-def test_one_long_connection_forgives_the_short_ones() -> None:
+def test_a_long_connection_ends_the_row() -> None:
     short = ShortConnections(Clock())
     for number in range(3 * SHORT_AFTER):
         short.opened(number, PEER)
@@ -192,7 +192,7 @@ def test_one_long_connection_forgives_the_short_ones() -> None:
         assert not short.avoids(PEER)
 
 
-def test_what_was_not_noted_is_not_learned() -> None:
+def test_connections_that_were_not_opened_do_not_count() -> None:
     short = ShortConnections(Clock())
     for number in range(2 * SHORT_AFTER):
         short.closed(number, 0)
@@ -217,7 +217,7 @@ async def test_short_connections_become_tcp() -> None:
     assert modes[-1] is Mode.TCP
 
 
-async def test_after_a_rest_a_client_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_tries_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     async with trio_smc.open_stack(), listening() as listener:
         port = listener.socket.getsockname()[1]
@@ -259,14 +259,14 @@ async def _modes(stack: trio_smc.Stack, port: int, count: int) -> list[Mode]:
 
 
 @pytest.mark.parametrize("requires", ["client", "server"])
-async def test_a_peer_that_requires_smc_teaches_nothing(requires: str) -> None:
+async def test_connections_with_a_peer_that_requires_smc_do_not_count(requires: str) -> None:
     learns, strict = Config(learn_short=True), Config(require_smc=True)
     ends = (learns, strict) if requires == "server" else (strict, learns)
     async with _serving(ends[1]) as port, trio_smc.open_stack(ends[0]) as client:
         assert await _modes(client, port, 40) == [Mode.SMC_R] * 40
 
 
-async def test_both_learn_of_one_peer_and_another_one_requires_smc() -> None:
+async def test_a_client_that_requires_smc_at_an_avoided_address() -> None:
     """The server has learned of the client's address; a client there that requires gets SMC-R."""
     async with (
         _serving(Config(learn_short=True)) as port,
@@ -278,7 +278,7 @@ async def test_both_learn_of_one_peer_and_another_one_requires_smc() -> None:
         assert await _modes(client, port, 1) == [Mode.TCP]
 
 
-async def test_another_process_at_the_port_may_require_smc() -> None:
+async def test_a_new_process_at_an_avoided_port_may_require_smc() -> None:
     """What was learned of a listening process ends with it."""
     async with trio_smc.open_stack(Config(learn_short=True)) as client:
         async with _serving(Config()) as port:

@@ -36,7 +36,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World.made(monkeypatch)
 
 
-class Followed:
+class FollowedRnics:
     """The RNICs of a stack that keeps to what there is, and what link groups were told."""
 
     def __init__(self, config: Config) -> None:
@@ -53,8 +53,8 @@ class Followed:
 
 
 @asynccontextmanager
-async def followed(world: World, *named: Rnic) -> AsyncIterator[Followed]:
-    made = Followed(Config(rnics=named) if named else Config())
+async def followed(world: World, *named: Rnic) -> AsyncIterator[FollowedRnics]:
+    made = FollowedRnics(Config(rnics=named) if named else Config())
     made.rnics.open()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.rnics.follow)
@@ -70,7 +70,7 @@ async def announce(world: World) -> None:
     await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_a_port_that_comes_and_goes(world: World, autojump_clock: trio.abc.Clock) -> None:
+async def test_a_port_appears_and_disappears(world: World, autojump_clock: trio.abc.Clock) -> None:
     async with followed(world) as stack:
         assert stack.rnics.serving(*ADDRESSES) is FallbackReason.NO_RNIC
         world.come("rxe0", "rxe1")
@@ -94,7 +94,7 @@ async def test_a_port_that_comes_and_goes(world: World, autojump_clock: trio.abc
         assert stack.rnics.serving(*ADDRESSES) is not FallbackReason.NO_RNIC
 
 
-async def test_a_port_that_comes_while_a_stack_is_opened(
+async def test_a_port_that_appears_while_a_stack_is_opened(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """Between the first look and the subscription to news."""
@@ -108,9 +108,7 @@ async def test_a_port_that_comes_while_a_stack_is_opened(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_port_that_only_goes_down_stays(
-    world: World, autojump_clock: trio.abc.Clock
-) -> None:
+async def test_a_port_that_is_down_stays(world: World, autojump_clock: trio.abc.Clock) -> None:
     world.come("rxe0")
     async with followed(world) as stack:
         world.active.clear()
@@ -119,7 +117,7 @@ async def test_a_port_that_only_goes_down_stays(
         assert stack.told == []
 
 
-async def test_what_cannot_be_opened_yet(
+async def test_a_device_that_cannot_be_opened_yet(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """udev has not given the node its permissions: tried again without more news, but not for
@@ -185,7 +183,7 @@ async def test_a_device_that_fails(world: World, autojump_clock: trio.abc.Clock)
         assert stack.names() == ["rxe1", "rxe0"]
 
 
-async def test_a_device_that_is_made_anew_at_once(
+async def test_a_device_that_is_replaced_at_once(
     world: World, autojump_clock: trio.abc.Clock
 ) -> None:
     """Its failure and the news of its successor are seen together."""
@@ -202,7 +200,7 @@ async def test_a_device_that_is_made_anew_at_once(
         assert stack.names() == ["rxe0"]
 
 
-async def test_a_kernel_that_tells_nothing(
+async def test_a_kernel_without_notifications(
     world: World, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
 ) -> None:
     """What fails is closed all the same."""
@@ -240,7 +238,7 @@ async def test_a_device_that_cannot_be_closed(
         monkeypatch.setattr(FakePort, "close", close)
 
 
-async def test_what_is_left_of_a_link_group(
+async def test_companions_after_the_first_rnic_has_disappeared(
     world: World, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first RNIC goes, and its interface with it: the others are companions still."""
@@ -256,7 +254,7 @@ async def test_what_is_left_of_a_link_group(
         assert stack.rnics.companions(second) == [second]
 
 
-async def test_one_that_was_named_comes_back(world: World, autojump_clock: trio.abc.Clock) -> None:
+async def test_an_rnic_of_the_list_returns(world: World, autojump_clock: trio.abc.Clock) -> None:
     """As the same object, and nothing that was not named is opened."""
     named = world.port("rxe0")
     world.come("rxe0", "rxe1")
@@ -274,11 +272,11 @@ async def test_one_that_was_named_comes_back(world: World, autojump_clock: trio.
 async def test_nothing_to_follow(world: World) -> None:
     """Software RNICs alone: no task, no socket."""
     with trio.fail_after(5):
-        made = Followed(Config(rnics=(SoftRnic(),)))
+        made = FollowedRnics(Config(rnics=(SoftRnic(),)))
         await made.rnics.follow()
 
 
-async def test_listeners_offer_the_option_from_then_on(
+async def test_listeners_offer_the_option_once_there_is_a_port(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under "auto" listeners offer SMC-R by the TCP option when there is a RoCE port."""
@@ -326,7 +324,7 @@ def test_two_processes_on_one_port_have_different_peer_ids(
     draws = iter((b"\x11\x11", b"\x11\x11", b"\x22\x22"))
     monkeypatch.setattr(secrets, "token_bytes", lambda count: next(draws))
     world.come("rxe0")
-    rnics = Followed(Config(rnics=(world.port("rxe0"),))).rnics
+    rnics = FollowedRnics(Config(rnics=(world.port("rxe0"),))).rnics
     rnics.open()
     rnics.opened[0].mac = mac
     with subprocess.Popen(

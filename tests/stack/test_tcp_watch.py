@@ -46,7 +46,7 @@ async def _tcp_pair() -> tuple[trio.SocketStream, trio.SocketStream]:
         return client, await listener.accept()
 
 
-async def test_a_watcher_that_was_told_and_removed_is_not_kept_alive() -> None:
+async def test_a_notified_and_removed_watcher_is_not_kept_alive() -> None:
     """A stream has its whole link group behind it, with the memory of a dead peer."""
     async with _watch() as watch:
         client, server = await _tcp_pair()
@@ -66,7 +66,7 @@ async def test_a_watcher_that_was_told_and_removed_is_not_kept_alive() -> None:
         assert gone() is None
 
 
-async def test_a_reset_is_told() -> None:
+async def test_a_reset_notifies_the_watcher() -> None:
     async with _watch() as watch:
         client, server = await _tcp_pair()
         watcher = Watcher()
@@ -80,7 +80,7 @@ async def test_a_reset_is_told() -> None:
         await server.aclose()
 
 
-async def test_what_comes_to_a_registered_connection_is_told(
+async def test_data_on_a_registered_connection_notifies_the_watcher(
     autojump_clock: trio.abc.Clock,
 ) -> None:
     async with _watch() as watch:
@@ -147,7 +147,7 @@ async def test_the_number_of_a_socket_that_the_program_closed_may_be_reused(
         await client.aclose()
 
 
-async def test_a_socket_that_the_program_closed_is_forgotten() -> None:
+async def test_a_socket_that_the_program_closed_is_removed() -> None:
     async with _watch() as watch:
         client, server = await _tcp_pair()
         watcher = Watcher()

@@ -50,7 +50,7 @@ def run(timers: Timers, now: float) -> list[float]:
     return took
 
 
-def test_what_is_due_together_is_called_in_turns(clock: Clock, timers: Timers) -> None:
+def test_timers_that_are_due_together_are_called_in_turns(clock: Clock, timers: Timers) -> None:
     called: list[int] = []
 
     def call(number: int) -> None:
@@ -67,7 +67,7 @@ def test_what_is_due_together_is_called_in_turns(clock: Clock, timers: Timers) -
     assert not timers.run_due()
 
 
-def test_what_comes_due_in_a_turn_does_not_wait_for_later_ones(
+def test_a_timer_due_during_a_turn_does_not_wait_for_later_ones(
     clock: Clock, timers: Timers
 ) -> None:
     called: list[str] = []
@@ -84,7 +84,7 @@ def test_what_comes_due_in_a_turn_does_not_wait_for_later_ones(
     assert called == ["late", "early"]
 
 
-def test_what_is_rare_is_called_at_once(timers: Timers) -> None:
+def test_a_single_timer_is_called_at_once(timers: Timers) -> None:
     called: list[int] = []
     timers.in_turn(lambda: called.append(1))
     assert called == [1]
@@ -110,7 +110,7 @@ def test_many_ends_take_turns(clock: Clock, timers: Timers) -> None:
     assert called == [number for number in range(COUNT) for _ in "12"]
 
 
-def test_an_end_that_fails_does_not_keep_others(clock: Clock, timers: Timers) -> None:
+def test_an_end_that_fails_does_not_stop_the_others(clock: Clock, timers: Timers) -> None:
     called: list[int] = []
 
     def fail() -> None:
